@@ -1,0 +1,17 @@
+"""Samples in, packed (THD) microbatches out. Knows no files and no model.
+
+The road of one global batch, file by file:
+
+    sample         the values: a sample, its form on the wire, the layout of a pack
+    cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
+    schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
+    lengths        gather the lengths over data parallel; agree on end of data and on errors
+    redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers
+    pack           samples -> one microbatch; the one place that pads
+    data_schedule  wrap_dataloader: the few lines that call the files above
+    get_batch      a microbatch -> arguments of GPTModel.forward (context-parallel slice, PackedSeqParams)
+    attention      packed core attention without Transformer Engine
+    layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
+    pipeline       the hook on megatron-core's forward-backward functions
+    stats          tokens, padding, sum of squares, balance
+"""

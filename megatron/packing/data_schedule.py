@@ -1,0 +1,377 @@
+"""mcore. The road of one global batch: draw, gather lengths, schedule, move, pack; once per step, before the pipeline runs.
+
+Six collectives per step whatever the number of microbatches, none per microbatch:
+
+    owners (tensor-parallel rank 0 of the first and the last stage)
+        draw their samples
+        dp_cp  all-gather   48 bytes per rank: counts, and whether anything went wrong
+        dp     all-gather   24 bytes per sequence: lengths
+    every rank
+        mp     all-gather   24 bytes per rank: sizes, and whether anything went wrong
+        mp     broadcast    24 bytes per sequence of this data-parallel rank: its plan
+    first and last stage
+        dp     all-to-all   5 bytes per token, see `sample.encode`
+        tp     broadcast    the same bytes to tensor-parallel peers
+
+Whatever fails on one rank (end of data, an exception while drawing, a batch that no schedule fits) is raised alike on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.lengths import (
+    GlobalBatchError,
+    LengthTable,
+    agree,
+    broadcast_numbers,
+    device_of,
+    gather_table,
+)
+from megatron.packing.pack import layout_microbatch, pack
+from megatron.packing.plan import StepPlan
+from megatron.packing.redistribute import redistribute, share_with_peers
+from megatron.packing.sample import Alignment, Sample, decode, encode, num_words, samples_of
+from megatron.packing.schedule import CapacityError, Schedule, ScheduleRequest, check_schedule, get_scheduler
+from megatron.packing.stats import PackingStats, packing_stats
+
+OVER_LENGTH_POLICIES = ("error", "truncate", "drop")
+GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
+Microbatch = dict[str, Any]
+
+
+class WrappedDataLoader(NamedTuple):
+    """What Megatron's own code expects of `wrap_dataloader`, by name."""
+
+    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]]
+    num_microbatches: int
+    num_total_tokens_this_global_batch: int
+    sequence_square_sum_this_global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """One global batch, as this rank's pipeline stage will run it."""
+
+    microbatches: list[Microbatch]
+    stats: PackingStats
+    pack_lengths: list[list[list[int]]]
+    """[rank][microbatch] -> real lengths of its sequences; of all data-parallel ranks on owners, empty elsewhere."""
+    seconds: float
+    """That the step waited for it."""
+
+
+def wrap_dataloader(
+    data_iterator: Any,
+    config: TransformerConfig,
+    num_microbatches: int,
+    scheduler_type: str | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> WrappedDataLoader:
+    """Draw one global batch and return it packed, with its number of microbatches and the two sums for FLOPs.
+
+    data_iterator: on owners (see `owns_data`), an iterator whose `next` gives a sample or a list of them (see `sample.samples_of`), or a
+    list of such iterators with interleaving; ignored elsewhere. num_microbatches: how many times each owner calls `next`.
+    config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold that many times the context-parallel
+    size), `sequence_packing_scheduler` (unless `scheduler_type`), `sequence_packing_over_length` (error, truncate or drop),
+    `microbatch_group_size_per_vp_stage`.
+
+    Returns an iterator over the microbatches (see `pack`; one per virtual stage in a list with interleaving) on every rank: stages
+    in the middle get layouts. The number of microbatches is equal on all ranks. Both sums are over real lengths, exact.
+
+    Raises StopIteration on all ranks when no rank has any sample left, and GlobalBatchError on all ranks, naming rank and cause,
+    when one of them fails.
+    """
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+    batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, scheduler_type)
+    return as_data_loader(batch, config.virtual_pipeline_model_parallel_size)
+
+
+def wrap_data_iterator(
+    data_iterator: Any,
+    config: TransformerConfig,
+    num_microbatches: int,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> WrappedDataLoader:
+    """`wrap_dataloader` under the name that later Megatron-LM uses."""
+    return wrap_dataloader(data_iterator, config, num_microbatches, pg_collection=pg_collection)
+
+
+def wrap_iterator_helper(
+    config: TransformerConfig,
+    data_iterator: Any,
+    num_microbatches: int,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> WrappedDataLoader | tuple[Any, int, None, None]:
+    """`wrap_dataloader` where packing is on; where it is off, the arguments as they came and None for both sums."""
+    if getattr(config, "sequence_packing_scheduler", None) is None:
+        return data_iterator, num_microbatches, None, None
+    return wrap_dataloader(data_iterator, config, num_microbatches, pg_collection=pg_collection)
+
+
+def as_data_loader(batch: GlobalBatch, num_virtual_stages: int | None) -> WrappedDataLoader:
+    """Iterators over the batch, as many as this rank has virtual stages."""
+    iterators = [iter(batch.microbatches) for _ in range(num_virtual_stages or 1)]
+    return WrappedDataLoader(
+        iterators[0] if num_virtual_stages is None else iterators,
+        batch.stats.num_microbatches,
+        batch.stats.num_tokens,
+        batch.stats.square_sum,
+    )
+
+
+def stage_has_tokens(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank's pipeline stage needs tokens or labels; the others need layouts only."""
+    return groups.pp.rank() in (0, groups.pp.size() - 1)
+
+
+def owns_data(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank draws samples: tensor-parallel rank 0 of the first and the last stage."""
+    return groups.tp.rank() == 0 and stage_has_tokens(groups)
+
+
+def schedule_global_batch(
+    data_iterator: Any,
+    config: TransformerConfig,
+    num_microbatches: int,
+    groups: ProcessGroupCollection,
+    scheduler_type: str | None = None,
+) -> GlobalBatch:
+    """`wrap_dataloader`, with everything that is known about the batch."""
+    start = time.perf_counter()
+    scheduler_name = scheduler_type or getattr(config, "sequence_packing_scheduler", None) or "default"
+    scheduler = get_scheduler(scheduler_name)
+    alignment = Alignment.for_layout(
+        context_parallel_size=groups.cp.size(),
+        tensor_parallel_size=groups.tp.size(),
+        sequence_parallel=config.sequence_parallel,
+    )
+    capacity = _capacity(config, groups.cp.size(), alignment)
+    draw: _Draw | None = None
+    owned: _Scheduled | None = None
+    error: str | None = None
+    if owns_data(groups):
+        draw = _draw(_own_iterator(data_iterator, groups), num_microbatches, capacity, alignment, config, groups)
+        try:
+            table, dropped, cut = _gather(draw, groups)
+            if len(table.length) or not draw.ended:
+                cost = getattr(config, "sequence_cost", None) or _cost_of(config)
+                request = ScheduleRequest(
+                    lengths=alignment.padded_length(table.length),
+                    source_rank=table.source_rank,
+                    source_draw=table.draw,
+                    num_ranks=groups.dp.size(),
+                    num_draws=num_microbatches,
+                    capacity=capacity,
+                    microbatch_multiple=_microbatch_multiple(config, groups),
+                    cost=cost,
+                )
+                schedule = scheduler(request)
+                check_schedule(request, schedule)
+                stats = packing_stats(
+                    length=table.length,
+                    schedule=schedule,
+                    alignment=alignment,
+                    cost=cost,
+                    capacity=capacity,
+                    num_dropped=dropped,
+                    num_cut=cut,
+                )
+                owned = _Scheduled(table, schedule, StepPlan.for_rank(groups.dp.rank(), table, schedule, stats))
+        except GlobalBatchError as failure:
+            error = str(failure)
+        except (CapacityError, ValueError) as failure:
+            error = f"scheduler '{scheduler_name}': {failure}"
+    plan = _share_plan(owned, error, groups)
+    if plan is None:
+        raise StopIteration
+    microbatches = _microbatches(plan, draw, owned, alignment, groups)
+    return GlobalBatch(
+        microbatches=microbatches,
+        stats=plan.stats,
+        pack_lengths=[] if owned is None else _pack_lengths(owned),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """What this owner drew: samples on the wire and their rows (length, kind, draw); and what went wrong."""
+
+    words: list[Tensor]
+    rows: np.ndarray
+    num_dropped: int
+    num_cut: int
+    ended: bool
+    error: str | None
+
+
+class _Scheduled(NamedTuple):
+    table: LengthTable
+    schedule: Schedule
+    plan: StepPlan
+
+
+def _own_iterator(data_iterator: Any, groups: ProcessGroupCollection) -> Any:
+    """With interleaving a rank holds a list of iterators over the same data: the first stage draws from the first one."""
+    if isinstance(data_iterator, (list, tuple)):
+        return data_iterator[0 if groups.pp.rank() == 0 else -1]
+    return data_iterator
+
+
+def _draw(
+    iterator: Any,
+    num_draws: int,
+    capacity: int,
+    alignment: Alignment,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+) -> _Draw:
+    policy = getattr(config, "sequence_packing_over_length", "error")
+    longest = capacity // alignment.sequence * alignment.sequence
+    words: list[Tensor] = []
+    rows: list[tuple[int, int, int]] = []
+    dropped = cut = 0
+    ended, error = False, None
+    where = f"data-parallel rank {groups.dp.rank()} (rank {torch.distributed.get_rank()})"
+    if iterator is None:
+        num_draws, error = 0, f"{where} must have a data iterator, but has none; build one where owns_data() is true"
+    for number in range(num_draws):
+        try:
+            drawn = next(iterator)
+            samples = samples_of(drawn)
+        except StopIteration:
+            ended = True
+            break
+        except Exception as failure:  # the edge to the user's data: whatever it is, all ranks must hear of it
+            error = f"{where}, draw {number}: {type(failure).__name__}: {failure}"
+            break
+        for sample in samples:
+            if len(sample) > longest:
+                if policy == "error":
+                    error = (
+                        f"{where}, draw {number}: a sample of {len(sample)} tokens does not fit a pack of {longest}; raise "
+                        "--max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy truncate or drop"
+                    )
+                    break
+                if policy == "drop":
+                    dropped += 1
+                    continue
+                sample = sample.first(longest)
+                cut += 1
+            kind, encoded = encode(sample)
+            words.append(encoded)
+            rows.append((len(sample), kind, number))
+    return _Draw(
+        words=words,
+        rows=np.array(rows, dtype=np.int64).reshape(-1, 3),
+        num_dropped=dropped,
+        num_cut=cut,
+        ended=ended,
+        error=error,
+    )
+
+
+def _gather(draw: _Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int]:
+    """The table of the global batch and how many samples were dropped and cut; raises GlobalBatchError on every owner alike."""
+    lengths_seen = int(draw.rows[:, 0].sum())
+    numbers = [groups.dp.rank(), groups.cp.rank(), len(draw.rows), lengths_seen, draw.num_dropped, draw.num_cut]
+    all_ranks = agree(groups.dp_cp, numbers, draw.error)
+    in_order = all_ranks[np.lexsort((all_ranks[:, 1], all_ranks[:, 0]))].reshape(groups.dp.size(), groups.cp.size(), -1)
+    if (in_order[:, :, 2:] != in_order[:, :1, 2:]).any():
+        rank = int(np.flatnonzero((in_order[:, :, 2:] != in_order[:, :1, 2:]).any((1, 2)))[0])
+        raise GlobalBatchError(
+            f"context-parallel ranks of data-parallel rank {rank} drew different samples; give them the same data iterator"
+        )
+    counts, _, dropped, cut = in_order[:, 0, 2:].T
+    return gather_table(groups.dp, draw.rows, counts), int(dropped.sum()), int(cut.sum())
+
+
+def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
+    """This data-parallel rank's plan, on every rank of the model-parallel group; None where the data has ended."""
+    numbers = owned.plan.to_numbers() if owned is not None else np.empty(0, dtype=np.int64)
+    fingerprint = owned.table.fingerprint() if owned is not None else 0
+    sizes = agree(groups.mp, [int(owns_data(groups)), len(numbers), fingerprint], error)
+    owners = sizes[sizes[:, 0] == 1]
+    if (owners != owners[0]).any():
+        raise GlobalBatchError("the first and the last pipeline stage drew different samples; give them the same data")
+    if owners[0, 1] == 0:
+        return None
+    source = int(np.flatnonzero(sizes[:, 0])[0])
+    mine = source == groups.mp.rank()
+    return StepPlan.from_numbers(broadcast_numbers(groups.mp, numbers if mine else int(owners[0, 1]), source))
+
+
+def _microbatches(
+    plan: StepPlan, draw: _Draw | None, owned: _Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
+) -> list[Microbatch]:
+    layouts = plan.layouts(alignment)
+    if not stage_has_tokens(groups):
+        return [layout_microbatch(layout) for layout in layouts]
+    words = None
+    if draw is not None and owned is not None:
+        table = owned.table
+        sizes = num_words(table.length, table.kind)
+        words = redistribute(draw.words, sizes, table.source_rank, owned.schedule.rank, groups.dp)
+    sizes = plan.num_words
+    words = share_with_peers(words, int(sizes.sum()), groups.tp)
+    samples = _decode_all(words, plan)
+    device = device_of(groups.tp)
+    return [pack([samples[i] for i in members], layout, device) for members, layout in zip(plan.members(), layouts)]
+
+
+def _decode_all(words: Tensor, plan: StepPlan) -> Sequence[Sample]:
+    pieces = words.split(plan.num_words.tolist())
+    return [decode(int(length), int(kind), piece) for length, kind, piece in zip(plan.length, plan.kind, pieces)]
+
+
+def _pack_lengths(owned: _Scheduled) -> list[list[list[int]]]:
+    lengths = owned.table.length
+    return [
+        [lengths[members].tolist() for members in owned.schedule.packs_of(rank)]
+        for rank in range(owned.schedule.num_ranks)
+    ]
+
+
+def _capacity(config: TransformerConfig, context_parallel_size: int, alignment: Alignment) -> int:
+    """Tokens that a pack may hold, as many whole alignment units as fit."""
+    per_rank = config.max_seqlen_per_dp_cp_rank
+    if per_rank is None or per_rank * context_parallel_size < alignment.pack:
+        raise ValueError(
+            f"--max-seqlen-per-dp-cp-rank must be at least {-(-alignment.pack // context_parallel_size)} for this layout, "
+            f"but is {per_rank}"
+        )
+    return per_rank * context_parallel_size // alignment.pack * alignment.pack
+
+
+def _microbatch_multiple(config: TransformerConfig, groups: ProcessGroupCollection) -> int:
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.microbatch_group_size_per_vp_stage or groups.pp.size()
+
+
+def _cost_of(config: TransformerConfig) -> SequenceCost:
+    """The model's cost as far as its config tells; the vocabulary is not part of it."""
+    return gpt_sequence_cost(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
+        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
+        vocab_size=0,
+        swiglu=config.gated_linear_unit,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+    )

@@ -1,0 +1,135 @@
+"""mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another layout.
+
+A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. The latter is replaced only once
+a checkpoint is complete: a run killed while it saves leaves the one before as the latest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron.sft.model import Training
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Optimizer state as one tensor per parameter, whatever the layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    iteration: int
+    consumed_samples: int
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """The newest complete checkpoint in `folder`; None where there is none."""
+    tracker = Path(folder) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit() or not checkpoint_path(folder, int(text)).is_dir():
+        raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
+    return int(text)
+
+
+def checkpoint_path(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def save_checkpoint(folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any]) -> None:
+    """Write a complete checkpoint; collective."""
+    path = checkpoint_path(folder, progress.iteration)
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)  # what a run killed while saving left
+        path.mkdir(parents=True)
+    dist.barrier()
+    state = _sharded_state(training, is_loading=False)
+    state["progress"] = progress._asdict()
+    state["model_options"] = model_options
+    state["scheduler"] = training.scheduler.state_dict()
+    dist_checkpointing.save(state, str(path), content_metadata=_METADATA)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        temporary = Path(folder) / (TRACKER + ".tmp")
+        temporary.write_text(str(progress.iteration))
+        os.replace(temporary, Path(folder) / TRACKER)
+    dist.barrier()
+
+
+def load_checkpoint(folder: str | Path, training: Training, model_options: dict[str, Any]) -> Progress | None:
+    """Continue from the newest checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
+
+    Raises ValueError if it is of another model. Random states (of dropout) continue only in the same layout.
+    """
+    iteration = latest_iteration(folder)
+    if iteration is None:
+        return None
+    path = checkpoint_path(folder, iteration)
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    saved = common["model_options"]
+    differing = [
+        f"--{name.replace('_', '-')} was {saved.get(name)}, is {value}"
+        for name, value in model_options.items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise ValueError(f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load")
+    with torch.no_grad():
+        template = _sharded_state(training, is_loading=True)
+        same_layout = _layout() == common["layout"]
+        if not same_layout:
+            del template["random_states"]
+        state = dist_checkpointing.load(template, str(path))
+        for number, chunk in enumerate(training.model):
+            chunk.load_state_dict(state[f"model{number}"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        training.scheduler.load_state_dict(state["scheduler"])
+    if same_layout:
+        _restore_random_states(state["random_states"])
+    return Progress(**state["progress"])
+
+
+def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata=_METADATA) for number, chunk in enumerate(training.model)
+    }
+    state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=_METADATA)
+    state["layout"] = _layout()
+    state["random_states"] = ShardedObject(
+        "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+    )
+    return state
+
+
+def _layout() -> list[int]:
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,213 @@
+"""mcore. megatron-core on CPU: where its functions say `cuda`, they read `cpu`.
+
+`torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`, streams), so one rule covers
+all sites: in the code objects of the modules named below, the attribute `cuda` becomes `cpu` (`torch.cuda.current_device()`,
+`tensor.cuda()`), and the literals `"cuda"` and `"torch.cuda.FloatTensor"` become their CPU counterparts. Code objects are changed in
+place, so that names that other modules imported before change too; it costs nothing at run time, works under
+`torch.compile`, and leaves torch itself untouched. Two things need more than the rule: the random number tracker (its setters
+silently do nothing without CUDA) and the context-parallel RoPE slice (pinned memory).
+
+Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is refused: an unseen site would
+otherwise appear in the middle of somebody's run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+CHECKED_VERSIONS = ("0.16.1",)
+
+_MODULES = (
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.data",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.utils",
+    "timers",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
+    "transformer.multi_token_prediction",
+    "transformer.utils",
+    "utils",
+)
+_LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+# Functions that ask whether there is a GPU, or that reach for what torch.cpu lacks: they are right as they are, or never run on CPU.
+_LEFT_ALONE = {"is_available", "empty_cache", "get_device_properties", "nvtx", "memory_allocated", "default_stream"}
+
+
+class Change(NamedTuple):
+    """One function of megatron-core that reads differently on CPU."""
+
+    where: str
+    what: str
+
+
+_installed: list[Change] = []
+
+
+def install(main_params_dtype: torch.dtype = torch.float32) -> list[Change]:
+    """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is). Idempotent.
+
+    `main_params_dtype`: the type of unsharded parameters that the optimizers accept as full precision; exactness tests pass float64.
+
+    Raises RuntimeError for a megatron-core version that is not in `CHECKED_VERSIONS`.
+    """
+    if torch.cuda.is_available() or _installed:
+        return list(_installed)
+    import megatron.core
+
+    version = megatron.core.__version__
+    if version not in CHECKED_VERSIONS:
+        raise RuntimeError(
+            f"megatron-core must be {' or '.join(CHECKED_VERSIONS)} to run on CPU, but is {version}; "
+            f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or run where CUDA is available"
+        )
+    literals = dict(_LITERALS)
+    if main_params_dtype == torch.float64:
+        literals["torch.cuda.FloatTensor"] = "torch.DoubleTensor"
+    for name in _MODULES:
+        module = importlib.import_module(f"megatron.core.{name}")
+        changes = [change for function in _functions_of(module) for change in _read_cpu(function, literals)]
+        if not changes:
+            raise RuntimeError(f"megatron.core.{name} no longer mentions CUDA; remove it from {__name__}._MODULES")
+        _installed.extend(changes)
+    _installed.extend(_use_cpu_generator())
+    _installed.append(_slice_rope_without_pinned_memory())
+    return list(_installed)
+
+
+def report() -> str:
+    """Human-readable list of every change that `install` made."""
+    return "\n".join(f"{change.where}: {change.what}" for change in _installed) or "nothing changed"
+
+
+def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """Each plain function defined in `module`, methods and wrapped ones included, once."""
+    seen: set[int] = set()
+    todo = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if inspect.isclass(value):
+            todo.extend(vars(value).values())
+        elif isinstance(value, property):
+            todo.extend(part for part in (value.fget, value.fset) if part is not None)
+        elif hasattr(value, "__wrapped__"):
+            todo.append(value.__wrapped__)
+        elif isinstance(value, (staticmethod, classmethod)):
+            todo.append(value.__func__)
+        elif isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
+            yield value
+
+
+def _read_cpu(function: types.FunctionType, literals: dict[str, str]) -> list[Change]:
+    code, changed = _rewrite(function.__code__, literals, "cpu")
+    if not changed:
+        return []
+    function.__code__ = code
+    return [Change(f"{function.__module__}.{function.__qualname__}", ", ".join(sorted(set(changed))))]
+
+
+def _rewrite(code: types.CodeType, literals: dict[str, str], attribute: str) -> tuple[types.CodeType, list[str]]:
+    """`code` with the name `cuda` and the given literals replaced, nested functions included; and what was replaced."""
+    changed: list[str] = []
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            inner, inner_changed = _rewrite(value, literals, attribute)
+            changed.extend(inner_changed)
+            return inner
+        if isinstance(value, tuple):
+            return tuple(constant(item) for item in value)
+        if isinstance(value, str) and value in literals:
+            changed.append(f'"{value}" -> "{literals[value]}"')
+            return literals[value]
+        return value
+
+    constants = tuple(constant(value) for value in code.co_consts)
+    names = code.co_names
+    if "cuda" in names and not _LEFT_ALONE & set(names):
+        names = tuple(attribute if name == "cuda" else name for name in names)
+        changed.append(f".cuda -> .{attribute}")
+    return code.replace(co_consts=constants, co_names=names), changed
+
+
+def _use_cpu_generator() -> list[Change]:
+    """The tensor-parallel random states are states of the CPU generator."""
+    from megatron.core.tensor_parallel import random as tracked
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    def add(self: Any, name: str, seed: int) -> None:
+        if seed in self.seeds_ or name in self.states_:
+            raise ValueError(f"random state {name!r} or seed {seed} was added before")
+        self._is_initialized = True
+        self.seeds_.add(seed)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = tracked._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+    replaced: list[tuple[Any, str, Callable]] = [
+        (tracked, "_get_cuda_rng_state", get_state),
+        (tracked, "_set_cuda_rng_state", set_state),
+        (tracked.CudaRNGStatesTracker, "add", add),
+        (tracked.CudaRNGStatesTracker, "fork", fork),
+    ]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    # torch.cuda.manual_seed(s) -> torch.random.manual_seed(s): torch.cpu has no generator of its own.
+    seed = tracked.model_parallel_cuda_manual_seed
+    seed.__code__, _ = _rewrite(seed.__code__, {}, "random")
+    where = "megatron.core.tensor_parallel.random"
+    return [Change(f"{where}.{name}", "uses the CPU generator") for _, name, _ in replaced] + [
+        Change(f"{where}.model_parallel_cuda_manual_seed", ".cuda -> .random")
+    ]
+
+
+def _slice_rope_without_pinned_memory() -> Change:
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+
+    def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        pieces = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+        return torch.cat((pieces[cp_group.rank()], pieces[-1 - cp_group.rank()]), dim=seq_dim)
+
+    for module in (rope_utils, rotary_pos_embedding):
+        module.get_pos_emb_on_this_cp_rank = get_pos_emb_on_this_cp_rank  # type: ignore[attr-defined]
+    return Change(f"{rope_utils.__name__}.get_pos_emb_on_this_cp_rank", "no pinned memory")

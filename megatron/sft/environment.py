@@ -1,0 +1,23 @@
+"""pure. What the launcher says, and what a user need not read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def world_from_environment() -> tuple[int, int]:
+    """(rank, world size) as torchrun tells them; (0, 1) for a plain `python pretrain_sft.py`."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def quiet(rank: int) -> None:
+    """Keep megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
+    for notice in ("Apex is not installed", "transformer_engine", "Transformer Engine", "FutureWarning", "fused Adam"):
+        warnings.filterwarnings("ignore", message=f".*{notice}.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\.distributed.*")
+    if rank != 0:
+        warnings.simplefilter("ignore")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)

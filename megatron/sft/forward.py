@@ -1,0 +1,94 @@
+"""mcore. One microbatch through the model: packed or padded batch, loss as sum and count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.sample import samples_of
+from megatron.packing.zigzag import shard_index
+
+Loss = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
+
+
+def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Loss]]:
+    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es."""
+    config = get_model_config(model)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch: Batch | PaddedBatch
+    if getattr(config, "sequence_packing_scheduler", None) is not None:
+        batch = get_batch_on_this_rank_for_sequence_packing(
+            data_iterator, vpp_size=config.virtual_pipeline_model_parallel_size, vp_stage=vp_stage
+        )
+    else:
+        batch = next(data_iterator)
+    is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+    padding_mask = None
+    if config.num_moe_experts is not None:
+        padding_mask = batch.padding_mask
+        if config.sequence_parallel and not is_first:  # megatron-core scatters it on the first stage only
+            padding_mask = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+    output = model(
+        batch.tokens if is_first else None,
+        batch.position_ids if is_first else None,
+        None,
+        labels=batch.labels if is_last else None,
+        packed_seq_params=batch.packed_seq_params,
+        loss_mask=batch.loss_mask if is_last else None,
+        padding_mask=padding_mask,
+    )
+    return output, partial(loss_sum, batch.loss_mask)
+
+
+def loss_sum(loss_mask: Tensor, output: Tensor) -> Loss:
+    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is divided here."""
+    losses = output.to(torch.promote_types(output.dtype, torch.float32))
+    total = (losses * loss_mask).sum()
+    num_tokens = loss_mask.count_nonzero().to(torch.int32)
+    return total, num_tokens, {"lm loss": (total.detach(), num_tokens.detach())}
+
+
+class PaddedBatch(NamedTuple):
+    """A microbatch of rows padded to the same length S; each tensor [b, S / context-parallel size]. The baseline to compare with."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    padding_mask: Tensor
+    packed_seq_params: None = None
+
+
+def padded_batches(
+    draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
+) -> Iterator[PaddedBatch]:
+    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all masked."""
+    size, rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    index = shard_index((seq_length,), size, rank)
+    for draw in draws:
+        samples = samples_of(draw)
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        rows = {name: torch.zeros(num_rows, seq_length, dtype=torch.int64) for name in names}
+        rows["loss_mask"] = rows["loss_mask"].float()
+        padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            for name in names:
+                rows[name][row, : len(sample)] = getattr(sample, name)
+            padding_mask[row, : len(sample)] = False
+        rows["position_ids"][:] = torch.arange(seq_length)
+        fields = {**rows, "padding_mask": padding_mask}
+        yield PaddedBatch(
+            **{name: (x if index is None else x[:, index]).to(device) for name, x in fields.items()}
+        )

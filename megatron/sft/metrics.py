@@ -1,0 +1,289 @@
+"""pure: what a training step measured, and the files and lines that it is written to.
+
+A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
+
+    {"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, ...}
+    {"kind": "train", "iteration": 1, "loss": 5.61, ...}
+    {"kind": "evaluation", "iteration": 1, "split": "valid", "loss": 5.2, "num_tokens": 8192}
+
+Lines stand in the order of their steps, and each is written when its call returns. A run that was killed and resumed
+leaves the same steps as one that was never stopped. NaN and infinity are null, so that every line is valid JSON.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_SCALARS = (
+    *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
+    *("microbatches", "fill", "padding", "balance", "data_seconds", "step_seconds"),
+)
+
+T = TypeVar("T", "StepMetrics", "Evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One training step, summed over all ranks. Counts are exact integers."""
+
+    iteration: int
+    """Steps done, this one included."""
+    consumed_samples: int
+    """Samples taken from the data since the run's first step."""
+    loss: float
+    """Per-token mean over the global batch."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """The optimizer left this step out, as the gradients overflowed."""
+    step_seconds: float
+    """Wall time of the whole step, `data_seconds` included."""
+    data_seconds: float
+    """Time that the step waited for its data."""
+    sequences: int
+    """Sequences trained on."""
+    tokens: int
+    """Real tokens: sum of the sequences' lengths."""
+    square_sum: int
+    """Sum of the squared lengths, which attention's cost follows."""
+    num_loss_tokens: int
+    """Tokens that the loss is taken on."""
+    padded_tokens: int
+    """Tokens computed: real ones and padding."""
+    capacity_tokens: int
+    """Tokens that the packs had room for: microbatches * capacity * data-parallel size."""
+    microbatches: int
+    """Microbatches of each data-parallel rank."""
+    balance: float
+    """Cost of the most loaded rank over the lower bound of any schedule: 1 is perfect."""
+    tokens_per_second: float
+    """Real tokens of all devices together."""
+    tflops_per_device: float
+    dropped_samples: int
+    """Sequences over capacity that this step dropped."""
+    cut_samples: int
+    """Sequences over capacity that this step cut."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' room that real tokens take."""
+        return self.tokens / self.capacity_tokens
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed tokens that is padding."""
+        return 1 - self.tokens / self.padded_tokens
+
+    def to_line(self, train_iters: int) -> str:
+        """The step as one line of a log."""
+        parts = [
+            f"step {self.iteration:>{len(str(train_iters))}}/{train_iters}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.lr:.2e}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.tflops_per_device:.3g} TFLOP/s per device",
+            f"{self.microbatches} microbatches",
+            f"fill {self.fill:.1%}",
+            f"padding {self.padding:.1%}",
+            f"balance {self.balance:.3f}",
+            f"data {self.data_seconds * 1000:.1f} ms",
+        ]
+        if self.dropped_samples:
+            parts.append(f"{self.dropped_samples} dropped")
+        if self.cut_samples:
+            parts.append(f"{self.cut_samples} cut")
+        if self.skipped:
+            parts.append("optimizer step skipped")
+        return " | ".join(parts)
+
+    def to_postfix(self) -> str:
+        """What stands behind a progress bar."""
+        return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
+
+    def to_json(self) -> str:
+        """The step as its line of `metrics.jsonl`."""
+        return json_line("train", **asdict(self), fill=self.fill, padding=self.padding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A loss over held-out data."""
+
+    iteration: int
+    """Training steps done before it."""
+    split: str
+    loss: float
+    """Per-token mean over all of the evaluation's batches."""
+    num_tokens: int
+    """Tokens that the loss is taken on."""
+
+    def to_line(self) -> str:
+        """The evaluation as one line of a log."""
+        return f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens)"
+
+    def to_json(self) -> str:
+        """The evaluation as its line of `metrics.jsonl`."""
+        return json_line("evaluation", **asdict(self))
+
+
+def json_line(kind: str, **values: Any) -> str:
+    """One line of `metrics.jsonl`; a number that JSON doesn't have becomes null."""
+
+    def valid(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({"kind": kind, **{name: valid(value) for name, value in values.items()}}, allow_nan=False)
+
+
+def truncate_after(path: Path, iteration: int) -> None:
+    """Cuts a file of JSON lines behind its lines of steps up to `iteration`; a file that isn't there is left so.
+
+    Lines without "iteration" stay with the step that follows them. What a killed run left half-written goes too. The
+    cut is one system call, so it happens whole or not at all.
+    """
+    if not path.exists():
+        return
+    keep = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            line_iteration = json.loads(line).get("iteration")
+            if line_iteration is None:
+                continue
+            if line_iteration > iteration:
+                break
+            keep = end
+    os.truncate(path, keep)
+
+
+def open_tensorboard(tensorboard_dir: Path | str, first_step: int) -> Any:
+    """A SummaryWriter that hides what the folder has of `first_step` and later ones, left by a run that was killed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard") from error
+    return SummaryWriter(str(tensorboard_dir), purge_step=first_step)
+
+
+class MetricsWriter:
+    """Writes a run's metrics to its file and to TensorBoard, and shows a progress bar on a terminal or else log lines.
+
+    Made by one process of the run. Price: one small write per call, no host sync.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        train_iters: int,
+        log_interval: int,
+        resume_iteration: int | None = None,
+        tensorboard_dir: Path | str | None = None,
+    ) -> None:
+        """Opens the files.
+
+        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it the run is a new
+        one and its file starts empty. Where there is no terminal, every `log_interval`-th step gets a line on stdout.
+        """
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_after(path, -1 if resume_iteration is None else resume_iteration)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
+        self._tensorboard = (
+            None
+            if tensorboard_dir is None
+            else open_tensorboard(tensorboard_dir, first_step=(resume_iteration or 0) + 1)
+        )
+        self._train_iters = train_iters
+        self._log_interval = log_interval
+        self._bar = progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes and shows one training step."""
+        self._file.write(metrics.to_json() + "\n")
+        if self._tensorboard is not None:
+            for name in TENSORBOARD_SCALARS:
+                self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
+        if self._bar is not None:
+            self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
+            self._bar.update(metrics.iteration - self._bar.n)
+        elif metrics.iteration % self._log_interval == 0:
+            print(metrics.to_line(self._train_iters), flush=True)
+
+    def evaluation(self, iteration: int, split: str, loss: float, num_tokens: int) -> None:
+        """Writes and shows the loss over held-out data after `iteration` steps."""
+        evaluation = Evaluation(iteration=iteration, split=split, loss=loss, num_tokens=num_tokens)
+        self._file.write(evaluation.to_json() + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(f"{split}/loss", loss, iteration)
+        if self._bar is not None:
+            self._bar.write(evaluation.to_line())
+        else:
+            print(evaluation.to_line(), flush=True)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Writes something that happened, `event("run", iteration=0, seq_length=1024, global_batch_size=16)`.
+
+        With an `iteration` the line lasts or falls with that step when the run is resumed.
+        """
+        self._file.write(json_line("event", event=name, **fields) + "\n")
+
+    def close(self) -> None:
+        """Closes the files and the progress bar."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._bar is not None:
+            self._bar.close()
+
+
+def progress_bar(train_iters: int, done: int) -> Any:
+    """A bar over the run's steps on stderr."""
+    from tqdm import tqdm
+
+    return tqdm(total=train_iters, initial=done, unit="step", dynamic_ncols=True)
+
+
+class Metrics(NamedTuple):
+    """All that `metrics.jsonl` holds."""
+
+    steps: list[StepMetrics]
+    evaluations: list[Evaluation]
+    events: list[dict[str, Any]]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that may still be written to: what stands after its last newline is left out."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def read_metrics(run_dir: Path | str) -> Metrics:
+    """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} must be the metrics of a run, but there is no such file; give the folder of a run")
+    metrics = Metrics(steps=[], evaluations=[], events=[])
+    for record in read_jsonl(path):
+        if record["kind"] == "event":
+            metrics.events.append(record)
+        elif record["kind"] == "evaluation":
+            metrics.evaluations.append(from_record(Evaluation, record))
+        else:
+            metrics.steps.append(from_record(StepMetrics, record))
+    return metrics
+
+
+def from_record(kind: type[T], record: dict[str, Any]) -> T:
+    """The dataclass instance that a line was written from, null as NaN."""
+    values: dict[str, Any] = {field.name: record[field.name] for field in fields(kind)}
+    values.update({name: math.nan for name, value in values.items() if value is None})
+    return kind(**values)

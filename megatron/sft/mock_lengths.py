@@ -1,0 +1,297 @@
+"""pure: distributions of sequence lengths for mock data, read from the keys of a JSON object.
+
+A distribution maps uniform numbers in [0, 1) to lengths, so that one number per sample decides its length.
+
+Invariants: every length lies between the ends asked for, and no end collects what lies beyond it (truncated,
+not clipped).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+FLAG = "--sft-mock-dataset-config-json"
+
+PRESETS: dict[str, tuple[tuple[float, int], ...]] = {
+    "chat": ((0, 16), (0.1, 90), (0.25, 190), (0.5, 400), (0.75, 850), (0.9, 1600), (0.99, 4600), (1, 16384)),
+    "long_documents": ((0, 256), (0.1, 1700), (0.25, 3500), (0.5, 7200), (0.75, 14500), (0.9, 29000), (1, 131072)),
+}
+"""Quantile tables, (share of samples, tokens). Made by hand: roughly the shape of public instruction and chat corpora
+(many short answers, a long tail) and of public collections of long documents; not measured on any one of them."""
+
+_BELOW_ONE = 1 - 2.0**-53
+_LEAST_SIGMA = 0.001
+_JSON_NAMES = {int: "an integer", float: "a number", str: "a string", list: "a list"}
+
+
+class LengthDistribution(Protocol):
+    """Lengths of samples, in tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Largest length that can be drawn."""
+        ...
+
+    def quantile(self, uniform: FloatArray) -> IntArray:
+        """The length (int64) that each number in [0, 1) (float64) draws."""
+        ...
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Lognormal density at the integers `shortest..longest`, located so that the mean of those lengths is `mean`.
+
+    `sigma` is the standard deviation of the logarithm before truncation. O(longest - shortest) time and memory, once.
+    """
+
+    shortest: int
+    longest: int
+    mean: float
+    sigma: float
+
+    def quantile(self, uniform: FloatArray) -> IntArray:
+        return self.shortest + np.searchsorted(self._cumulative, uniform, side="right")
+
+    @cached_property
+    def _cumulative(self) -> FloatArray:
+        """Probability of a length of at most shortest + i; the last is 1.
+
+        To move the location of a lognormal density is to multiply it by a power of the length. The mean grows with
+        that power, from `shortest` to `longest`, so that bisection finds it.
+        """
+        tokens = np.arange(self.shortest, self.longest + 1, dtype=np.float64)
+        log_tokens = np.log(tokens / math.sqrt(self.shortest * self.longest))
+        log_density = -(log_tokens**2) / (2 * self.sigma**2) - log_tokens
+
+        def probabilities(power: float) -> FloatArray:
+            log_weights = log_density + power * log_tokens
+            weights = np.exp(log_weights - log_weights.max())
+            return weights / weights.sum()
+
+        low, high = -1.0, 1.0
+        while probabilities(low) @ tokens > self.mean:
+            low *= 2
+        while probabilities(high) @ tokens < self.mean:
+            high *= 2
+        found = probabilities(0.0)
+        while abs(found @ tokens / self.mean - 1) > 1e-6:
+            power = (low + high) / 2
+            found = probabilities(power)
+            low, high = (low, power) if found @ tokens > self.mean else (power, high)
+        cumulative = np.cumsum(found)
+        return cumulative / cumulative[-1]
+
+
+@dataclass(frozen=True)
+class UniformLengths:
+    """Every length from `shortest` to `longest` is equally likely."""
+
+    shortest: int
+    longest: int
+
+    def quantile(self, uniform: FloatArray) -> IntArray:
+        return self.shortest + (uniform * (self.longest - self.shortest + 1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Between quantiles (`shares`, `tokens`, both strictly ascending) lengths are interpolated linearly."""
+
+    shares: FloatArray
+    tokens: FloatArray
+
+    @property
+    def longest(self) -> int:
+        return int(self.tokens[-1])
+
+    def quantile(self, uniform: FloatArray) -> IntArray:
+        return np.rint(np.interp(uniform, self.shares, self.tokens)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class MixtureLengths:
+    """A sample is of `first` with probability `first_share`, else of `second`."""
+
+    first: LengthDistribution
+    second: LengthDistribution
+    first_share: float
+
+    @property
+    def longest(self) -> int:
+        return max(self.first.longest, self.second.longest)
+
+    def quantile(self, uniform: FloatArray) -> IntArray:
+        is_first = uniform < self.first_share
+        within_first = uniform[is_first] / self.first_share
+        within_second = (uniform[~is_first] - self.first_share) / (1 - self.first_share)
+        lengths = np.empty(uniform.shape, np.int64)
+        lengths[is_first] = self.first.quantile(np.minimum(within_first, _BELOW_ONE))  # a quotient may round to 1.0
+        lengths[~is_first] = self.second.quantile(np.minimum(within_second, _BELOW_ONE))
+        return lengths
+
+
+def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistribution:
+    """The distribution that a JSON object names by "type" and describes by its other keys.
+
+    ValueError naming flag and key. `path` stands before keys in errors, for an object inside another.
+    """
+    name, keys = take_key(config, "type", str, path)
+    if name not in DISTRIBUTIONS:
+        raise config_error(
+            f"{path}type must be one of {', '.join(DISTRIBUTIONS)}, but is {name!r}{_nearest(name, DISTRIBUTIONS)}"
+        )
+    return DISTRIBUTIONS[name](keys, path)
+
+
+def read_keys(
+    config: Mapping[str, Any], required: Mapping[str, type], optional: Mapping[str, type] | None = None, path: str = ""
+) -> dict[str, Any]:
+    """`config` when its keys and their types are those declared; ValueError naming flag, key and the nearest right key.
+
+    An int passes where a float is declared. Numbers are finite, integers at least 1 and floats above 0.
+    """
+    known = {**required, **(optional or {})}
+    for key in config:
+        if key not in known:
+            raise config_error(f"unknown key {path}{key}{_nearest(key, known)}; known here: {', '.join(known)}")
+    for key in required:
+        take_key(config, key, known[key], path)
+    for key, value in config.items():
+        _check_value(value, known[key], path + key)
+    return dict(config)
+
+
+def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") -> tuple[Any, dict[str, Any]]:
+    """The value of `key`, and the other keys; ValueError if it is missing or of another type."""
+    if key not in config:
+        raise config_error(f"key {path}{key} is missing" + _nearest(key, config, "; is it"))
+    rest = dict(config)
+    value = rest.pop(key)
+    _check_value(value, kind, path + key)
+    return value, rest
+
+
+def config_error(text: str) -> ValueError:
+    return ValueError(f"{FLAG}: {text}")
+
+
+def _check_value(value: object, kind: type, name: str) -> None:
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise config_error(f"{name} must be {_JSON_NAMES[kind]}, but is {value!r}")
+    if isinstance(value, (int, float)) and not 0 < value < math.inf:
+        raise config_error(f"{name} must be above 0 and finite, but is {value!r}")
+
+
+def _nearest(word: str, known: Collection[str], question: str = "; did you mean") -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"{question} {close[0]}?" if close else ""
+
+
+def _check_order(values: Mapping[str, Any], path: str) -> None:
+    if values["min_seq_len"] > values["max_seq_len"]:
+        raise config_error(
+            f"{path}min_seq_len {values['min_seq_len']} must be at most {path}max_seq_len {values['max_seq_len']}"
+        )
+
+
+def _parse_lognormal(config: Mapping[str, Any], path: str) -> LengthDistribution:
+    kinds = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
+    values = read_keys(config, kinds, path=path)
+    _check_order(values, path)
+    shortest, longest, mean, sigma = (values[key] for key in kinds)
+    if not (shortest < mean < longest or shortest == mean == longest):
+        raise config_error(
+            f"{path}mean_seq_len must lie between {path}min_seq_len {shortest} and {path}max_seq_len {longest}, "
+            f"the means that lengths in that range can have, but is {mean}"
+        )
+    if sigma < _LEAST_SIGMA:
+        raise config_error(f"{path}lognormal_sigma must be at least {_LEAST_SIGMA}, but is {sigma}; use type constant")
+    return LognormalLengths(shortest, longest, mean, sigma)
+
+
+def _parse_uniform(config: Mapping[str, Any], path: str) -> LengthDistribution:
+    values = read_keys(config, {"min_seq_len": int, "max_seq_len": int}, path=path)
+    _check_order(values, path)
+    return UniformLengths(values["min_seq_len"], values["max_seq_len"])
+
+
+def _parse_constant(config: Mapping[str, Any], path: str) -> LengthDistribution:
+    length = read_keys(config, {"seq_len": int}, path=path)["seq_len"]
+    return UniformLengths(length, length)
+
+
+def _parse_mixture(config: Mapping[str, Any], path: str) -> LengthDistribution:
+    components = read_keys(config, {"components": list}, path=path)["components"]
+    if len(components) != 2 or not all(isinstance(component, dict) for component in components):
+        raise config_error(f"{path}components must be two distributions, each with a weight, but is {components!r}")
+    parsed, weights = [], []
+    for i, component in enumerate(components):
+        inner = f"{path}components[{i}]."
+        weight, keys = take_key(component, "weight", float, inner)
+        weights.append(weight)
+        parsed.append(parse_distribution(keys, inner))
+    return MixtureLengths(parsed[0], parsed[1], weights[0] / sum(weights))
+
+
+def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution:
+    values = read_keys(config, {}, {"preset": str, "quantiles": list, "max_seq_len": int}, path)
+    if ("preset" in values) == ("quantiles" in values):
+        raise config_error(f"give either {path}preset or {path}quantiles")
+    if "preset" in values:
+        if values["preset"] not in PRESETS:
+            raise config_error(f"{path}preset must be one of {', '.join(PRESETS)}, but is {values['preset']!r}")
+        table = np.array(PRESETS[values["preset"]], np.float64)
+    else:
+        table = _parse_quantiles(values["quantiles"], path)
+    shares, tokens = table.T
+    if "max_seq_len" not in values:
+        return EmpiricalLengths(shares, tokens)
+    longest = values["max_seq_len"]
+    if not tokens[0] < longest <= tokens[-1]:
+        raise config_error(
+            f"{path}max_seq_len must be above {tokens[0]:.0f} and at most {tokens[-1]:.0f}, the ends of the table, "
+            f"but is {longest}"
+        )
+    share_kept = np.interp(longest, tokens, shares)
+    inside = tokens < longest
+    return EmpiricalLengths(np.append(shares[inside] / share_kept, 1.0), np.append(tokens[inside], longest))
+
+
+def _parse_quantiles(rows: list[Any], path: str) -> FloatArray:
+    """float64 [n, 2]: share of samples, tokens."""
+    is_table = len(rows) > 1 and all(
+        isinstance(row, list) and len(row) == 2 and all(type(number) in (int, float) for number in row) for row in rows
+    )
+    table = np.array(rows if is_table else [[0.0, 0.0]], np.float64)
+    shares, tokens = table.T
+    ascending = bool((np.diff(table, axis=0) > 0).all())
+    if not (
+        is_table and ascending and shares[0] == 0 and shares[-1] == 1 and tokens[0] >= 1 and (tokens % 1 == 0).all()
+    ):
+        raise config_error(
+            f"{path}quantiles must be pairs [share of samples, tokens], both ascending, shares from 0 to 1, "
+            f"tokens whole and at least 1, but are {rows!r}"
+        )
+    return table
+
+
+DISTRIBUTIONS: dict[str, Callable[[Mapping[str, Any], str], LengthDistribution]] = {
+    "lognormal": _parse_lognormal,
+    "uniform": _parse_uniform,
+    "constant": _parse_constant,
+    "mixture": _parse_mixture,
+    "empirical": _parse_empirical,
+}
+"""Reader of the other keys of an object with this "type": (keys, path for errors) -> distribution."""

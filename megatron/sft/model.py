@@ -1,0 +1,230 @@
+"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.layer_spec import packed_block_spec
+from megatron.sft.config import SFTConfig
+
+
+class Training(NamedTuple):
+    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
+    """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
+    transformer_config = build_transformer_config(config, device)
+    transformer_config.sequence_cost = sequence_cost(config, vocab_size)  # type: ignore[attr-defined]
+    model = build_model(config, transformer_config, vocab_size, device)
+    optimizer = build_optimizer(config, model)
+    connect(transformer_config, model, optimizer, config)
+    return Training(model, optimizer, build_scheduler(config, optimizer))
+
+
+def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
+    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need not."""
+    unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    return -(-vocab_size // unit) * unit
+
+
+def sequence_cost(config: SFTConfig, vocab_size: int) -> SequenceCost:
+    """FLOPs of a sequence, for schedulers and for TFLOP/s."""
+    model = config.model
+    return gpt_sequence_cost(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.resolved_kv_channels,
+        ffn_hidden_size=model.resolved_ffn_hidden_size,
+        vocab_size=padded_vocab_size(vocab_size, config),
+        swiglu=model.swiglu,
+        num_experts=model.num_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+    )
+
+
+def build_transformer_config(
+    config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
+) -> TransformerConfig:
+    """megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
+    model, parallel, packing = config.model, config.parallel, config.packing
+    dtype = torch.bfloat16 if config.training.bf16 else params_dtype
+    interleaved = config.num_virtual_stages is not None
+    transformer_config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        ffn_hidden_size=model.resolved_ffn_hidden_size,
+        gated_linear_unit=model.swiglu,
+        activation_func=silu if model.swiglu else torch.nn.functional.gelu,
+        bias_activation_fusion=False,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.moe_router_topk,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
+        moe_token_dispatcher_type="alltoall",  # megatron-core demands it of variable lengths, of dense models too
+        recompute_granularity=model.recompute_granularity,
+        recompute_method="uniform" if model.recompute_granularity == "full" else None,
+        recompute_num_layers=1 if model.recompute_granularity == "full" else None,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.num_virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if model.num_experts is not None else None,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.training.bf16,
+        use_cpu_initialization=device.type == "cpu",
+        calculate_per_token_loss=True,
+        variable_seq_lengths=packing.sequence_packing,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
+    )
+    if packing.sequence_packing:
+        # Not fields of megatron-core's dataclass yet; read by name, as later Megatron-LM has them.
+        transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_over_length = packing.over_length_policy  # type: ignore[attr-defined]
+    return transformer_config
+
+
+def build_model(
+    config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, device: torch.device
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks under megatron-core's DistributedDataParallel."""
+    model, parallel = config.model, config.parallel
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    num_chunks = config.num_virtual_stages or 1
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.training.bf16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    chunks = []
+    for number in range(num_chunks):
+        vp_stage = number if config.num_virtual_stages is not None else None
+        gpt = GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=packed_block_spec(transformer_config, vp_stage=vp_stage),
+            vocab_size=padded_vocab_size(vocab_size, config),
+            max_sequence_length=model.max_position_embeddings or model.seq_length,
+            pre_process=stage == 0 and number == 0,
+            post_process=stage == num_stages - 1 and number == num_chunks - 1,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            vp_stage=vp_stage,
+        )
+        gpt.model_type = ModelType.encoder_or_decoder
+        module = gpt.to(device)
+        if config.training.bf16:
+            module = Float16Module(transformer_config, module)
+        chunks.append(
+            DistributedDataParallel(
+                config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0
+            )
+        )
+    for chunk in chunks:
+        chunk.broadcast_params()
+    return chunks
+
+
+def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
+    training = config.training
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=training.lr,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        clip_grad=training.clip_grad,
+        bf16=training.bf16,
+        params_dtype=next(model[0].parameters()).dtype,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(
+        optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+
+
+def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
+    training = config.training
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters * training.global_batch_size,
+        lr_decay_steps=(training.lr_decay_iters or training.train_iters) * training.global_batch_size,
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=training.train_iters * training.global_batch_size,
+        wd_incr_style="constant",
+    )
+
+
+def connect(
+    transformer_config: TransformerConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    config: SFTConfig,
+) -> None:
+    """Tell megatron-core's schedules how gradients are finished, and when they may travel."""
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        transformer_config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync

@@ -1,0 +1,296 @@
+"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C; one small reduction per step tells every rank all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, astuple
+from itertools import tee
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+
+from megatron.packing.data_schedule import owns_data
+from megatron.packing.lengths import GlobalBatchError
+from megatron.packing.pipeline import PackedLosses, packed
+from megatron.packing.stats import PackingStats
+from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.config import SFTConfig
+from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
+from megatron.sft.forward import forward_step, padded_batches
+from megatron.sft.metrics import MetricsWriter, StepMetrics, json_line, truncate_after
+from megatron.sft.model import build_training, sequence_cost
+from megatron.sft.report import PACKS_FILE
+from megatron.sft.stop import StopSignals
+
+
+class Reduced(NamedTuple):
+    """What all ranks know after a pass over a global batch."""
+
+    loss_sum: float
+    num_loss_tokens: int
+    stop: bool
+    counts: Counts
+
+    @property
+    def loss(self) -> float:
+        """Per-token mean; 0 where every token is masked."""
+        return self.loss_sum / self.num_loss_tokens if self.num_loss_tokens else 0.0
+
+
+class Trainer:
+    """Trains to `train_iters`, or to the step at which it is asked to stop."""
+
+    def __init__(self, config: SFTConfig, datasets: Datasets, device: torch.device, run_dir: Path) -> None:
+        self._config = config
+        self._datasets = datasets
+        self._device = device
+        self._run_dir = run_dir
+        self._timers = Timers(log_level=0, log_option="max")
+        self._training = build_training(config, datasets.vocab_size, device)
+        self._cost = sequence_cost(config, datasets.vocab_size)
+        self._packing = config.packing.sequence_packing
+        forward_backward = get_forward_backward_func()
+        self._forward_backward = packed(forward_backward) if self._packing else forward_backward
+        self._share = Share(
+            rank=parallel_state.get_data_parallel_rank(),
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+        )
+        self._progress = Progress(0, 0)
+        self._saved_iteration: int | None = None
+        if config.output.load is not None:
+            loaded = load_checkpoint(config.output.load, self._training, self._model_options())
+            if loaded is not None:
+                self._progress = loaded
+                self._saved_iteration = loaded.iteration if config.output.load == config.output.save else None
+        self._stream = SampleStream(
+            datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """Steps done and samples consumed."""
+        return self._progress
+
+    def train(self) -> None:
+        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
+        config = self._config
+        log = _Log(config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
+        evaluate_every = config.training.eval_interval
+        data = self._batches(self._stream)
+        try:
+            with StopSignals() as signals:
+                if self._progress.iteration == 0:
+                    self._evaluate(self._datasets.valid, "valid", log)
+                while self._progress.iteration < config.training.train_iters:
+                    stop = self._step(data, signals, log)
+                    iteration = self._progress.iteration
+                    if stop:
+                        if log is not None:
+                            log.say(f"stopped by a signal after step {iteration}")
+                        break
+                    if iteration % evaluate_every == 0 or iteration == config.training.train_iters:
+                        self._evaluate(self._datasets.valid, "valid", log)
+                    if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
+                        self._save(log)
+                if self._progress.iteration == config.training.train_iters:
+                    self._evaluate(self._datasets.test, "test", log)
+                self._save(log)
+        except GlobalBatchError:  # raised alike on every rank, before the step changed anything
+            self._save(log)
+            raise
+        finally:
+            if log is not None:
+                log.close()
+
+    def _step(self, data: Iterator[Any], signals: StopSignals, log: _Log | None) -> bool:
+        """One optimizer step; whether some rank was asked to stop."""
+        model, optimizer, scheduler = self._training
+        timer = self._timers("step", log_level=0)
+        timer.start()
+        counted = self._stream.counts
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = self._run(data, forward_only=False)
+        succeeded, grad_norm, _ = optimizer.step()
+        if succeeded:
+            scheduler.step(increment=self._config.training.global_batch_size)
+        reduced = self._reduce(losses, signals.requested, self._stream.counts - counted)
+        timer.stop()
+        self._progress = Progress(
+            self._progress.iteration + 1, self._progress.consumed_samples + self._config.training.global_batch_size
+        )
+        seconds = timer.elapsed()
+        if log is not None:
+            batch = losses.batch if isinstance(losses, PackedLosses) else None
+            stats = batch.stats if batch is not None else self._padded_stats(reduced.counts)
+            log.step(
+                StepMetrics(
+                    iteration=self._progress.iteration,
+                    consumed_samples=self._progress.consumed_samples,
+                    loss=reduced.loss,
+                    lr=optimizer.param_groups[0]["lr"],
+                    grad_norm=float(grad_norm or 0.0),
+                    skipped=not succeeded,
+                    step_seconds=seconds,
+                    data_seconds=batch.seconds if batch is not None else 0.0,
+                    sequences=stats.num_sequences,
+                    tokens=stats.num_tokens,
+                    square_sum=stats.square_sum,
+                    num_loss_tokens=reduced.num_loss_tokens,
+                    padded_tokens=stats.num_padded_tokens,
+                    capacity_tokens=stats.num_ranks * stats.num_microbatches * stats.capacity,
+                    microbatches=stats.num_microbatches,
+                    balance=stats.balance,
+                    tokens_per_second=stats.num_tokens / seconds,
+                    tflops_per_device=self._cost.of_batch(stats.num_tokens, stats.square_sum)
+                    / (seconds * dist.get_world_size() * 1e12),
+                    dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
+                    cut_samples=reduced.counts.num_cut + stats.num_cut,
+                ),
+                [] if batch is None else batch.pack_lengths,
+                stats.capacity,
+            )
+        return reduced.stop
+
+    def _evaluate(self, dataset: Dataset, split: str, log: _Log | None) -> None:
+        """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
+        size = self._config.training.global_batch_size
+        num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
+        if num_batches == 0:
+            return
+        data = self._batches(SampleStream(dataset, self._share, seed=None))
+        for chunk in self._training.model:
+            chunk.eval()
+        losses: list[Any] = []
+        with torch.no_grad():
+            for _ in range(num_batches):
+                losses.extend(self._run(data, forward_only=True))
+        for chunk in self._training.model:
+            chunk.train()
+        reduced = self._reduce(losses, False, Counts())
+        if log is not None:
+            log.writer.evaluation(self._progress.iteration, split, reduced.loss, reduced.num_loss_tokens)
+
+    def _run(self, data: Any, *, forward_only: bool) -> list[Any]:
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=self._training.model if len(self._training.model) > 1 else self._training.model[0],
+            num_microbatches=self._share.num_draws,
+            seq_length=self._config.model.seq_length,
+            micro_batch_size=self._config.training.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _batches(self, stream: SampleStream) -> Any:
+        """What the forward-backward function draws from: samples on their owners, or padded batches on every rank."""
+        num_chunks = len(self._training.model)
+        if self._packing:
+            source: Any = stream if owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])) else None
+            return source if num_chunks == 1 else [source] * num_chunks
+        return self._padded(stream, num_chunks)
+
+    def _padded(self, stream: SampleStream, num_chunks: int) -> Any:
+        batches = padded_batches(
+            stream, self._config.model.seq_length, self._config.training.micro_batch_size, self._device
+        )
+        if num_chunks == 1:
+            return batches
+        return list(tee(batches, num_chunks))
+
+    def _reduce(self, losses: list[Any], stop: bool, counts: Counts) -> Reduced:
+        """Sum over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop signal."""
+        numbers = torch.zeros(3 + len(astuple(counts)), dtype=torch.float64, device=self._device)
+        is_tensor_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if losses and is_tensor_first:
+            numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
+            numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
+        numbers[2] = float(stop)
+        is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        if is_first and is_tensor_first and parallel_state.get_context_parallel_rank() == 0:
+            numbers[3:] = torch.tensor(astuple(counts), dtype=torch.float64)
+        dist.all_reduce(numbers)
+        loss_sum, num_tokens, stops, *totals = numbers.tolist()
+        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(*map(int, totals)))
+
+    def _padded_stats(self, counts: Counts) -> PackingStats:
+        """The account of a step without packing: each rank computes the same shapes, so the balance is 1."""
+        capacity = self._config.training.micro_batch_size * self._config.model.seq_length
+        return PackingStats(
+            num_sequences=counts.num_sequences,
+            num_tokens=counts.num_tokens,
+            square_sum=counts.square_sum,
+            num_padded_tokens=self._share.num_ranks * self._share.num_draws * capacity,
+            num_microbatches=self._share.num_draws,
+            num_ranks=self._share.num_ranks,
+            capacity=capacity,
+            num_dropped=0,
+            num_cut=0,
+            max_rank_cost=1.0,
+            cost_lower_bound=1.0,
+        )
+
+    def _save(self, log: _Log | None) -> None:
+        if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
+            return
+        save_checkpoint(self._config.output.save, self._training, self._progress, self._model_options())
+        self._saved_iteration = self._progress.iteration
+        if log is not None:
+            log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
+
+    def _model_options(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it."""
+        options = asdict(self._config.model)
+        changeable = ("seq_length", "hidden_dropout", "attention_dropout", "recompute_granularity", "moe_aux_loss_coeff")
+        return {name: value for name, value in options.items() if name not in changeable}
+
+
+class _Log:
+    """What rank 0 writes: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
+
+    def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
+        resumed = progress.iteration if progress.iteration else None
+        self.writer = MetricsWriter(
+            run_dir,
+            train_iters=config.training.train_iters,
+            log_interval=config.output.log_interval,
+            resume_iteration=resumed,
+            tensorboard_dir=config.output.tensorboard_dir,
+        )
+        truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
+        self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._log_interval = config.output.log_interval
+        (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        self.writer.event(
+            "run" if resumed is None else "resumed",
+            iteration=progress.iteration,
+            seq_length=config.model.seq_length,
+            global_batch_size=config.training.global_batch_size,
+            world_size=dist.get_world_size(),
+        )
+
+    def step(self, metrics: StepMetrics, packs: list[Any], capacity: int) -> None:
+        """Write one step; the packs at every `log_interval`-th."""
+        self.writer.step(metrics)
+        if packs and metrics.iteration % self._log_interval == 0:
+            line = json_line("packs", iteration=metrics.iteration, capacity=capacity, packs=packs)
+            self._packs.write(line + "\n")
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.writer.close()
+        self._packs.close()

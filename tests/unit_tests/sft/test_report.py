@@ -1,0 +1,160 @@
+"""The report on a run: its numbers from a run small enough to check by hand, and its picture."""
+
+import json
+import sys
+
+import pytest
+
+from megatron.sft import report
+from megatron.sft.metrics import MetricsWriter, StepMetrics
+from megatron.sft.report import Change, packs_to_draw, plot, print_report, summarize
+
+
+def step(iteration, **changes):
+    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256."""
+    values = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "loss": 10.0 - iteration,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "skipped": False,
+        "step_seconds": 2.0,
+        "data_seconds": 0.1,
+        "sequences": 8,
+        "tokens": 2000,
+        "square_sum": 500_000,
+        "num_loss_tokens": 1600,
+        "padded_tokens": 2048,
+        "capacity_tokens": 4000,
+        "microbatches": 2,
+        "balance": 1.0,
+        "tokens_per_second": 1000.0,
+        "tflops_per_device": 0.5,
+        "dropped_samples": 0,
+        "cut_samples": 0,
+    }
+    return StepMetrics(**{**values, **changes})
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
+    writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
+    writer.evaluation(0, "valid", 9.5, 100)
+    writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
+    writer.step(step(2, balance=1.2, cut_samples=1))
+    writer.evaluation(2, "valid", 8.5, 100)
+    writer.step(step(3, loss=float("nan"), skipped=True))
+    writer.step(step(4))
+    writer.evaluation(4, "valid", 6.5, 100)
+    writer.evaluation(4, "test", 6.0, 100)
+    writer.close()
+    return tmp_path
+
+
+def write_packs(run_dir, num_steps, packs):
+    lines = [json.dumps({"iteration": i + 1, "capacity": 1000, "packs": packs}) + "\n" for i in range(num_steps)]
+    (run_dir / "packs.jsonl").write_text("".join(lines))
+
+
+def test_summary_by_hand(run_dir):
+    """Without it the numbers that a user judges packing by could be wrong, and nothing else would notice."""
+    summary = summarize(run_dir)
+    assert summary.num_steps == 4
+    assert (summary.num_sequences, summary.num_tokens) == (32, 8000)
+    assert summary.training_loss == Change(before=8.5, after=6.0, first_step=1, last_step=4)
+    assert summary.held_out_loss == {"valid": Change(9.5, 6.5, 0, 4), "test": Change(6.0, 6.0, 4, 4)}
+    assert (summary.tokens_per_second, summary.tflops_per_device) == (1000.0, 0.5)
+    assert summary.data_share == pytest.approx(0.05)
+    assert summary.padding == pytest.approx(1 - 2000 / 2048)
+    assert summary.baseline_padding == pytest.approx(0.75)
+    assert summary.padding_removed == pytest.approx(1 - 48 / 6000)
+    assert summary.fewer_tokens == pytest.approx(8000 / 2048)
+    assert (summary.balance_mean, summary.balance_worst) == (pytest.approx(1.05), 1.2)
+    assert summary.fill == 0.5
+    assert (summary.dropped_samples, summary.cut_samples, summary.skipped_steps) == (2, 1, 1)
+    assert [path.name for path in summary.files] == ["metrics.jsonl"]
+
+
+def test_printed_report(run_dir, capsys):
+    """Without it a row could be lost from the page that `make run` ends with."""
+    print_report(summarize(run_dir))
+    assert capsys.readouterr().out.splitlines()[1:-1] == [
+        "trained           4 steps, 32 sequences, 8,000 tokens",
+        "training loss     8.5000 -> 6.0000   (means of the first and the last steps)",
+        "valid loss        9.5000 -> 6.5000   (after step 0 and step 4)",
+        "test loss         6.0000 -> 6.0000   (after step 4 and step 4)",
+        "speed             1,000 tokens/s   (median step)",
+        "                  0.5 TFLOP/s per device   (median step)",
+        "                  5.0% of the time waiting for data",
+        "padding           2.3% of the tokens computed, 75.0% without packing",
+        "padding removed   99.2%, for 3.91x fewer tokens computed",
+        "balance           1.050 mean, 1.200 worst   (most loaded rank / lower bound)",
+        "fill              50.0% of the packs' capacity",
+        "samples           2 dropped, 1 cut",
+        "optimizer         1 steps skipped, as gradients overflowed",
+        f"files             {run_dir}: metrics.jsonl",
+    ]
+
+
+def test_the_padded_run_itself_removes_nothing(tmp_path):
+    """Without it the baseline could claim a gain over itself."""
+    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    writer.step(step(1, padded_tokens=8000))
+    writer.close()
+    summary = summarize(tmp_path)
+    assert (summary.padding_removed, summary.fewer_tokens) == (0, 1)
+    assert summary.training_loss == Change(9.0, 9.0, 1, 1)
+
+
+def test_nothing_to_report_on_is_one_clear_error(tmp_path):
+    """Without it a mistyped folder would end in a stack trace, or in a report full of nan."""
+    with pytest.raises(ValueError, match="there is no such file; give the folder of a run"):
+        summarize(tmp_path / "absent")
+    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=1)
+    with pytest.raises(ValueError, match='must hold at least one "run" event, but has none'):
+        summarize(tmp_path)
+    writer.event("run", iteration=0, seq_length=1000)
+    with pytest.raises(ValueError, match="must hold at least one training step, but has none"):
+        summarize(tmp_path)
+
+
+def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
+    """Without it the picture of a long or wide run would be a smear, or show its first steps only."""
+    lines = [{"iteration": i, "capacity": 1000, "packs": [[[500, 400], [900]], [[1000], []]]} for i in range(1, 101)]
+    drawn = packs_to_draw(lines)
+    assert len(drawn) == 64
+    assert sorted({pack.iteration for pack in drawn})[-2:] == [93, 100]
+    assert [pack.lengths for pack in drawn[:4]] == [[500, 400], [900], [1000], []]
+    assert [pack.at for pack in drawn[:5]] == pytest.approx([0, 1, 2.4, 3.4, 6.0])
+    wide = [{"iteration": 1, "capacity": 1000, "packs": [[[500], [900]]] * 512}]
+    assert len(packs_to_draw(wide)) == 64
+
+
+@pytest.mark.parametrize("has_packs", [False, True])
+def test_plot_is_a_picture(run_dir, has_packs):
+    """Without it a change of matplotlib, or a step whose loss is NaN, would leave `make run` without its picture."""
+    pytest.importorskip("matplotlib")
+    if has_packs:
+        write_packs(run_dir, 4, [[[500, 400], [900]], [[1000], []]])
+    plot(run_dir, run_dir / "plot.png")
+    content = (run_dir / "plot.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    height = int.from_bytes(content[20:24], "big")
+    assert height == (988 if has_packs else 494)
+
+
+def test_command_line(run_dir, capsys, monkeypatch):
+    """Without it the report would need matplotlib, which the project does not require."""
+    monkeypatch.setattr(sys, "argv", ["report", str(run_dir)])
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    report.main()
+    assert capsys.readouterr().out.endswith("no plot: matplotlib is missing; do pip install matplotlib\n")
+    monkeypatch.setattr(sys, "argv", ["report", str(run_dir / "absent")])
+    with pytest.raises(SystemExit) as exit_info:
+        report.main()
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err.startswith("error: ")
