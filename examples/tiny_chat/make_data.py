@@ -1,4 +1,4 @@
-"""pure: chat data made on the spot from the documentation of Python's own standard library.
+"""pure. Chat data made on the spot from the documentation of Python's own standard library.
 
     python examples/tiny_chat/make_data.py --output-dir data/tiny_chat
 

@@ -1,11 +1,13 @@
 """mcore. Packed (THD) core attention without Transformer Engine, on CUDA and on CPU, with context parallel.
 
-megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place as `core_attention` of
-`SelfAttentionSubmodules`. Kernels: torch's variable-length flash attention on CUDA in bf16 and fp16, else
-`scaled_dot_product_attention` sequence by sequence, which costs the sum of squared lengths, never a mask of T x T.
+megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place as
+`core_attention` of `SelfAttentionSubmodules`. Kernels: torch's variable-length flash attention on CUDA in bf16 and
+fp16, else `scaled_dot_product_attention` sequence by sequence, which costs the sum of squared lengths, never a mask
+of T x T.
 
-Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag pieces attends to
-all tokens up to its own last one. Memory: the keys and values of the whole pack, per layer, while it runs.
+Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag
+pieces attends to all tokens up to its own last one. Memory: the keys and values of the whole pack, per layer, while
+it runs.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ Lengths = tuple[int, ...]
 class PackedDotProductAttention(MegatronModule):
     """Causal self-attention within each sequence of a pack, or within each row of a batch.
 
-    Takes query [t, heads, d] and key, value [t, groups, d] with `packed_seq_params` (padded `cu_seqlens`, of the whole pack), or
-    [s, b, heads, d] and [s, b, groups, d] without; returns [t, heads * d] or [s, b, heads * d]. With context parallel t and s are this rank's
-    shards, in zigzag order, of sequences that are multiples of twice its size.
+    Takes query [t, heads, d] and key, value [t, groups, d] with `packed_seq_params` (padded `cu_seqlens`, of the
+    whole pack), or [s, b, heads, d] and [s, b, groups, d] without; returns [t, heads * d] or [s, b, heads * d]. With
+    context parallel t and s are this rank's shards, in zigzag order, of sequences that are multiples of twice its
+    size.
 
     Raises ValueError for what it doesn't do: attention dropout, windows, masks other than causal, softmax offsets.
     """
@@ -106,7 +109,8 @@ class PackedDotProductAttention(MegatronModule):
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
 ) -> Tensor:
-    """Attention of packed segments: the last query of each segment sees all its keys, the one before all but one, and so on.
+    """Attention of packed segments: the last query of each segment sees all its keys, the one before all but one, and
+    so on.
 
     query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d] -> [sum(query_lengths), heads, d].
     """
@@ -119,9 +123,11 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_le
     segments = zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths))
     for queries, keys, values in segments:
         is_square = len(queries) == len(keys)
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
+        q1, k1, v1 = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
         attended = scaled_dot_product_attention(
-            *heads_first,
+            q1,
+            k1,
+            v1,
             attn_mask=None if is_square else _bottom_right_causal(len(queries), len(keys), q.device),
             is_causal=is_square,
             scale=scale,
@@ -145,9 +151,7 @@ def _flash_kernel() -> Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float
     takes_groups = "enable_gqa" in accepted
     takes_scale = "scale" in accepted
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float) -> Tensor:
         options: dict[str, Any] = dict(causal)
         repeat = q.shape[1] // k.shape[1]
         if repeat > 1 and takes_groups:
@@ -158,7 +162,7 @@ def _flash_kernel() -> Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float
             options["scale"] = scale
         else:
             q = q * (scale * q.shape[-1] ** 0.5)
-        return varlen_attn(
+        attended = varlen_attn(
             q,
             k.contiguous(),
             v.contiguous(),
@@ -168,6 +172,8 @@ def _flash_kernel() -> Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float
             max(key_lengths),
             **options,
         )
+        assert isinstance(attended, Tensor)  # a tuple only with return_aux
+        return attended
 
     return attend
 

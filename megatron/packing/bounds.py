@@ -1,4 +1,4 @@
-"""pure: what no schedule can be better than, to start schedulers from and to judge them by.
+"""pure. What no schedule can be better than, to start schedulers from and to judge them by.
 
 Invariant, tested by brute force: a bound is never above the optimum.
 """

@@ -1,19 +1,21 @@
-"""mcore. The road of one global batch: draw, gather lengths, schedule, move, pack; once per step, before the pipeline runs.
+"""mcore. The road of one global batch: draw, gather lengths, schedule, move, pack; once per step, before the pipeline
+runs.
 
 Six collectives per step whatever the number of microbatches, none per microbatch:
 
     owners (tensor-parallel rank 0 of the first and the last stage)
         draw their samples
-        dp_cp  all-gather   48 bytes per rank: counts, and whether anything went wrong
+        dp_cp  all-gather   64 bytes per rank: counts, and whether anything went wrong
         dp     all-gather   24 bytes per sequence: lengths
     every rank
-        mp     all-gather   24 bytes per rank: sizes, and whether anything went wrong
+        mp     all-gather   32 bytes per rank: sizes, and whether anything went wrong
         mp     broadcast    24 bytes per sequence of this data-parallel rank: its plan
     first and last stage
         dp     all-to-all   5 bytes per token, see `sample.encode`
         tp     broadcast    the same bytes to tensor-parallel peers
 
-Whatever fails on one rank (end of data, an exception while drawing, a batch that no schedule fits) is raised alike on all.
+Whatever fails on one rank (end of data, an exception while drawing, a batch that no schedule fits) is raised alike on
+all.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.plan import StepPlan
 from megatron.packing.redistribute import redistribute, share_with_peers
 from megatron.packing.sample import Alignment, Sample, decode, encode, num_words, samples_of
-from megatron.packing.schedule import CapacityError, Schedule, ScheduleRequest, check_schedule, get_scheduler
+from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule, get_scheduler
 from megatron.packing.stats import PackingStats, packing_stats
 
 OVER_LENGTH_POLICIES = ("error", "truncate", "drop")
@@ -80,17 +82,18 @@ def wrap_dataloader(
 ) -> WrappedDataLoader:
     """Draw one global batch and return it packed, with its number of microbatches and the two sums for FLOPs.
 
-    data_iterator: on owners (see `owns_data`), an iterator whose `next` gives a sample or a list of them (see `sample.samples_of`), or a
-    list of such iterators with interleaving; ignored elsewhere. num_microbatches: how many times each owner calls `next`.
-    config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold that many times the context-parallel
-    size), `sequence_packing_scheduler` (unless `scheduler_type`), `sequence_packing_over_length` (error, truncate or drop),
-    `microbatch_group_size_per_vp_stage`.
+    data_iterator: on owners (see `owns_data`), an iterator whose `next` gives a sample or a list of them (see
+    `sample.samples_of`), or a list of such iterators with interleaving; ignored elsewhere. num_microbatches: how many
+    times each owner calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold
+    that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
+    `sequence_packing_over_length` (error, truncate or drop), `microbatch_group_size_per_vp_stage`.
 
-    Returns an iterator over the microbatches (see `pack`; one per virtual stage in a list with interleaving) on every rank: stages
-    in the middle get layouts. The number of microbatches is equal on all ranks. Both sums are over real lengths, exact.
+    Returns an iterator over the microbatches (see `pack`; one per virtual stage in a list with interleaving) on every
+    rank: stages in the middle get layouts. The number of microbatches is equal on all ranks. Both sums are over real
+    lengths, exact.
 
-    Raises StopIteration on all ranks when no rank has any sample left, and GlobalBatchError on all ranks, naming rank and cause,
-    when one of them fails.
+    Raises StopIteration on all ranks when no rank has any sample left, and GlobalBatchError on all ranks, naming rank
+    and cause, when one of them fails.
     """
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, scheduler_type)
@@ -163,34 +166,10 @@ def schedule_global_batch(
     if owns_data(groups):
         draw = _draw(_own_iterator(data_iterator, groups), num_microbatches, capacity, alignment, config, groups)
         try:
-            table, dropped, cut = _gather(draw, groups)
-            if len(table.length) or not draw.ended:
-                cost = getattr(config, "sequence_cost", None) or _cost_of(config)
-                request = ScheduleRequest(
-                    lengths=alignment.padded_length(table.length),
-                    source_rank=table.source_rank,
-                    source_draw=table.draw,
-                    num_ranks=groups.dp.size(),
-                    num_draws=num_microbatches,
-                    capacity=capacity,
-                    microbatch_multiple=_microbatch_multiple(config, groups),
-                    cost=cost,
-                )
-                schedule = scheduler(request)
-                check_schedule(request, schedule)
-                stats = packing_stats(
-                    length=table.length,
-                    schedule=schedule,
-                    alignment=alignment,
-                    cost=cost,
-                    capacity=capacity,
-                    num_dropped=dropped,
-                    num_cut=cut,
-                )
-                owned = _Scheduled(table, schedule, StepPlan.for_rank(groups.dp.rank(), table, schedule, stats))
+            owned = _schedule(draw, num_microbatches, capacity, alignment, config, groups, scheduler)
         except GlobalBatchError as failure:
             error = str(failure)
-        except (CapacityError, ValueError) as failure:
+        except ValueError as failure:
             error = f"scheduler '{scheduler_name}': {failure}"
     plan = _share_plan(owned, error, groups)
     if plan is None:
@@ -223,7 +202,9 @@ class _Scheduled(NamedTuple):
 
 
 def _own_iterator(data_iterator: Any, groups: ProcessGroupCollection) -> Any:
-    """With interleaving a rank holds a list of iterators over the same data: the first stage draws from the first one."""
+    """With interleaving a rank holds a list of iterators over the same data: the first stage draws from the first
+    one.
+    """
     if isinstance(data_iterator, (list, tuple)):
         return data_iterator[0 if groups.pp.rank() == 0 else -1]
     return data_iterator
@@ -260,8 +241,9 @@ def _draw(
             if len(sample) > longest:
                 if policy == "error":
                     error = (
-                        f"{where}, draw {number}: a sample of {len(sample)} tokens does not fit a pack of {longest}; raise "
-                        "--max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy truncate or drop"
+                        f"{where}, draw {number}: a sample of {len(sample)} tokens does not fit a pack of {longest}; "
+                        "raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy "
+                        "truncate or drop"
                     )
                     break
                 if policy == "drop":
@@ -282,19 +264,62 @@ def _draw(
     )
 
 
-def _gather(draw: _Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int]:
-    """The table of the global batch and how many samples were dropped and cut; raises GlobalBatchError on every owner alike."""
-    lengths_seen = int(draw.rows[:, 0].sum())
-    numbers = [groups.dp.rank(), groups.cp.rank(), len(draw.rows), lengths_seen, draw.num_dropped, draw.num_cut]
-    all_ranks = agree(groups.dp_cp, numbers, draw.error)
-    in_order = all_ranks[np.lexsort((all_ranks[:, 1], all_ranks[:, 0]))].reshape(groups.dp.size(), groups.cp.size(), -1)
-    if (in_order[:, :, 2:] != in_order[:, :1, 2:]).any():
-        rank = int(np.flatnonzero((in_order[:, :, 2:] != in_order[:, :1, 2:]).any((1, 2)))[0])
+def _schedule(
+    draw: _Draw,
+    num_draws: int,
+    capacity: int,
+    alignment: Alignment,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    scheduler: Scheduler,
+) -> _Scheduled | None:
+    """What the owners do with the global batch, the same on all of them; None where the data has ended everywhere."""
+    table, dropped, cut, ended = _gather(draw, groups)
+    if ended and len(table.length) == 0:
+        return None
+    cost = getattr(config, "sequence_cost", None) or _cost_of(config)
+    request = ScheduleRequest(
+        lengths=alignment.padded_length(table.length),
+        source_rank=table.source_rank,
+        source_draw=table.draw,
+        num_ranks=groups.dp.size(),
+        num_draws=num_draws,
+        capacity=capacity,
+        microbatch_multiple=_microbatch_multiple(config, groups),
+        cost=cost,
+    )
+    schedule = scheduler(request)
+    check_schedule(request, schedule)
+    stats = packing_stats(
+        length=table.length,
+        schedule=schedule,
+        alignment=alignment,
+        cost=cost,
+        capacity=capacity,
+        num_dropped=dropped,
+        num_cut=cut,
+    )
+    return _Scheduled(table, schedule, StepPlan.for_rank(groups.dp.rank(), table, schedule, stats))
+
+
+def _gather(draw: _Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int, bool]:
+    """The table of the global batch, samples dropped and cut, whether some rank's data has ended.
+
+    Raises GlobalBatchError on every owner alike.
+    """
+    total = int(draw.rows[:, 0].sum())
+    numbers = [len(draw.rows), total, draw.num_dropped, draw.num_cut, int(draw.ended)]
+    answers = agree(groups.dp_cp, [groups.dp.rank(), groups.cp.rank(), *numbers], draw.error)
+    in_order = answers[np.lexsort((answers[:, 1], answers[:, 0])), 2:]
+    by_rank = in_order.reshape(groups.dp.size(), groups.cp.size(), len(numbers))
+    differing = np.flatnonzero((by_rank != by_rank[:, :1]).any((1, 2)))
+    if differing.size:
         raise GlobalBatchError(
-            f"context-parallel ranks of data-parallel rank {rank} drew different samples; give them the same data iterator"
+            f"context-parallel ranks of data-parallel rank {differing[0]} drew different samples; "
+            "give them the same data iterator"
         )
-    counts, _, dropped, cut = in_order[:, 0, 2:].T
-    return gather_table(groups.dp, draw.rows, counts), int(dropped.sum()), int(cut.sum())
+    counts, _, dropped, cut, ended = by_rank[:, 0].T
+    return gather_table(groups.dp, draw.rows, counts), int(dropped.sum()), int(cut.sum()), bool(ended.any())
 
 
 def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
@@ -348,8 +373,8 @@ def _capacity(config: TransformerConfig, context_parallel_size: int, alignment: 
     per_rank = config.max_seqlen_per_dp_cp_rank
     if per_rank is None or per_rank * context_parallel_size < alignment.pack:
         raise ValueError(
-            f"--max-seqlen-per-dp-cp-rank must be at least {-(-alignment.pack // context_parallel_size)} for this layout, "
-            f"but is {per_rank}"
+            f"--max-seqlen-per-dp-cp-rank must be at least {-(-alignment.pack // context_parallel_size)} "
+            f"for this layout, but is {per_rank}"
         )
     return per_rank * context_parallel_size // alignment.pack * alignment.pack
 

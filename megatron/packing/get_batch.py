@@ -1,4 +1,6 @@
-"""mcore. One microbatch -> the arguments of GPTModel.forward: this rank's context-parallel shard, and PackedSeqParams. No collectives."""
+"""mcore. One microbatch -> the arguments of GPTModel.forward: this rank's context-parallel shard, and
+PackedSeqParams. No collectives.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from megatron.packing.zigzag import shard_index
 class Batch(NamedTuple):
     """Arguments of GPTModel.forward for one microbatch of T tokens; each tensor [1, T / context-parallel size].
 
-    `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels` and `loss_mask` on the last, None
-    elsewhere. `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is bool, True where there is no
-    real token (for the router of experts).
+    `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels` and `loss_mask` on
+    the last, None elsewhere. `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is
+    bool, True where there is no real token (for the router of experts).
     """
 
     tokens: Tensor | None
@@ -83,9 +85,9 @@ def get_batch_on_this_rank_for_sequence_packing(
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> PackedSeqParams:
     """The layout as megatron-core's modules take it.
 
-    With Transformer Engine: real and padded `cu_seqlens` on the device. Without: the padded ones for both, on the host, where
-    megatron-core's RoPE reads them (a device tensor would be one host sync per layer) and our attention too; padding
-    follows its sequence, so causal attention never looks at it.
+    With Transformer Engine: real and padded `cu_seqlens` on the device. Without: the padded ones for both, on the
+    host, where megatron-core's RoPE reads them (a device tensor would be one host sync per layer) and our attention
+    too; padding follows its sequence, so causal attention never looks at it.
     """
     padded = microbatch["cu_seqlens_padded"]
     real = padded

@@ -1,4 +1,6 @@
-"""mcore. Layers of megatron-core that take packed sequences, with Transformer Engine where it is installed and without."""
+"""mcore. Layers of megatron-core that take packed sequences, with Transformer Engine where it is installed and
+without.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from megatron.packing.get_batch import transformer_engine_installed
 def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with context parallel).
 
-    With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one, in which the core attention and
-    the norms are ours, since its own refuse packs, context parallel and sequence parallel.
+    With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one, in which the core
+    attention and the norms are ours, since its own refuse packs, context parallel and sequence parallel.
     """
     use_transformer_engine = transformer_engine_installed()
     spec = get_gpt_decoder_block_spec(
@@ -50,8 +52,8 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
 class TorchNorm:
     """torch's LayerNorm or RMSNorm, as `config.normalization` says, also under sequence parallel.
 
-    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for megatron-core to sum their
-    gradients.
+    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for megatron-core to
+    sum their gradients.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]

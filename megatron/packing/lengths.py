@@ -1,7 +1,8 @@
 """collective. Gather the lengths of a global batch over data parallel, and let every rank agree on what happened.
 
-A rank that meets the end of its data or an error while drawing does not stop: it says so in the collective that is there anyway,
-and all ranks raise the same `GlobalBatchError`, or end together. Text travels only when there is an error.
+A rank that meets the end of its data or an error while drawing does not stop: it says so in the collective that is
+there anyway, and all ranks raise the same `GlobalBatchError`, or end together. Text travels only when there is an
+error.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def agree(group: dist.ProcessGroup, numbers: list[int], error: str | None) -> np.ndarray:
     """Gather `numbers` from all ranks of `group` (int64 [ranks, len(numbers)]): one collective of a few bytes.
 
-    Raises GlobalBatchError on every rank of the group if any rank brings an `error`, with the text of the first one that does.
+    Raises GlobalBatchError on every rank of the group if any rank brings an `error`, with the text of the first one
+    that does.
     """
     device = device_of(group)
     mine = torch.tensor([0 if error is None else len(error.encode()), *numbers], dtype=torch.int64, device=device)
@@ -71,8 +73,8 @@ def _broadcast_text(group: dist.ProcessGroup, group_rank: int, num_bytes: int, t
 def gather_table(group: dist.ProcessGroup, rows: np.ndarray, counts: np.ndarray) -> LengthTable:
     """Gather the rows of all data-parallel ranks.
 
-    rows: int64 [n, 3], the `COLUMNS` of this rank's samples; counts: int64 [dp], how many each rank brings. One collective of
-    24 bytes per sequence, padded to the largest rank.
+    rows: int64 [n, 3], the `COLUMNS` of this rank's samples; counts: int64 [dp], how many each rank brings. One
+    collective of 24 bytes per sequence, padded to the largest rank.
     """
     device = device_of(group)
     padded = np.zeros((max(int(counts.max()), 1), len(COLUMNS)), dtype=np.int64)

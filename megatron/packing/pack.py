@@ -1,7 +1,8 @@
 """tensor. Samples -> one microbatch. The one place that pads.
 
-A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32, host), `max_seqlen` (int), and where the
-stage has tokens `tokens`, `labels`, `position_ids` (int64 [T]) and `loss_mask` (float32 [T]). Padding is token 0, masked.
+A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32, host), `max_seqlen`
+(int), and where the stage has tokens `tokens`, `labels`, `position_ids` (int64 [T]) and `loss_mask` (float32 [T]).
+Padding is token 0, masked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""mcore. The hook on megatron-core's forward-backward functions: they run packed global batches, in training and in evaluation."""
+"""mcore. The hook on megatron-core's forward-backward functions: they run packed global batches, in training and in
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing.data_schedule import GROUPS, GlobalBatch, as_data_loader, schedule_global_batch
+from megatron.packing.lengths import device_of
 
 
 class PackedLosses(list):
@@ -24,9 +28,9 @@ class PackedLosses(list):
 def packed(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., PackedLosses]:
     """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the packing scheduler.
 
-    Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and `num_microbatches` says how many
-    times each owner draws; how many microbatches then run is the scheduler's decision. The model's config must pass
-    `check_config`.
+    Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and
+    `num_microbatches` says how many times each owner draws; how many microbatches then run is the scheduler's
+    decision. The model's config must pass `check_config`.
     """
 
     @wraps(forward_backward_func)
@@ -39,8 +43,8 @@ def packed(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., Pac
         **arguments: Any,
     ) -> PackedLosses:
         config = get_model_config(model[0] if isinstance(model, list) else model)
-        check_config(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+        check_config(config, device_of(groups.pp))
         batch = schedule_global_batch(data_iterator, config, num_microbatches, groups)
         loader = as_data_loader(batch, config.virtual_pipeline_model_parallel_size)
         losses = forward_backward_func(
@@ -55,8 +59,8 @@ def packed(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., Pac
     return run
 
 
-def check_config(config: TransformerConfig) -> None:
-    """Raise ValueError for a config under which packs would be weighted wrongly, mixed up, or hang."""
+def check_config(config: TransformerConfig, device: torch.device) -> None:
+    """Raise ValueError for a config under which packs would be weighted wrongly, mixed up, or hang on `device`."""
     pipeline = config.pipeline_model_parallel_size > 1
     interleaved = pipeline and config.virtual_pipeline_model_parallel_size is not None
     demands = [
@@ -69,6 +73,10 @@ def check_config(config: TransformerConfig) -> None:
         (
             not interleaved or (config.overlap_p2p_comm and not config.batch_p2p_comm),
             "overlap_p2p_comm=True and batch_p2p_comm=False: otherwise interleaved stages mix up tensors or hang",
+        ),
+        (
+            not interleaved or device.type == "cuda" or not config.deallocate_pipeline_outputs,
+            "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed meanwhile",
         ),
     ]
     for holds, demand in demands:

@@ -1,6 +1,7 @@
 """pure. What one data-parallel rank does in a step, as the numbers that its model-parallel peers receive.
 
-Everything here is known once the schedule is, so it travels once per step, as exact int64; nothing is left for the microbatches.
+Everything here is known once the schedule is, so it travels once per step, as exact int64; nothing is left for the
+microbatches.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ class StepPlan:
     def for_rank(cls, rank: int, table: LengthTable, schedule: Schedule, stats: PackingStats) -> StepPlan:
         """The part of `schedule` that data-parallel rank `rank` does."""
         mine = schedule.rank == rank
-        return cls(
-            stats=stats, microbatch=schedule.microbatch[mine], length=table.length[mine], kind=table.kind[mine]
-        )
+        return cls(stats=stats, microbatch=schedule.microbatch[mine], length=table.length[mine], kind=table.kind[mine])
 
     @property
     def num_words(self) -> np.ndarray:

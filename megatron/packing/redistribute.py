@@ -1,4 +1,6 @@
-"""collective. Schedule -> samples on their ranks, and from there to tensor-parallel peers. Two collectives per global batch."""
+"""collective. Schedule -> samples on their ranks, and from there to tensor-parallel peers. Two collectives per global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def redistribute(
 ) -> Tensor:
     """Send each sample to the rank that the schedule gives it; one all-to-all.
 
-    words: this rank's samples on the wire (int32), in the order drawn; num_words, source_rank, target_rank: int64 [N], of all
-    samples in global order. Returns the int32 words of the samples that are this rank's now, in global order.
+    words: this rank's samples on the wire (int32), in the order drawn; num_words, source_rank, target_rank: int64
+    [N], of all samples in global order. Returns the int32 words of the samples that are this rank's now, in global
+    order.
     """
     device = device_of(group)
     mine = np.flatnonzero(source_rank == group.rank())
@@ -40,7 +43,9 @@ def redistribute(
 
 
 def share_with_peers(words: Tensor | None, num_words: int, group: dist.ProcessGroup) -> Tensor:
-    """Broadcast the words of all of this step's samples from tensor-parallel rank 0, who passes them; the others pass None."""
+    """Broadcast the words of all of this step's samples from tensor-parallel rank 0, who passes them; the others pass
+    None.
+    """
     device = device_of(group)
     data = torch.empty(num_words, dtype=torch.int32, device=device) if words is None else words.to(device)
     if group.size() > 1 and num_words:

@@ -1,8 +1,9 @@
 """tensor. The values on the data's road: one training sequence, its form on the wire, the layout of a pack.
 
-A `Sample` is one sequence. What an iterator draws may hold one or several of them, in the three shapes that Megatron-LM's data sets
-emit; `samples_of` tells them apart. On the wire a sample is int32 words: 5 bytes per token where labels are the next
-tokens, the mask is one weight or zero and positions count from zero (nearly always), up to 16 otherwise.
+A `Sample` is one sequence. What an iterator draws may hold one or several of them, in the three shapes that
+Megatron-LM's data sets emit; `samples_of` tells them apart. On the wire a sample is int32 words: 5 bytes per token
+where labels are the next tokens, the mask is one weight or zero and positions count from zero (nearly always), up to
+16 otherwise.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,9 +46,10 @@ class Sample:
 def samples_of(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[Sample]:
     """The sequences in what one `next` returned: a dict, or any number of them.
 
-    Three shapes of a dict, as Megatron-LM's data sets emit them: several sequences with `cu_seqlens` (repeated entries at its tail
-    are padding); one sequence padded from `original_seq_len` on; one plain sequence. `tokens` is needed; missing `labels` are the next
-    tokens (the last one unknown, so masked), a missing `loss_mask` is one, missing `position_ids` count from zero.
+    Three shapes of a dict, as Megatron-LM's data sets emit them: several sequences with `cu_seqlens` (repeated
+    entries at its tail are padding); one sequence padded from `original_seq_len` on; one plain sequence. `tokens` is
+    needed; missing `labels` are the next tokens (the last one unknown, so masked), a missing `loss_mask` is one,
+    missing `position_ids` count from zero.
 
     Raises ValueError for a sample without tokens or with fields of different lengths.
     """
@@ -69,9 +72,9 @@ def _sequences_of_dict(item: Mapping[str, Any]) -> list[Sample]:
             raise ValueError(f"'{name}' must be as long as 'tokens' ({tokens.numel()}), but is {field.numel()}")
     if item.get("cu_seqlens") is not None:
         ends = _flat(item["cu_seqlens"], torch.int64).tolist()
-        if ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:])) or ends[-1] > tokens.numel():
+        if ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > tokens.numel():
             raise ValueError(f"'cu_seqlens' must rise from 0 to at most {tokens.numel()} tokens, but is {ends}")
-        spans = [(start, end) for start, end in zip(ends, ends[1:]) if end > start]
+        spans = [(start, end) for start, end in pairwise(ends) if end > start]
     else:
         original = item.get("original_seq_len")
         spans = [(0, tokens.numel() if original is None else int(original))]
@@ -159,7 +162,9 @@ class Alignment:
 
     @classmethod
     def for_layout(cls, *, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool) -> Alignment:
-        """Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's share of the pack in tp."""
+        """Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's share of the
+        pack in tp.
+        """
         sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
         scatter = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
         return cls(sequence=sequence, pack=math.lcm(sequence, scatter))
@@ -173,8 +178,9 @@ class Alignment:
 class PackLayout:
     """Where each sequence of a pack starts and ends. Known on every rank; all of it on the host.
 
-    lengths: real tokens of each segment; padded_lengths: tokens that it occupies. The tail that rounds a pack up is a last segment
-    of its own with no real token, so that `cu_seqlens_padded[-1]` is the number of tokens, as megatron-core's RoPE requires.
+    lengths: real tokens of each segment; padded_lengths: tokens that it occupies. The tail that rounds a pack up is a
+    last segment of its own with no real token, so that `cu_seqlens_padded[-1]` is the number of tokens, as
+    megatron-core's RoPE requires.
     """
 
     lengths: tuple[int, ...]

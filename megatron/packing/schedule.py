@@ -1,4 +1,4 @@
-"""pure: lengths in, a Schedule out: which rank and microbatch each sequence of a global batch goes to.
+"""pure. Lengths in, a Schedule out: which rank and microbatch each sequence of a global batch goes to.
 
 Invariants of every scheduler in SCHEDULERS, for every request that can be built (`check_schedule` states them as code):
 

@@ -1,4 +1,6 @@
-"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance against the lower bound."""
+"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance against the lower
+bound.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from megatron.packing.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PackingStats:
-    """One global batch over all data-parallel ranks. Counts of tokens and squares are of real, unpadded lengths; exact integers."""
+    """One global batch over all data-parallel ranks. Counts of tokens and squares are of real, unpadded lengths;
+    exact integers.
+    """
 
     num_sequences: int
     num_tokens: int

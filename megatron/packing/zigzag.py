@@ -1,7 +1,8 @@
 """tensor. Which tokens of a pack a context-parallel rank holds, and how to see a whole pack again.
 
-Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal attention costs every rank the
-same. All results are pure functions of (lengths, size, rank) and cached, since every layer asks for the same ones.
+Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal attention costs
+every rank the same. All results are pure functions of (lengths, size, rank) and cached, since every layer asks for
+the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 @lru_cache(maxsize=32)
 def shard_index(padded_lengths: tuple[int, ...], size: int, rank: int) -> Tensor | None:
-    """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by sequence; None for all of them."""
+    """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by sequence; None for all of
+    them.
+    """
     if size == 1:
         return None
     starts = np.cumsum((0, *padded_lengths[:-1]))
@@ -50,7 +53,9 @@ class Zigzag(NamedTuple):
 
 @lru_cache(maxsize=32)
 def zigzag(padded_lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Zigzag:
-    """What rank `rank` of `size` (at least 2) attends to, for packs whose keys were gathered from all ranks in rank order."""
+    """What rank `rank` of `size` (at least 2) attends to, for packs whose keys were gathered from all ranks in rank
+    order.
+    """
     gathered = np.empty(sum(padded_lengths), dtype=np.int64)
     shards = [shard_index(padded_lengths, size, r) for r in range(size)]
     gathered[torch.cat([shard for shard in shards if shard is not None]).numpy()] = np.arange(len(gathered))

@@ -1,7 +1,9 @@
-"""mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another layout.
+"""mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another
+layout.
 
-A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. The latter is replaced only once
-a checkpoint is complete: a run killed while it saves leaves the one before as the latest.
+A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. The
+latter is replaced only once a checkpoint is complete: a run killed while it saves leaves the one before as the
+latest.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def load_checkpoint(folder: str | Path, training: Training, model_options: dict[
         if saved.get(name) != value
     ]
     if differing:
-        raise ValueError(f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load")
+        raise ValueError(
+            f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
+        )
     with torch.no_grad():
         template = _sharded_state(training, is_loading=True)
         same_layout = _layout() == common["layout"]

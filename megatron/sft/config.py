@@ -1,4 +1,6 @@
-"""pure. All options of pretrain_sft.py, with Megatron's names and meanings; contradictions are refused before anything is built."""
+"""pure. All options of pretrain_sft.py, with Megatron's names and meanings; contradictions are refused before
+anything is built.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class ModelConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this; the same for every layout whose tensor-parallel size divides it."""
+    """The vocabulary is padded to a multiple of this; the same for every layout whose tensor-parallel size divides
+    it.
+    """
     num_experts: int | None = None
     """Experts of each MoE layer."""
     moe_router_topk: int = 2
@@ -87,7 +91,8 @@ class ModelConfig:
             )
         if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
             raise ValueError(
-                f"--max-position-embeddings {self.max_position_embeddings} must be at least --seq-length {self.seq_length}"
+                f"--max-position-embeddings {self.max_position_embeddings} must be at least "
+                f"--seq-length {self.seq_length}"
             )
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise ValueError(
@@ -154,9 +159,9 @@ class ParallelConfig:
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if world_size % model:
             raise ValueError(
-                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x context parallel size, "
-                f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x {self.context_parallel_size} "
-                f"= {model}; start torchrun with --nproc-per-node {model}, or change the sizes"
+                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x context parallel "
+                f"size, {self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x "
+                f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node {model}, or change them"
             )
         return world_size // model
 
@@ -382,8 +387,8 @@ class SFTConfig:
         model, context = self.model, self.parallel.context_parallel_size
         if self.packing.sequence_packing and self.capacity_per_rank * context < model.seq_length:
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} times --context-parallel-size {context} must hold a "
-                f"sequence of --seq-length {model.seq_length}; raise it to {-(-model.seq_length // context)}"
+                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} times --context-parallel-size {context} must "
+                f"hold a sequence of --seq-length {model.seq_length}; raise it to {-(-model.seq_length // context)}"
             )
         unit = 2 * context if context > 1 else 1
         if self.parallel.sequence_parallel:
@@ -404,9 +409,7 @@ def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
     model, parallel, packing, data, training, output = parse_flags(
         groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core."
     )
-    config = SFTConfig(
-        model=model, parallel=parallel, packing=packing, data=data, training=training, output=output
-    )
+    config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
     config.check(world_size)
     return config
 

@@ -1,14 +1,15 @@
 """mcore. megatron-core on CPU: where its functions say `cuda`, they read `cpu`.
 
-`torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`, streams), so one rule covers
-all sites: in the code objects of the modules named below, the attribute `cuda` becomes `cpu` (`torch.cuda.current_device()`,
-`tensor.cuda()`), and the literals `"cuda"` and `"torch.cuda.FloatTensor"` become their CPU counterparts. Code objects are changed in
-place, so that names that other modules imported before change too; it costs nothing at run time, works under
-`torch.compile`, and leaves torch itself untouched. Two things need more than the rule: the random number tracker (its setters
-silently do nothing without CUDA) and the context-parallel RoPE slice (pinned memory).
+`torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`, streams), so one
+rule covers all sites: in the code objects of the modules named below, the attribute `cuda` becomes `cpu`
+(`torch.cuda.current_device()`, `tensor.cuda()`), and the literals `"cuda"` and `"torch.cuda.FloatTensor"` become
+their CPU counterparts. Code objects are changed in place, so that names that other modules imported before change
+too; it costs nothing at run time, works under `torch.compile`, and leaves torch itself untouched. Three things need
+more than the rule: the random number tracker (its setters silently do nothing without CUDA), the context-parallel
+RoPE slice (pinned memory) and the experts' side stream.
 
-Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is refused: an unseen site would
-otherwise appear in the middle of somebody's run.
+Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is refused: an unseen
+site would otherwise appear in the middle of somebody's run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _LITERALS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-# Functions that ask whether there is a GPU, or that reach for what torch.cpu lacks: they are right as they are, or never run on CPU.
+# Functions that ask whether there is a GPU, or that reach for what torch.cpu lacks: they are right as they are, or
+# never run on CPU.
 _LEFT_ALONE = {"is_available", "empty_cache", "get_device_properties", "nvtx", "memory_allocated", "default_stream"}
 
 
@@ -71,7 +73,8 @@ _installed: list[Change] = []
 def install(main_params_dtype: torch.dtype = torch.float32) -> list[Change]:
     """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is). Idempotent.
 
-    `main_params_dtype`: the type of unsharded parameters that the optimizers accept as full precision; exactness tests pass float64.
+    `main_params_dtype`: the type of unsharded parameters that the optimizers accept as full precision; exactness
+    tests pass float64.
 
     Raises RuntimeError for a megatron-core version that is not in `CHECKED_VERSIONS`.
     """
@@ -96,6 +99,7 @@ def install(main_params_dtype: torch.dtype = torch.float32) -> list[Change]:
         _installed.extend(changes)
     _installed.extend(_use_cpu_generator())
     _installed.append(_slice_rope_without_pinned_memory())
+    _installed.extend(_dispatch_tokens_without_copies())
     return list(_installed)
 
 
@@ -211,3 +215,26 @@ def _slice_rope_without_pinned_memory() -> Change:
     for module in (rope_utils, rotary_pos_embedding):
         module.get_pos_emb_on_this_cp_rank = get_pos_emb_on_this_cp_rank  # type: ignore[attr-defined]
     return Change(f"{rope_utils.__name__}.get_pos_emb_on_this_cp_rank", "no pinned memory")
+
+
+class _CpuStream(torch.cpu.Stream):
+    """A stream whose events are over when they are recorded; torch's own returns None for one."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
+def _dispatch_tokens_without_copies() -> list[Change]:
+    """The experts' all-to-all takes sizes as numpy arrays, made where tensors leave the GPU; on CPU they never do."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _CpuStream()
+    where = token_dispatcher.__name__
+    return [
+        Change(f"{where}.maybe_move_tensor_to_cpu", "only makes numpy arrays"),
+        Change(f"{where}.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream", "a stream on the CPU"),
+    ]

@@ -1,7 +1,8 @@
 """pure. Records -> the samples of each step: which ones is a function of (seed, position), the same for every layout.
 
-The global stream of samples is one for all numbers of ranks; a global batch is the next `global_batch_size` positions of it, and a
-data-parallel rank draws its share of them. So the place to resume from is one number, the samples consumed.
+The global stream of samples is one for all numbers of ranks; a global batch is the next `global_batch_size` positions
+of it, and a data-parallel rank draws its share of them. So the place to resume from is one number, the samples
+consumed.
 """
 
 from __future__ import annotations
@@ -53,9 +54,15 @@ def build_datasets(config: SFTConfig) -> Datasets:
     train_end = round(data.split_shares[0] * len(everything))
     valid_end = round((data.split_shares[0] + data.split_shares[1]) * len(everything))
     if train_end == 0:
-        raise ValueError(f"--split {data.split} leaves no record of {len(everything)} for training; raise its first share")
-    parts = ((0, train_end), (train_end, valid_end), (valid_end, len(everything)))
-    return Datasets(*(Part(everything, *part) for part in parts), tokenizer.vocab_size)
+        raise ValueError(
+            f"--split {data.split} leaves no record of {len(everything)} for training; raise its first share"
+        )
+    return Datasets(
+        train=Part(everything, 0, train_end),
+        valid=Part(everything, train_end, valid_end),
+        test=Part(everything, valid_end, len(everything)),
+        vocab_size=tokenizer.vocab_size,
+    )
 
 
 def _build_mock(config: SFTConfig) -> Datasets:
@@ -151,7 +158,9 @@ class Share(NamedTuple):
         return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
 
     def draws_of(self, start: int, end: int) -> list[range]:
-        """Positions of each draw from a batch at [start, end); the last batch of finite data may be small, and draws be empty."""
+        """Positions of each draw from a batch at [start, end); the last batch of finite data may be small, and draws
+        be empty.
+        """
         size = end - start
         mine = range(start + size * self.rank // self.num_ranks, start + size * (self.rank + 1) // self.num_ranks)
         return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(self.num_draws)]
@@ -217,9 +226,7 @@ class SampleStream:
             num_dropped=len(encoded) - len(samples),
             num_cut=sum(sample.is_cut for sample in samples),
         )
-        return [
-            {"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask} for sample in samples
-        ]
+        return [{"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask} for sample in samples]
 
     def _record_at(self, position: int) -> int:
         if self._seed is None:

@@ -1,7 +1,8 @@
 """pure. Frozen dataclasses <-> command line and YAML: a field is a flag, the docstring under it is the help.
 
-`hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML file says); a field without
-default is required. `--config FILE` gives options in YAML under the same names; flags on the command line win.
+`hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
+file says); a field without default is required. `--config FILE` gives options in YAML under the same names; flags on
+the command line win.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_flags(groups: Sequence[type], arguments: Sequence[str], description: str) -> list[Any]:
     """One instance of each dataclass in `groups`, from command-line `arguments`.
 
-    Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the dataclasses'
-    own `__post_init__` refuse.
+    Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the
+    dataclasses' own `__post_init__` refuse.
     """
     parser = _build_parser(groups, description)
     config_file, rest = _take_config(list(arguments))

@@ -49,8 +49,11 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
     return output, partial(loss_sum, batch.loss_mask)
 
 
-def loss_sum(loss_mask: Tensor, output: Tensor) -> Loss:
-    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is divided here."""
+def loss_sum(loss_mask: Tensor | None, output: Tensor) -> Loss:
+    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is
+    divided here.
+    """
+    assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
     losses = output.to(torch.promote_types(output.dtype, torch.float32))
     total = (losses * loss_mask).sum()
     num_tokens = loss_mask.count_nonzero().to(torch.int32)
@@ -58,7 +61,9 @@ def loss_sum(loss_mask: Tensor, output: Tensor) -> Loss:
 
 
 class PaddedBatch(NamedTuple):
-    """A microbatch of rows padded to the same length S; each tensor [b, S / context-parallel size]. The baseline to compare with."""
+    """A microbatch of rows padded to the same length S; each tensor [b, S / context-parallel size]. The baseline to
+    compare with.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -71,24 +76,31 @@ class PaddedBatch(NamedTuple):
 def padded_batches(
     draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
 ) -> Iterator[PaddedBatch]:
-    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all masked."""
+    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
+    masked.
+    """
     size, rank = (
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_rank(),
     )
     index = shard_index((seq_length,), size, rank)
+
+    def shard(rows: Tensor) -> Tensor:
+        return (rows if index is None else rows[:, index]).to(device)
+
     for draw in draws:
-        samples = samples_of(draw)
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        rows = {name: torch.zeros(num_rows, seq_length, dtype=torch.int64) for name in names}
-        rows["loss_mask"] = rows["loss_mask"].float()
+        tokens, labels, position_ids = torch.zeros(3, num_rows, seq_length, dtype=torch.int64)
+        loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            for name in names:
-                rows[name][row, : len(sample)] = getattr(sample, name)
-            padding_mask[row, : len(sample)] = False
-        rows["position_ids"][:] = torch.arange(seq_length)
-        fields = {**rows, "padding_mask": padding_mask}
+        for row, sample in enumerate(samples_of(draw)):
+            real = slice(len(sample))
+            tokens[row, real], labels[row, real] = sample.tokens, sample.labels
+            loss_mask[row, real], position_ids[row, real] = sample.loss_mask, sample.position_ids
+            padding_mask[row, real] = False
         yield PaddedBatch(
-            **{name: (x if index is None else x[:, index]).to(device) for name, x in fields.items()}
+            tokens=shard(tokens),
+            labels=shard(labels),
+            loss_mask=shard(loss_mask),
+            position_ids=shard(position_ids),
+            padding_mask=shard(padding_mask),
         )

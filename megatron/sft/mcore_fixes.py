@@ -1,4 +1,6 @@
-"""mcore. Two faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from outside."""
+"""mcore. Two faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ def install() -> None:
 
 
 def _define_te_general_gemm() -> None:
-    """The router of experts asks whether `te_general_gemm` is None, but the name exists only with Transformer Engine."""
+    """The router of experts asks whether `te_general_gemm` is None; the name exists only with Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -20,7 +22,8 @@ def _define_te_general_gemm() -> None:
 
 
 def _load_fully_reshardable_adam() -> None:
-    """torch's Adam keeps a `step` per parameter; `fully_reshardable` checkpoints leave it out, then look for it (KeyError).
+    """torch's Adam keeps a `step` per parameter; `fully_reshardable` checkpoints leave it out, then look for it
+    (KeyError).
 
     It was restored before, from the parameter groups, so the value that is there is the right one.
     """

@@ -1,4 +1,4 @@
-"""pure: what a training step measured, and the files and lines that it is written to.
+"""pure. What a training step measured, and the files and lines that it is written to.
 
 A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
 

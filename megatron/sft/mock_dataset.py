@@ -1,4 +1,4 @@
-"""pure: samples with lengths as asked for and no meaning, to train and to measure without data.
+"""pure. Samples with lengths as asked for and no meaning, to train and to measure without data.
 
 Mode `verification` reads Megatron's indexed data sets through megatron-core, which is imported only then.
 

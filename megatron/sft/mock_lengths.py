@@ -1,4 +1,4 @@
-"""pure: distributions of sequence lengths for mock data, read from the keys of a JSON object.
+"""pure. Distributions of sequence lengths for mock data, read from the keys of a JSON object.
 
 A distribution maps uniform numbers in [0, 1) to lengths, so that one number per sample decides its length.
 

@@ -1,4 +1,6 @@
-"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with optimizer and learning-rate schedule."""
+"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with optimizer and
+learning-rate schedule.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> 
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need not."""
+    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need
+    not.
+    """
     unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
     return -(-vocab_size // unit) * unit
 
@@ -117,7 +121,7 @@ def build_transformer_config(
         variable_seq_lengths=packing.sequence_packing,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

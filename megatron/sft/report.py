@@ -1,4 +1,4 @@
-"""pure: what a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
+"""pure. What a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
 
 Reads `metrics.jsonl`, and `packs.jsonl` where there is one: a line per step with the lengths of the sequences, by
 data-parallel rank and microbatch.

@@ -1,4 +1,6 @@
-"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C; one small reduction per step tells every rank all."""
+"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C; one small reduction per step
+tells every rank all.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,9 @@ class Trainer:
         return list(tee(batches, num_chunks))
 
     def _reduce(self, losses: list[Any], stop: bool, counts: Counts) -> Reduced:
-        """Sum over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop signal."""
+        """Sum over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its
+        stop signal.
+        """
         numbers = torch.zeros(3 + len(astuple(counts)), dtype=torch.float64, device=self._device)
         is_tensor_first = parallel_state.get_tensor_model_parallel_rank() == 0
         if losses and is_tensor_first:
@@ -251,7 +255,13 @@ class Trainer:
     def _model_options(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
         options = asdict(self._config.model)
-        changeable = ("seq_length", "hidden_dropout", "attention_dropout", "recompute_granularity", "moe_aux_loss_coeff")
+        changeable = (
+            "seq_length",
+            "hidden_dropout",
+            "attention_dropout",
+            "recompute_granularity",
+            "moe_aux_loss_coeff",
+        )
         return {name: value for name, value in options.items() if name not in changeable}
 
 
