@@ -2,7 +2,8 @@
 
 The road of one global batch, file by file:
 
-    sample         the values: a sample, its form on the wire, the layout of a pack
+    sample         one training sequence: as samples come, and as they travel
+    layout         where each sequence of a pack starts and ends
     cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
     schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
     lengths        gather the lengths over data parallel; agree on end of data and on errors

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.layout import Alignment
 from megatron.packing.lengths import (
     GlobalBatchError,
     LengthTable,
@@ -43,7 +44,7 @@ from megatron.packing.lengths import (
 from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.plan import StepPlan
 from megatron.packing.redistribute import redistribute, share_with_peers
-from megatron.packing.sample import Alignment, Sample, decode, encode, num_words, samples_of
+from megatron.packing.sample import Sample, decode, encode, num_words, samples_of
 from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule, get_scheduler
 from megatron.packing.stats import PackingStats, packing_stats
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.packing.sample import PackLayout, Sample
+from megatron.packing.layout import PackLayout
+from megatron.packing.sample import Sample
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -20,8 +21,8 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 def layout_microbatch(layout: PackLayout) -> dict[str, Any]:
     """The microbatch of a stage without tokens."""
     return {
-        "cu_seqlens": layout.cu_seqlens,
-        "cu_seqlens_padded": layout.cu_seqlens_padded,
+        "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
+        "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded),
         "max_seqlen": layout.max_seqlen,
     }
 

@@ -1,4 +1,4 @@
-"""pure. What one data-parallel rank does in a step, as the numbers that its model-parallel peers receive.
+"""tensor. What one data-parallel rank does in a step, as the numbers that its model-parallel peers receive.
 
 Everything here is known once the schedule is, so it travels once per step, as exact int64; nothing is left for the
 microbatches.
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
-from megatron.packing.sample import Alignment, PackLayout, num_words
+from megatron.packing.sample import num_words
 from megatron.packing.schedule import Schedule
 from megatron.packing.stats import PackingStats
 

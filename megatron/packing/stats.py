@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.packing.bounds import rank_cost_lower_bound
 from megatron.packing.cost import SequenceCost
-from megatron.packing.sample import Alignment
+from megatron.packing.layout import Alignment
 from megatron.packing.schedule import Schedule
 
 
