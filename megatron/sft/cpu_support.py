@@ -18,7 +18,7 @@ import contextlib
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ _MODULES = (
     "transformer.utils",
     "utils",
 )
+_NAMES = {"cuda": "cpu"}
 _LITERALS = {
     "cuda": "cpu",
     "torch.cuda.FloatTensor": "torch.FloatTensor",
@@ -70,11 +71,8 @@ class Change(NamedTuple):
 _installed: list[Change] = []
 
 
-def install(main_params_dtype: torch.dtype = torch.float32) -> list[Change]:
+def install() -> list[Change]:
     """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is). Idempotent.
-
-    `main_params_dtype`: the type of unsharded parameters that the optimizers accept as full precision; exactness
-    tests pass float64.
 
     Raises RuntimeError for a megatron-core version that is not in `CHECKED_VERSIONS`.
     """
@@ -88,12 +86,9 @@ def install(main_params_dtype: torch.dtype = torch.float32) -> list[Change]:
             f"megatron-core must be {' or '.join(CHECKED_VERSIONS)} to run on CPU, but is {version}; "
             f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or run where CUDA is available"
         )
-    literals = dict(_LITERALS)
-    if main_params_dtype == torch.float64:
-        literals["torch.cuda.FloatTensor"] = "torch.DoubleTensor"
     for name in _MODULES:
         module = importlib.import_module(f"megatron.core.{name}")
-        changes = [change for function in _functions_of(module) for change in _read_cpu(function, literals)]
+        changes = [change for function in _functions_of(module) for change in rewrite(function, _LITERALS, _NAMES)]
         if not changes:
             raise RuntimeError(f"megatron.core.{name} no longer mentions CUDA; remove it from {__name__}._MODULES")
         _installed.extend(changes)
@@ -129,21 +124,24 @@ def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
             yield value
 
 
-def _read_cpu(function: types.FunctionType, literals: dict[str, str]) -> list[Change]:
-    code, changed = _rewrite(function.__code__, literals, "cpu")
+def rewrite(function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]) -> list[Change]:
+    """Let `function` read other string literals and other names of globals and attributes, in place."""
+    code, changed = _rewritten(function.__code__, literals, names)
     if not changed:
         return []
     function.__code__ = code
     return [Change(f"{function.__module__}.{function.__qualname__}", ", ".join(sorted(set(changed))))]
 
 
-def _rewrite(code: types.CodeType, literals: dict[str, str], attribute: str) -> tuple[types.CodeType, list[str]]:
-    """`code` with the name `cuda` and the given literals replaced, nested functions included; and what was replaced."""
+def _rewritten(
+    code: types.CodeType, literals: Mapping[str, str], names: Mapping[str, str]
+) -> tuple[types.CodeType, list[str]]:
+    """`code` with literals and names replaced, nested functions included; and what was replaced."""
     changed: list[str] = []
 
     def constant(value: Any) -> Any:
         if isinstance(value, types.CodeType):
-            inner, inner_changed = _rewrite(value, literals, attribute)
+            inner, inner_changed = _rewritten(value, literals, names)
             changed.extend(inner_changed)
             return inner
         if isinstance(value, tuple):
@@ -154,11 +152,11 @@ def _rewrite(code: types.CodeType, literals: dict[str, str], attribute: str) -> 
         return value
 
     constants = tuple(constant(value) for value in code.co_consts)
-    names = code.co_names
-    if "cuda" in names and not _LEFT_ALONE & set(names):
-        names = tuple(attribute if name == "cuda" else name for name in names)
-        changed.append(f".cuda -> .{attribute}")
-    return code.replace(co_consts=constants, co_names=names), changed
+    new_names = code.co_names
+    if not _LEFT_ALONE & set(new_names):
+        new_names = tuple(names.get(name, name) for name in new_names)
+        changed += [f".{old} -> .{new}" for old, new in zip(code.co_names, new_names) if old != new]
+    return code.replace(co_consts=constants, co_names=new_names), changed
 
 
 def _use_cpu_generator() -> list[Change]:
@@ -197,12 +195,9 @@ def _use_cpu_generator() -> list[Change]:
     for owner, name, function in replaced:
         setattr(owner, name, function)
     # torch.cuda.manual_seed(s) -> torch.random.manual_seed(s): torch.cpu has no generator of its own.
-    seed = tracked.model_parallel_cuda_manual_seed
-    seed.__code__, _ = _rewrite(seed.__code__, {}, "random")
+    seeding = rewrite(tracked.model_parallel_cuda_manual_seed, {}, {"cuda": "random"})
     where = "megatron.core.tensor_parallel.random"
-    return [Change(f"{where}.{name}", "uses the CPU generator") for _, name, _ in replaced] + [
-        Change(f"{where}.model_parallel_cuda_manual_seed", ".cuda -> .random")
-    ]
+    return [Change(f"{where}.{name}", "uses the CPU generator") for _, name, _ in replaced] + seeding
 
 
 def _slice_rope_without_pinned_memory() -> Change:

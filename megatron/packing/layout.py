@@ -1,0 +1,79 @@
+"""pure. Where each sequence of a pack starts and ends, and the padding that layouts ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How many tokens a sequence and a pack must be multiples of, for their shards to be equal."""
+
+    sequence: int = 1
+    pack: int = 1
+
+    @classmethod
+    def for_layout(cls, *, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool) -> Alignment:
+        """Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's share of the
+        pack in tp.
+        """
+        sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
+        scatter = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
+        return cls(sequence=sequence, pack=math.lcm(sequence, scatter))
+
+    def padded_length(self, length: np.ndarray) -> np.ndarray:
+        """Tokens that sequences of these lengths occupy in a pack."""
+        return -(-length // self.sequence) * self.sequence
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where each sequence of a pack starts and ends. Known on every rank; all of it on the host.
+
+    lengths: real tokens of each segment; padded_lengths: tokens that it occupies. The tail that rounds a pack up is a
+    last segment of its own with no real token, so that `cu_seqlens_padded[-1]` is the number of tokens, as
+    megatron-core's RoPE requires.
+    """
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], alignment: Alignment) -> PackLayout:
+        """Sequences one after the other; none at all makes a dummy pack of one alignment unit."""
+        real = np.asarray(lengths, dtype=np.int64)
+        padded = alignment.padded_length(real)
+        total = int(padded.sum())
+        tail = -total % alignment.pack if total else alignment.pack
+        if tail:
+            real, padded = np.append(real, 0), np.append(padded, tail)
+        return cls(tuple(real.tolist()), tuple(padded.tolist()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pack, padding included."""
+        return sum(self.padded_lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest segment, padding included."""
+        return max(self.padded_lengths)
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32 [segments + 1]: running sum of the real lengths."""
+        return _running_sum(self.lengths)
+
+    @property
+    def cu_seqlens_padded(self) -> npt.NDArray[np.int32]:
+        """int32 [segments + 1]: where each segment starts in the pack."""
+        return _running_sum(self.padded_lengths)
+
+
+def _running_sum(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

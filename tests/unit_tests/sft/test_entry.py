@@ -1,0 +1,75 @@
+"""pretrain_sft.py as a user starts it: wrong options are answered at once, in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
+GOOD_ARGUMENTS = [*GOOD.split(), "--lr", "1e-3", "--mock-data"]
+
+
+def run(command, **environment):
+    """Run in the repository's root as a process that no launcher started."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ours | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--num-layers"),
+        ([*GOOD_ARGUMENTS, "--num-layer", "2"], "did you mean --num-layers?"),
+        ([*GOOD_ARGUMENTS, "--lr", "fast"], "--lr"),
+        ([*GOOD_ARGUMENTS, "--hidden-size", "65"], "--num-attention-heads"),
+        ([*GOOD_ARGUMENTS, "--data-path", "x.jsonl"], "not both"),
+        ([*GOOD_ARGUMENTS, "--tensor-model-parallel-size", "2"], "--nproc-per-node 2"),
+        ([*GOOD_ARGUMENTS, "--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_wrong_options_end_with_one_line_and_status_two(arguments, words):
+    """A traceback hides the message; status 0 lets a script go on to evaluate a model that was never trained."""
+    done = run(["pretrain_sft.py", *arguments])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pretrain_sft.py: error: ")
+    assert words in line
+
+
+def test_only_rank_zero_speaks():
+    """Eight ranks printing at once make the one line unreadable."""
+    done = run(["pretrain_sft.py", "--nonsense"], RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_world_size_of_the_launcher_counts():
+    """Options that do not fit the number of processes would hang at the first collective instead."""
+    done = run(["pretrain_sft.py", *GOOD_ARGUMENTS], RANK="0", WORLD_SIZE="3")
+    assert done.returncode == 2
+    assert "--global-batch-size 2" in done.stderr
+    assert "data-parallel size 3" in done.stderr
+
+
+def test_help_ends_with_status_zero():
+    """A percent sign in one docstring would break all of the help."""
+    done = run(["pretrain_sft.py", "--help"])
+    assert done.returncode == 0
+    assert "--sequence-packing" in done.stdout
+
+
+def test_wrong_options_import_neither_torch_nor_megatron_core():
+    """A typing mistake would be answered after seconds of imports, on every rank."""
+    snippet = (
+        "import sys; import pretrain_sft; sys.argv = ['pretrain_sft.py', '--num-layer', '2']\n"
+        "try: pretrain_sft.main()\n"
+        "except SystemExit as done: print(done.code)\n"
+        "print([name for name in ('torch', 'numpy', 'megatron.core') if name in sys.modules])"
+    )
+    done = run(["-c", snippet])
+    assert done.stdout.splitlines() == ["2", "[]"]

@@ -1,0 +1,407 @@
+"""Dataclasses to flags and back: every type, the YAML file, and what a user does wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from megatron.sft.flags import FlagError, exit_with, parse_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Engine of the car."""
+
+    num_cylinders: int
+    """How many cylinders;
+    100% of them.
+    """
+    bore: float = 8.5
+    """Width of a cylinder."""
+    turbo: bool = False
+    """Compress the air."""
+    filtered: bool = True
+    """Clean the air."""
+    fuel: Literal["petrol", "diesel"] = "petrol"
+    """What it burns."""
+    starter: Literal["electric", "crank"] | None = None
+    """What starts it."""
+
+    def __post_init__(self) -> None:
+        if self.num_cylinders < 1:
+            raise ValueError(f"--num-cylinders must be at least 1, but is {self.num_cylinders}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """Body of the car."""
+
+    colors: tuple[str, ...] = ()
+    """From the front to the back."""
+    num_doors: int | None = None
+    """How many doors."""
+    length: float | None = None
+    """In meters."""
+    name: str | None = None
+    """What it is called."""
+
+
+NEEDED = ["--num-cylinders", "4"]
+
+
+def parse(*arguments):
+    engine, body = parse_flags((Engine, Body), [*NEEDED, *arguments], "A car.")
+    return engine, body
+
+
+def message_of(*arguments):
+    with pytest.raises(FlagError) as failure:
+        parse_flags((Engine, Body), arguments, "A car.")
+    message = str(failure.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def write_yaml(tmp_path):
+    """Return a function that writes a YAML file and returns its path."""
+
+    def write(text, name="car.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_defaults_are_those_of_the_dataclass():
+    """A parser with defaults of its own would train with other numbers than the dataclass documents."""
+    assert parse() == (Engine(num_cylinders=4), Body())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "expected"),
+    [
+        (("--bore", "9.25"), "bore", 9.25),
+        (("--bore=1e-3",), "bore", 0.001),
+        (("--bore", "-0.5"), "bore", -0.5),
+        (("--num-doors", "3"), "num_doors", 3),
+        (("--num-doors", "-3"), "num_doors", -3),
+        (("--length", "4"), "length", 4.0),
+        (("--turbo",), "turbo", True),
+        (("--turbo", "--no-turbo"), "turbo", False),
+        (("--no-filtered",), "filtered", False),
+        (("--fuel", "diesel"), "fuel", "diesel"),
+        (("--starter", "crank"), "starter", "crank"),
+        (("--name", "a b"), "name", "a b"),
+        (("--name=--turbo",), "name", "--turbo"),
+        (("--name", "Grüße"), "name", "Grüße"),
+        (("--bore", "1", "--bore", "2"), "bore", 2.0),
+    ],
+)
+def test_each_type(arguments, field, expected):
+    """A value of another type (an int that stays text, a Literal that is refused) would fail late, or never."""
+    engine, body = parse(*arguments)
+    value = getattr(engine, field, None) if hasattr(engine, field) else getattr(body, field)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_bore_in_scientific_notation_may_be_negative():
+    """Python before 3.14 takes -1e-3 for an option of its own; it must reach the dataclass, whose message is better."""
+    assert parse("--bore=-1e-3")[0].bore == -0.001
+
+
+@pytest.mark.parametrize("colors", [["red"], ["red", "blue", "a b"]])
+def test_tuple_takes_all_values_up_to_the_next_flag(colors):
+    """Only the first of several data files would be read."""
+    body = parse("--colors", *colors, "--turbo")[1]
+    assert list(body.colors) == colors
+
+
+def test_values_of_all_groups_come_back_in_their_order():
+    """Two groups that swap places would be read by name all the same, until a name is in both."""
+    engine, body = parse("--name", "x", "--fuel", "diesel")
+    assert isinstance(engine, Engine)
+    assert isinstance(body, Body)
+
+
+def test_help_is_the_docstrings(capsys):
+    """A field whose docstring is not found has no help; a percent sign in one breaks --help altogether."""
+    with pytest.raises(SystemExit) as done:
+        parse_flags((Engine, Body), ["--help"], "A car.")
+    assert done.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "A car.",
+        "Engine of the car.",
+        "Body of the car.",
+        "How many cylinders; 100% of them.",
+        "Width of a cylinder. (default: 8.5)",
+        "Compress the air.",
+        "--turbo, --no-turbo",
+        "{petrol,diesel}",
+        "From the front to the back.",
+        "--config FILE",
+    ):
+        assert words in shown, words
+    assert "default: None" not in shown
+    assert "default: ()" not in shown
+
+
+def test_help_shows_the_choices_of_an_optional_literal(capsys):
+    """A user cannot guess the names of what may be chosen."""
+    with pytest.raises(SystemExit):
+        parse_flags((Engine,), ["--help"], "A car.")
+    assert "{electric,crank}" in capsys.readouterr().out
+
+
+def test_every_missing_flag_is_named_at_once():
+    """One missing flag per attempt would cost as many attempts."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Two:
+        """Two."""
+
+        first: int
+        """One."""
+        second: float
+        """Other."""
+
+    with pytest.raises(FlagError, match=r"--first.*--second"):
+        parse_flags((Two,), [], "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--num-cylinders", "four"), ("--num-cylinders", "'four'", "int")),
+        (("--num-cylinders", "4.0"), ("--num-cylinders", "'4.0'", "int")),
+        (("--num-cylinders", ""), ("--num-cylinders", "int")),
+        (("--num-cylinders",), ("--num-cylinders", "one argument")),
+        (("--num-cylinders", "0"), ("--num-cylinders must be at least 1", "is 0")),
+        ((*NEEDED, "--bore", "wide"), ("--bore", "'wide'", "float")),
+        ((*NEEDED, "--bore"), ("--bore", "one argument")),
+        ((*NEEDED, "--fuel", "water"), ("--fuel", "'water'", "petrol", "diesel")),
+        ((*NEEDED, "--starter", "rope"), ("--starter", "'rope'", "electric", "crank")),
+        ((*NEEDED, "--colors"), ("--colors", "at least one argument")),
+        ((*NEEDED, "--turbo=yes"), ("--turbo", "'yes'")),
+        ((*NEEDED, "--turbo", "yes"), ("yes",)),
+        ((*NEEDED, "stray"), ("stray",)),
+        ((*NEEDED, "-turbo"), ("-turbo",)),
+        ((*NEEDED, "--config"), ("--config",)),
+    ],
+)
+def test_wrong_value_names_the_flag_and_the_value(arguments, words):
+    """A message without the flag sends its reader through twenty of them."""
+    message = message_of(*arguments)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--num-cylinder", "--num-cylinders"),
+        ("--num_cylinders", "--num-cylinders"),
+        ("--numcylinders=4", "--num-cylinders"),
+        ("--no-turbos", "--no-turbo"),
+        ("--colours", "--colors"),
+        ("--Turbo", "--turbo"),
+    ],
+)
+def test_unknown_option_names_the_nearest(flag, nearest):
+    """argparse alone would complain of the missing flags first, and of the unknown one without a way out."""
+    message = message_of(flag)
+    assert flag.split("=")[0] in message
+    assert message.endswith(f"did you mean {nearest}?")
+
+
+def test_unknown_option_like_no_other_points_to_help():
+    """A wild guess at what was meant is worse than none."""
+    assert message_of(*NEEDED, "--zzqqzz") == "unknown option --zzqqzz; see --help"
+
+
+@pytest.mark.parametrize("flag", ["--num-cyl", "--turb", "--col", "--conf"])
+def test_abbreviations_are_refused(flag):
+    """A script that says --num-cyl would change its meaning when another flag of that beginning is added."""
+    assert f"unknown option {flag}" in message_of(*NEEDED, flag, "1")
+
+
+def test_only_booleans_have_a_no():
+    """`--no-bore` would be swallowed as an abbreviation or set None."""
+    assert "unknown option --no-bore" in message_of(*NEEDED, "--no-bore")
+
+
+def test_yaml_gives_options_and_flags_win(write_yaml):
+    """A file that wins over the command line makes sweeps over one flag train the same model every time."""
+    path = write_yaml("bore: 9.5\nfuel: diesel\nturbo: true\nnum_doors: 5\ncolors: [red, blue]\nname: x y\n")
+    engine, body = parse("--config", path)
+    assert (engine.bore, engine.fuel, engine.turbo) == (9.5, "diesel", True)
+    assert (body.num_doors, list(body.colors), body.name) == (5, ["red", "blue"], "x y")
+    for arguments in (
+        ("--config", path, "--bore", "1", "--no-turbo", "--colors", "green"),
+        ("--bore", "1", "--no-turbo", "--colors", "green", "--config", path),
+        ("--bore", "1", f"--config={path}", "--no-turbo", "--colors", "green"),
+    ):
+        engine, body = parse(*arguments)
+        assert (engine.bore, engine.turbo, list(body.colors), body.num_doors) == (1.0, False, ["green"], 5)
+
+
+def test_yaml_satisfies_required_flags(write_yaml):
+    """A file with all options would be of no use if the required ones had to be said again."""
+    engine, _ = parse_flags((Engine, Body), ["--config", write_yaml("num_cylinders: 6")], "")
+    assert engine.num_cylinders == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "expected"),
+    [
+        ("bore: 1e-3", "bore", 0.001),  # YAML 1.1 reads it as text
+        ("bore: -1.0e-3", "bore", -0.001),
+        ("bore: 4", "bore", 4.0),
+        ("turbo: false", "turbo", False),
+        ("filtered: false", "filtered", False),
+        ("filtered: no", "filtered", False),
+        ("bore: null", "bore", 8.5),
+        ("num-cylinders: 8", "num_cylinders", 8),
+        ("starter: crank", "starter", "crank"),
+    ],
+)
+def test_yaml_values(write_yaml, text, field, expected):
+    """`1e-3` is text to YAML, and null is no value: both are what users write."""
+    engine, _ = parse_flags((Engine, Body), ["--config", write_yaml("num_cylinders: 4\n" + text)], "")
+    assert getattr(engine, field) == expected
+
+
+def test_yaml_text_like_a_flag_is_a_value(write_yaml):
+    """A name that begins with a dash would be read as an option from the file."""
+    assert parse("--config", write_yaml("name: --turbo"))[1].name == "--turbo"
+    assert parse("--config", write_yaml("name: '-5'"))[1].name == "-5"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_cylinder: 4", ("num_cylinder", "did you mean --num-cylinders?")),
+        ("colours: [red]", ("colours", "did you mean --colors?")),
+        ("engine: {bore: 1}", ("engine",)),
+        ("3: 4", ("'3'",)),
+        ("config: other.yaml", ("config",)),
+        ("- bore\n- 3", ("mapping", "list")),
+        ("just text", ("mapping", "str")),
+        ("", ("mapping", "NoneType")),
+        ("bore: wide", ("--bore", "'wide'")),
+        ("fuel: water", ("--fuel", "'water'", "petrol")),
+        ("bore: {a: 1}", ("--bore",)),
+        ("num_doors: [2, 3]", ("num",)),
+        ("num_doors: true", ("--num-doors",)),
+        ("turbo: 'yes'", ("--turbo", "'yes'")),
+    ],
+)
+def test_wrong_yaml_names_the_option(write_yaml, text, words):
+    """A file of forty lines of which one is wrong must say which."""
+    message = message_of(*NEEDED, "--config", write_yaml(text))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["num_cylinder: 4", "colours: [red]", "- bore", "", "config: x"])
+def test_wrong_yaml_names_the_file(write_yaml, text):
+    """Without the file's name the mistake is looked for on the command line."""
+    path = write_yaml(text)
+    assert path in message_of(*NEEDED, "--config", path)
+
+
+def test_config_of_no_file(tmp_path):
+    """A missing file must be an error: training with the defaults instead wastes the run."""
+    path = tmp_path / "none.yaml"
+    assert str(path) in message_of(*NEEDED, "--config", str(path))
+    assert str(tmp_path) in message_of(*NEEDED, "--config", str(tmp_path))
+    message_of(*NEEDED, "--config=")
+
+
+def test_exit_is_one_line_from_rank_zero_with_status_two(capsys):
+    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
+    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
+        with pytest.raises(SystemExit) as done:
+            exit_with("bore is wide", rank)
+        assert done.value.code == 2
+        assert capsys.readouterr().err == shown
+
+
+# What follows are mistakes that users make, which a naive translation of YAML to arguments answers badly.
+
+
+def test_broken_yaml_is_one_line_with_its_place(write_yaml):
+    """A dump of several lines breaks the promise of one line, and a log reader that trusts it."""
+    path = write_yaml("bore: 3\nfuel: a: b")
+    message = message_of(*NEEDED, "--config", path)
+    assert path in message
+    assert re.search(r"line 2", message)
+
+
+def test_yaml_that_is_not_utf_8(tmp_path):
+    """A spreadsheet export in another encoding would end in a traceback."""
+    path = tmp_path / "car.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+    assert str(path) in message_of(*NEEDED, "--config", str(path))
+
+
+def test_second_config_is_refused(write_yaml):
+    """The second file would be ignored without a word."""
+    first, second = write_yaml("bore: 1", "first.yaml"), write_yaml("bore: 2", "second.yaml")
+    assert "--config" in message_of(*NEEDED, "--config", first, "--config", second)
+    assert "--config" in message_of(*NEEDED, f"--config={first}", f"--config={second}")
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [("num_doors: [2, 3]", "--num-doors"), ("bore: [1.0]", "--bore"), ("turbo: [true]", "--turbo")],
+)
+def test_list_for_a_single_value_names_the_option(write_yaml, text, flag):
+    """'unrecognized arguments: 3' does not tell where the 3 came from."""
+    assert flag in message_of(*NEEDED, "--config", write_yaml(text))
+
+
+@pytest.mark.parametrize("text", ["colors: [[red], [blue]]", "colors: [{a: 1}]", "name: {a: 1}", "colors: {a: 1}"])
+def test_nested_values_are_refused(write_yaml, text):
+    """The file "['red']" would be looked for, minutes later."""
+    assert text.split(":")[0] in message_of(*NEEDED, "--config", write_yaml(text))
+
+
+@pytest.mark.parametrize("text", ["num_doors: true", "num_doors: false", "name: true", "starter: false"])
+def test_yaml_boolean_for_another_type_names_the_option_of_the_file(write_yaml, text):
+    """`num_doors: false` is no unknown option --no-num-doors, which nobody wrote."""
+    message = message_of(*NEEDED, "--config", write_yaml(text))
+    assert re.search(r"num[-_]doors|name|starter", message)
+    assert "--no-" not in message
+
+
+def test_empty_list_in_yaml_is_an_empty_tuple(write_yaml):
+    """`colors: []` says the default in so many words."""
+    assert list(parse("--config", write_yaml("colors: []"))[1].colors) == []
+
+
+def test_list_items_like_flags_are_values(write_yaml):
+    """A file name that begins with a dash would be read as an option."""
+    assert list(parse("--config", write_yaml("colors: ['-red', blue]"))[1].colors) == ["-red", "blue"]
+
+
+@pytest.mark.parametrize("text", ["help: true", "h: true", "no_turbo: true", "no_turbo: false"])
+def test_yaml_keys_are_fields_only(write_yaml, text):
+    """`help: true` would print the help and end with status 0; `no_turbo: false` asks for --no-no-turbo."""
+    assert text.split(":")[0] in message_of(*NEEDED, "--config", write_yaml(text))
+
+
+def test_yaml_key_given_twice_is_refused(write_yaml):
+    """In a long file the second value wins without a word."""
+    assert "bore" in message_of(*NEEDED, "--config", write_yaml("bore: 1\nbore: 2"))
+
+
+def test_tuple_field_is_a_tuple():
+    """A list in a frozen dataclass can be changed, cannot be hashed, and is unequal to the default's tuple."""
+    assert parse("--colors", "red")[1] == Body(colors=("red",))

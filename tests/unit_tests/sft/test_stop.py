@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM end a run at a step boundary."""
+
+import signal
+
+import pytest
+
+from megatron.sft.stop import StopSignals
+
+
+@pytest.fixture
+def handlers():
+    """Handlers of this test's own, so that nothing that it does reaches pytest's; returns what they saw."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_only_sets_the_flag(handlers, number):
+    """A step cut off in the middle leaves the other ranks hanging in a collective, and saves nothing."""
+    with StopSignals() as signals:
+        assert not signals.requested
+        signal.raise_signal(number)
+        assert signals.requested
+    assert signals.requested
+    assert handlers == []
+
+
+def test_second_interrupt_interrupts(handlers):
+    """A run that hangs could not be ended from the keyboard."""
+    with pytest.raises(KeyboardInterrupt), StopSignals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_second_sigterm_is_as_the_first(handlers):
+    """Launchers send SIGTERM more than once; the checkpoint that the first one asked for must be written."""
+    with StopSignals() as signals:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.requested
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_handlers_are_restored(handlers, how):
+    """Else Ctrl-C does nothing for the rest of the process, such as the report or a user's notebook."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def enter():
+        with StopSignals():
+            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] != before
+            if how == "raises":
+                raise ZeroDivisionError
+
+    if how == "raises":
+        with pytest.raises(ZeroDivisionError):
+            enter()
+    else:
+        enter()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    signal.raise_signal(signal.SIGINT)
+    assert handlers == [signal.SIGINT]
+
+
+def test_flag_is_of_one_object_only(handlers):
+    """A second training in the same process would end at its first step."""
+    with StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert not signals.requested
