@@ -68,8 +68,6 @@ class PackedDotProductAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
         self.cp_group = groups.cp
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= max(1, layer_number)
 
     def forward(
         self,

@@ -50,13 +50,14 @@ def agree(group: dist.ProcessGroup, numbers: list[int], error: str | None) -> np
     that does.
     """
     device = device_of(group)
-    mine = torch.tensor([0 if error is None else len(error.encode()), *numbers], dtype=torch.int64, device=device)
+    text = None if error is None else error or "an error without a text"
+    mine = torch.tensor([0 if text is None else len(text.encode()), *numbers], dtype=torch.int64, device=device)
     gathered = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(gathered, mine, group=group)
     table = gathered.view(group.size(), -1).cpu().numpy()
     failed = np.flatnonzero(table[:, 0])
     if failed.size:
-        raise GlobalBatchError(_broadcast_text(group, int(failed[0]), int(table[failed[0], 0]), error or ""))
+        raise GlobalBatchError(_broadcast_text(group, int(failed[0]), int(table[failed[0], 0]), text or ""))
     return table[:, 1:]
 
 

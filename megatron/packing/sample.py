@@ -70,9 +70,10 @@ def _sequences_of_dict(item: Mapping[str, Any]) -> list[Sample]:
     for name, field in fields.items():
         if field is not None and field.numel() != tokens.numel():
             raise ValueError(f"'{name}' must be as long as 'tokens' ({tokens.numel()}), but is {field.numel()}")
+    _check_for_the_wire(tokens, fields)
     if item.get("cu_seqlens") is not None:
         ends = _flat(item["cu_seqlens"], torch.int64).tolist()
-        if ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > tokens.numel():
+        if not ends or ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > tokens.numel():
             raise ValueError(f"'cu_seqlens' must rise from 0 to at most {tokens.numel()} tokens, but is {ends}")
         spans = [(start, end) for start, end in pairwise(ends) if end > start]
     else:
@@ -81,6 +82,16 @@ def _sequences_of_dict(item: Mapping[str, Any]) -> list[Sample]:
     if not spans or any(not 0 <= start < end <= tokens.numel() for start, end in spans):
         raise ValueError(f"a sample must have at least one token; its spans are {spans} of {tokens.numel()} tokens")
     return [_sample(tokens, fields, start, end) for start, end in spans]
+
+
+def _check_for_the_wire(tokens: Tensor, fields: Mapping[str, Tensor | None]) -> None:
+    """Ids travel as int32, and a mask as flags times one weight: what these cannot carry is refused, not changed."""
+    for name, ids in (("tokens", tokens), *((name, fields[name]) for name in ("labels", "position_ids"))):
+        if ids is not None and ids.numel() and int(ids.abs().max()) >= 2**31:
+            raise ValueError(f"'{name}' must be below 2**31, but has {int(ids.abs().max())}")
+    mask = fields["loss_mask"]
+    if mask is not None and not bool(mask.isfinite().all()):
+        raise ValueError("'loss_mask' must be finite, but has infinity or NaN")
 
 
 def _sample(tokens: Tensor, fields: Mapping[str, Tensor | None], start: int, end: int) -> Sample:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.utils import unwrap_model
 
 from megatron.sft.model import Training
 
@@ -89,13 +90,14 @@ def load_checkpoint(folder: str | Path, training: Training, model_options: dict[
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
         )
     with torch.no_grad():
+        _make_adam_state(training)
         template = _sharded_state(training, is_loading=True)
         same_layout = _layout() == common["layout"]
         if not same_layout:
             del template["random_states"]
         state = dist_checkpointing.load(template, str(path))
         for number, chunk in enumerate(training.model):
-            chunk.load_state_dict(state[f"model{number}"])
+            unwrap_model(chunk).load_state_dict(state[f"model{number}"])
         training.optimizer.load_state_dict(state["optimizer"])
         training.scheduler.load_state_dict(state["scheduler"])
     if same_layout:
@@ -105,7 +107,8 @@ def load_checkpoint(folder: str | Path, training: Training, model_options: dict[
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=_METADATA) for number, chunk in enumerate(training.model)
+        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=_METADATA)
+        for number, chunk in enumerate(training.model)
     }
     state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=_METADATA)
     state["layout"] = _layout()
@@ -113,6 +116,19 @@ def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
         "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
     )
     return state
+
+
+def _make_adam_state(training: Training) -> None:
+    """Give torch's Adam what it makes in its first step, to load into; megatron-core's own way leaves out `step`."""
+    for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def _layout() -> list[int]:

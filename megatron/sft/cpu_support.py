@@ -28,6 +28,7 @@ CHECKED_VERSIONS = ("0.16.1",)
 _MODULES = (
     "dist_checkpointing.exchange_utils",
     "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
     "distributed.param_and_grad_buffer",
     "models.common.embeddings.rotary_pos_embedding",
     "models.common.language_module.language_module",

@@ -1,16 +1,16 @@
-"""mcore. Two faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from
-outside.
-"""
+"""mcore. Faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from outside."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
-    _load_fully_reshardable_adam()
+    _load_distributed_adam()
 
 
 def _define_te_general_gemm() -> None:
@@ -21,26 +21,34 @@ def _define_te_general_gemm() -> None:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-def _load_fully_reshardable_adam() -> None:
-    """torch's Adam keeps a `step` per parameter; `fully_reshardable` checkpoints leave it out, then look for it
-    (KeyError).
+def _load_distributed_adam() -> None:
+    """torch's Adam keeps a `step` per parameter, which the distributed optimizer restores wrongly, twice.
 
-    It was restored before, from the parameter groups, so the value that is there is the right one.
+    `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters are given one tensor,
+    which each of them then increments: after a resume the bias correction runs ahead by the number of parameters.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if hasattr(original, "keeps_step"):
+    if hasattr(DistributedOptimizer, "restores_steps"):
         return
+    load_state_dict = DistributedOptimizer.load_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def keep_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    def set_states_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         if not self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             group_index, group_order = self.model_param_group_index_map[model_param]
             main_param = self.optimizer.param_groups[group_index]["params"][group_order]
             state = self.optimizer.state[main_param]
-            if "step" in state:
+            if "step" in state:  # restored before, from the parameter groups
                 tensors = {"step": state["step"], **tensors}
-        original(self, model_param, tensors)
+        set_states(self, model_param, tensors)
 
-    keep_step.keeps_step = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
+    DistributedOptimizer.restores_steps = True  # type: ignore[attr-defined]

@@ -262,7 +262,8 @@ class Trainer:
             "recompute_granularity",
             "moe_aux_loss_coeff",
         )
-        return {name: value for name, value in options.items() if name not in changeable}
+        shared = {name: value for name, value in options.items() if name not in changeable}
+        return {**shared, "use_distributed_optimizer": self._config.parallel.use_distributed_optimizer}
 
 
 class _Log:

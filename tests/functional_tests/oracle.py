@@ -179,7 +179,7 @@ def train_packed(text: str, batches: Sequence[Sequence[EncodedSample]]) -> list[
             micro_batch_size=1,
             force_all_reduce=True,  # whole gradients on every rank also with the distributed optimizer
         )
-        # Overlapped, the distributed optimizer leaves each rank its shard only; the next step's loss shows what came of it.
+        # Overlapped, the distributed optimizer leaves each rank its shard only; the next step's loss shows the rest.
         whole = not (config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce)
         steps.append((_global_loss(losses), dict(_pieces([chunk.module for chunk in model])) if whole else {}))
         optimizer.step()

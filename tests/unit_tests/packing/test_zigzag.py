@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packing.zigzag import shard_index, zigzag
@@ -37,6 +37,7 @@ def test_one_rank_holds_all():
     assert shard_index((8, 4), 1, 0) is None
 
 
+@settings(deadline=None)
 @given(cut_packs())
 def test_shards_partition_the_pack(cut):
     """A token on two ranks counts twice in the loss, a token on none is never trained on."""
@@ -60,14 +61,15 @@ def visible_keys(padded_lengths, size, rank) -> dict[int, list[int]]:
     return seen
 
 
+@settings(deadline=None)
 @given(cut_packs())
 def test_each_query_sees_its_sequence_up_to_itself(cut):
     """A key too many looks into the future or into another sequence, one too few forgets: the loss still falls."""
     padded_lengths, size = cut
-    seen = {}
+    seen: dict[int, list[int]] = {}
     for rank in range(size):
         seen |= visible_keys(padded_lengths, size, rank)
-    expected = {}
+    expected: dict[int, list[int]] = {}
     start = 0
     for length in padded_lengths:
         expected |= {query: list(range(start, query + 1)) for query in range(start, start + length)}
@@ -75,6 +77,7 @@ def test_each_query_sees_its_sequence_up_to_itself(cut):
     assert seen == expected
 
 
+@settings(deadline=None)
 @given(cut_packs())
 def test_outputs_return_to_the_order_of_the_shard(cut):
     """Outputs in another order than the queries are added to the wrong tokens' residuals."""

@@ -1,0 +1,49 @@
+# make run    train a small chat model on two processes, from nothing
+# make test   unit and functional tests
+# make check  format, lint, types
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+NPROC ?= 2
+TINY_CHAT = data/tiny_chat
+CODE = megatron tests examples pretrain_sft.py setup.py
+# Two processes on two cores: more threads each would only wait for one another.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test check format clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml
+
+test: $(VENV)/.dev
+	$(VENV)/bin/pytest tests/unit_tests tests/functional_tests
+
+check: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/mypy $(CODE)
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff format $(CODE)
+	$(VENV)/bin/ruff check --fix $(CODE)
+
+$(TINY_CHAT)/train.jsonl: examples/tiny_chat/make_data.py | $(VENV)/.run
+	$(VENV)/bin/python $< --output-dir $(TINY_CHAT)
+
+$(VENV)/.torch:
+	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed; pass one: make run PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	touch $@
+
+$(VENV)/.run: setup.py | $(VENV)/.torch
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot]'
+	touch $@
+
+$(VENV)/.dev: setup.py | $(VENV)/.torch
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(VENV)/.run $@
+
+clean:
+	rm -rf $(VENV) data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

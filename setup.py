@@ -1,0 +1,46 @@
+"""Beside megatron-core, never instead of it: `megatron` is a namespace that both share, so there is no megatron/__init__.py."""
+
+from setuptools import find_namespace_packages, setup
+
+parquet, plot, tensorboard, huggingface = (
+    ["pyarrow>=14"],
+    ["matplotlib>=3.8"],
+    ["tensorboard>=2.15"],
+    ["transformers>=4.40"],
+)
+
+setup(
+    name="megatron-sft",
+    version="0.1.0",
+    description="Fine-tune GPT models on sequences of wildly different lengths, on Megatron-Core",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_namespace_packages(include=["megatron.blending*", "megatron.packing*", "megatron.sft*"]),
+    install_requires=[
+        "torch>=2.10",
+        "megatron-core==0.16.1",
+        "numpy>=1.26",
+        "pyyaml>=6",
+        "psutil>=5.9",  # megatron-core's checkpoints need it and do not say so
+        "tqdm>=4.60",
+    ],
+    extras_require={
+        "parquet": parquet,
+        "plot": plot,
+        "tensorboard": tensorboard,
+        "huggingface": huggingface,
+        "dev": [
+            *parquet,
+            *plot,
+            *tensorboard,
+            *huggingface,
+            "hypothesis>=6.100",
+            "mypy==2.4.1",
+            "pytest>=8",
+            "ruff==0.17.5",
+            "types-PyYAML",
+        ],
+    },
+)

@@ -1,0 +1,84 @@
+"""Agreement and lengths, as far as a group of one process shows them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.packing.lengths import (
+    GlobalBatchError,
+    LengthTable,
+    agree,
+    broadcast_numbers,
+    device_of,
+    gather_table,
+)
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def array(*values) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_gloo_lives_on_the_host(group):
+    """A CPU group that is handed CUDA tensors fails only on machines that have both."""
+    assert device_of(group) == torch.device("cpu")
+
+
+def test_agree_gathers_numbers(group):
+    """Counts travel here: rounded, or with the error's column among them, ranks would cut the table wrongly."""
+    table = agree(group, [3, 2**53 + 1, -1], None)
+    assert table.dtype == np.int64
+    assert table.tolist() == [[3, 2**53 + 1, -1]]
+    assert agree(group, [], None).shape == (1, 0)
+
+
+@pytest.mark.parametrize("text", ["rank 3, draw 7: ValueError: no 'tokens'", "Prüfsumme ≠ 数"])
+def test_agree_raises_with_the_text(group, text):
+    """All ranks must show the cause; a length counted in characters would cut, or hang on, text that is not ASCII."""
+    with pytest.raises(GlobalBatchError) as error:
+        agree(group, [1, 2], text)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("rows", [[], [[3, 1, 0]], [[3, 1, 0], [2**40, 0, 0], [5, 7, 2]]])
+def test_gather_table(group, rows):
+    """A column taken for another schedules kinds as lengths; the padding of the gather must not become sequences."""
+    table = gather_table(group, array(*rows).reshape(-1, 3), array(len(rows)))
+    assert table.length.tolist() == [row[0] for row in rows]
+    assert table.kind.tolist() == [row[1] for row in rows]
+    assert table.draw.tolist() == [row[2] for row in rows]
+    assert table.source_rank.tolist() == [0] * len(rows)
+    assert all(field.dtype == np.int64 for field in (table.length, table.kind, table.draw, table.source_rank))
+
+
+def test_fingerprint_tells_batches_apart():
+    """It is all that finds first and last stages which read different data: equal prints pair tokens with the labels
+    of others.
+    """
+    table = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), source_rank=array(0, 1))
+    same = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), source_rank=array(0, 1))
+    others = [
+        replace(table, length=array(3, 6)),
+        replace(table, length=array(5, 3)),
+        replace(table, kind=array(1, 0)),
+        replace(table, source_rank=array(0, 0)),
+    ]
+    assert table.fingerprint() == same.fingerprint()
+    assert table.fingerprint() not in [other.fingerprint() for other in others]
+
+
+@pytest.mark.parametrize("numbers", [array(), array(1, -2, 2**62 + 1), array(1, 2, 3, 4)[::2]])
+def test_broadcast_numbers(group, numbers):
+    """Plans travel here as exact int64, also views with strides."""
+    received = broadcast_numbers(group, numbers, source=0)
+    assert received.dtype == np.int64
+    assert received.tolist() == numbers.tolist()

@@ -1,0 +1,125 @@
+"""Contracts of the rooms: who imports whom, and what importing costs."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("pure", "tensor", "collective", "mcore")
+
+# Each import in a process of its own, forked from one that has what all of them share.
+IMPORT_ALL = """
+import importlib, json, os, sys
+import numpy
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+            print(json.dumps([name, [m for m in ("torch", "megatron.core") if m in sys.modules]]), flush=True)
+        except BaseException as error:
+            print(json.dumps([name, [f"{type(error).__name__}: {error}"]]), flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def kind(path: Path) -> str:
+    """The first word of the docstring: "pure. Lengths in, ..." -> "pure"."""
+    words = (ast.get_docstring(syntax(path)) or "").split()
+    return words[0].rstrip(".:,") if words else ""
+
+
+def imported(path: Path, at_import_time_only: bool = False) -> Iterator[str]:
+    """Names that a file imports, "a.b.c" for `from a.b import c`; with those in functions unless told otherwise."""
+    pending: list[ast.AST] = [syntax(path)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module_name(path).split(".")[: -node.level] if node.level else []
+            origin = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if not (at_import_time_only and is_function):
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+FILES = sorted(path for path in (ROOT / "megatron").rglob("*.py") if "__pycache__" not in path.parts)
+MODULES = [path for path in FILES if path.name != "__init__.py"]
+PURE = [module_name(path) for path in MODULES if kind(path) == "pure"]
+
+
+def test_the_files_are_found():
+    """Without files every test below passes."""
+    assert {path.parent.name for path in MODULES} >= {"blending", "packing", "sft"}
+    assert len(PURE) >= 10
+    packing = ROOT / "megatron" / "packing"
+    assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "get_batch.py", True)
+    assert "megatron.packing.schedule.Schedule" in imported(packing / "plan.py")
+
+
+def test_megatron_is_a_namespace():
+    """With an `__init__.py` here, `import megatron.core` fails wherever this package comes first on the path."""
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_docstring_says_the_kind(path):
+    """The kind is the contract that the tests below hold a file to; without one a file is held to nothing."""
+    assert kind(path) in KINDS
+
+
+@pytest.fixture(scope="session")
+def loaded_by_import() -> dict[str, list[str]]:
+    command = [sys.executable, "-c", IMPORT_ALL, *PURE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_import):
+    """Data-loader workers, reports and tests import these: each would take seconds longer, for nothing."""
+    assert loaded_by_import[name] == []
+
+
+@pytest.mark.parametrize("room", ["blending", "packing"])
+def test_rooms_know_nothing_of_one_another(room):
+    """Either room is usable without the other; one import, also inside a function, ends that."""
+    forbidden = [f"megatron.{other}" for other in ("blending", "packing", "sft") if other != room]
+    found = [
+        (module_name(path), name)
+        for path in FILES
+        if path.parent.name == room
+        for name in imported(path)
+        if any(is_within(name, package) for package in forbidden)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_only_mcore_files_import_megatron_core(path):
+    """megatron-core takes seconds to import and changes by release: who depends on it must be few, and say so."""
+    at_import_time = [name for name in imported(path, at_import_time_only=True) if is_within(name, "megatron.core")]
+    assert kind(path) == "mcore" or at_import_time == []
