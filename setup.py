@@ -1,4 +1,6 @@
-"""Beside megatron-core, never instead of it: `megatron` is a namespace that both share, so there is no megatron/__init__.py."""
+"""Beside megatron-core, never instead of it: `megatron` is a namespace that both share, without an __init__.py."""
+
+from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
@@ -13,7 +15,7 @@ setup(
     name="megatron-sft",
     version="0.1.0",
     description="Fine-tune GPT models on sequences of wildly different lengths, on Megatron-Core",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",

@@ -39,7 +39,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     if not tracker.exists():
         return None
     text = tracker.read_text().strip()
-    if not text.isdigit() or not checkpoint_path(folder, int(text)).is_dir():
+    if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
         raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
     return int(text)
 

@@ -5,10 +5,15 @@ anything is built.
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from megatron.packing.layout import Alignment
 from megatron.sft.flags import FlagError, parse_flags
 
 
@@ -68,6 +73,8 @@ class ModelConfig:
     """Experts of each MoE layer."""
     moe_router_topk: int = 2
     """Experts that each token goes to."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
     moe_ffn_hidden_size: int | None = None
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_aux_loss_coeff: float = 0.0
@@ -76,7 +83,11 @@ class ModelConfig:
     """Recompute activations in the backward pass: whole layers, or the core attention only."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "moe_router_topk")
+        _in_range(self, 1, None, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "moe_router_topk")
+        _in_range(self, 1, None, "ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts")
+        _in_range(self, 1, None, "moe_ffn_hidden_size", "make_vocab_size_divisible_by", "rotary_base")
+        _in_range(self, 0, 1, "hidden_dropout", "attention_dropout", "rotary_percent")
+        _in_range(self, 0, None, "norm_epsilon", "init_method_std", "moe_aux_loss_coeff")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
@@ -97,6 +108,10 @@ class ModelConfig:
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise ValueError(
                 f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}"
+            )
+        if self.num_experts is not None and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is constant"
             )
 
     @property
@@ -140,13 +155,9 @@ class ParallelConfig:
     """After which a collective that some rank does not reach fails."""
 
     def __post_init__(self) -> None:
-        _at_least_one(
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        )
+        _in_range(self, 1, None, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        _in_range(self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        _in_range(self, 0.01, None, "distributed_timeout_minutes")
         if self.num_layers_per_virtual_pipeline_stage is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of at least 2"
@@ -162,6 +173,12 @@ class ParallelConfig:
                 f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x context parallel "
                 f"size, {self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x "
                 f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node {model}, or change them"
+            )
+        experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        if world_size % experts:
+            raise ValueError(
+                f"the number of processes, {world_size}, must be a multiple of --expert-model-parallel-size times "
+                f"--pipeline-model-parallel-size, {experts}; lower them or start more processes"
             )
         return world_size // model
 
@@ -182,7 +199,8 @@ class PackingConfig:
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
             if getattr(self, name) is not None and not self.sequence_packing:
-                raise ValueError(f"--{name.replace('_', '-')} needs --sequence-packing")
+                raise ValueError(f"{_flag(name)} needs --sequence-packing")
+        _in_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +217,8 @@ class DataConfig:
     """Train on made-up tokens."""
     sft_mock_dataset_config_json: str | None = None
     """Lengths of made-up samples: JSON, or a path to it."""
-    tokenizer_type: str = "ByteLevelTokenizer"
-    """ByteLevelTokenizer, HuggingFaceTokenizer or NullTokenizer."""
+    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
+    """Byte-level needs no files."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     vocab_size: int | None = None
@@ -215,6 +233,7 @@ class DataConfig:
             raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
+        _in_range(self, 1, None, "vocab_size")
         _ = self.split_shares
 
     @property
@@ -224,7 +243,7 @@ class DataConfig:
             shares = [float(part) for part in self.split.split(",")]
         except ValueError:
             shares = []
-        if not 1 <= len(shares) <= 3 or any(share < 0 for share in shares) or not shares[0] > 0:
+        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or not shares[0] > 0:
             raise ValueError(f"--split must be up to three shares such as 969,30,1, but is {self.split!r}")
         shares += [0.0] * (3 - len(shares))
         return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
@@ -270,7 +289,10 @@ class TrainingConfig:
     """Global batches of an evaluation; 0: none."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "train_iters", "global_batch_size", "micro_batch_size", "eval_interval")
+        _in_range(self, 1, None, "train_iters", "global_batch_size", "micro_batch_size", "eval_interval")
+        _in_range(self, 1, None, "lr_decay_iters")
+        _in_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
+        _in_range(self, 0, 1, "adam_beta1", "adam_beta2")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
         if not 0 <= self.lr_warmup_iters < (self.lr_decay_iters or self.train_iters):
@@ -298,9 +320,9 @@ class OutputConfig:
     """Folder for TensorBoard."""
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "log_interval")
-        if self.save_interval is not None and (self.save is None or self.save_interval < 1):
-            raise ValueError("--save-interval must be at least 1 and needs --save")
+        _in_range(self, 1, None, "log_interval", "save_interval")
+        if self.save_interval is not None and self.save is None:
+            raise ValueError("--save-interval needs --save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,10 +337,24 @@ class SFTConfig:
     output: OutputConfig
 
     @property
+    def alignment(self) -> Alignment:
+        """What the layout asks of packs."""
+        return Alignment.for_layout(
+            context_parallel_size=self.parallel.context_parallel_size,
+            tensor_parallel_size=self.parallel.tensor_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+        )
+
+    @property
+    def smallest_capacity_per_rank(self) -> int:
+        """Tokens of each rank, of a pack that holds one sequence of --seq-length."""
+        padded = int(self.alignment.padded_length(np.int64(self.model.seq_length)))
+        return -(-padded // self.alignment.pack) * self.alignment.pack // self.parallel.context_parallel_size
+
+    @property
     def capacity_per_rank(self) -> int:
         """Tokens that one rank may hold of a pack."""
-        default = -(-self.model.seq_length // self.parallel.context_parallel_size)
-        return self.packing.max_seqlen_per_dp_cp_rank or default
+        return self.packing.max_seqlen_per_dp_cp_rank or self.smallest_capacity_per_rank
 
     @property
     def num_virtual_stages(self) -> int | None:
@@ -384,18 +420,15 @@ class SFTConfig:
             raise ValueError("--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel")
 
     def _check_context(self) -> None:
-        model, context = self.model, self.parallel.context_parallel_size
-        if self.packing.sequence_packing and self.capacity_per_rank * context < model.seq_length:
+        seq_length = self.model.seq_length
+        if self.packing.sequence_packing and self.capacity_per_rank < self.smallest_capacity_per_rank:
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} times --context-parallel-size {context} must "
-                f"hold a sequence of --seq-length {model.seq_length}; raise it to {-(-model.seq_length // context)}"
+                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of --seq-length "
+                f"{seq_length} in this layout; raise it to {self.smallest_capacity_per_rank}"
             )
-        unit = 2 * context if context > 1 else 1
-        if self.parallel.sequence_parallel:
-            unit *= self.parallel.tensor_model_parallel_size
-        if not self.packing.sequence_packing and model.seq_length % unit:
+        if not self.packing.sequence_packing and seq_length % self.alignment.pack:
             raise ValueError(
-                f"--seq-length {model.seq_length} must be a multiple of {unit} in this layout without packing"
+                f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -414,7 +447,14 @@ def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
     return config
 
 
-def _at_least_one(config: Any, *names: str) -> None:
+def _in_range(config: Any, low: float, high: float | None, *names: str) -> None:
+    """Raise ValueError unless each of these options is absent, or finite and from `low` to `high`."""
     for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and not low <= value <= (sys.float_info.max if high is None else high):
+            limits = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{_flag(name)} must be {limits}, but is {value}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -87,15 +87,17 @@ def install() -> list[Change]:
             f"megatron-core must be {' or '.join(CHECKED_VERSIONS)} to run on CPU, but is {version}; "
             f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or run where CUDA is available"
         )
+    changed: list[Change] = []
     for name in _MODULES:
         module = importlib.import_module(f"megatron.core.{name}")
         changes = [change for function in _functions_of(module) for change in rewrite(function, _LITERALS, _NAMES)]
         if not changes:
             raise RuntimeError(f"megatron.core.{name} no longer mentions CUDA; remove it from {__name__}._MODULES")
-        _installed.extend(changes)
-    _installed.extend(_use_cpu_generator())
-    _installed.append(_slice_rope_without_pinned_memory())
-    _installed.extend(_dispatch_tokens_without_copies())
+        changed.extend(changes)
+    changed.extend(_use_cpu_generator())
+    changed.append(_slice_rope_without_pinned_memory())
+    changed.extend(_dispatch_tokens_without_copies())
+    _installed.extend(changed)
     return list(_installed)
 
 
@@ -179,13 +181,17 @@ def _use_cpu_generator() -> list[Change]:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = tracked._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        outer = torch.get_rng_state()
+        outer_name, outer = self._current_state_name, torch.get_rng_state()
+        if outer_name in self.states_:
+            self.states_[outer_name] = outer
         torch.set_rng_state(self.states_[name])
+        self._current_state_name = name
         try:
             yield
         finally:
             self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(outer)
+            self._current_state_name = outer_name
+            torch.set_rng_state(self.states_.get(outer_name, outer))
 
     replaced: list[tuple[Any, str, Callable]] = [
         (tracked, "_get_cuda_rng_state", get_state),

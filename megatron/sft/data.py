@@ -141,6 +141,8 @@ class Part:
         return self._end - self._start
 
     def __getitem__(self, index: int) -> EncodedSample | Dropped:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in range({len(self)}), but is {index}")
         return self._dataset[self._start + index]
 
 

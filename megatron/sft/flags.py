@@ -15,12 +15,14 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+
+_NOT_IN_YAML = ("help", "config")
 
 
 class FlagError(ValueError):
@@ -39,12 +41,18 @@ def parse_flags(groups: Sequence[type], arguments: Sequence[str], description: s
     dataclasses' own `__post_init__` refuse.
     """
     parser = _build_parser(groups, description)
-    config_file, rest = _take_config(list(arguments))
-    from_file = [] if config_file is None else _options_of_yaml(config_file, parser)
-    _refuse_unknown([*from_file, *rest], parser)
-    namespace = parser.parse_args([*from_file, *rest])
+    config_file, rest = _take_config(arguments)
+    if config_file is not None:
+        for action, value in _values_of_yaml(config_file, parser):
+            action.default, action.required = value, False
+    for argument in rest:
+        flag = argument.split("=", 1)[0]
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            raise FlagError(f"unknown option {flag}{_nearest(flag, parser._option_string_actions)}")
+    values = vars(parser.parse_args(rest))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     try:
-        return [group(**{field.name: getattr(namespace, field.name) for field in fields(group)}) for group in groups]
+        return [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
     except ValueError as failure:
         raise FlagError(str(failure)) from None
 
@@ -72,7 +80,7 @@ def _build_parser(groups: Sequence[type], description: str) -> _Parser:
 
 def _argument_kind(hint: Any) -> dict[str, Any]:
     """argparse's keywords for a type: bool, int, float, str, Literal, tuple[str, ...], or one of these or None."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -96,45 +104,86 @@ def _field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    for i, argument in enumerate(arguments):
-        if argument == "--config" and i + 1 < len(arguments):
-            return Path(arguments[i + 1]), arguments[:i] + arguments[i + 2 :]
-        if argument.startswith("--config="):
-            return Path(argument.removeprefix("--config=")), arguments[:i] + arguments[i + 1 :]
-    return None, arguments
+def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The value of --config, and the other arguments."""
+    finder = _Parser(allow_abbrev=False, add_help=False)
+    finder.add_argument("--config", action="append")
+    found, rest = finder.parse_known_args(arguments)
+    if found.config is None:
+        return None, rest
+    if len(found.config) > 1 or not found.config[0]:
+        raise FlagError("--config takes one file; put all options into it")
+    return Path(found.config[0]), rest
 
 
-def _options_of_yaml(path: Path, parser: _Parser) -> list[str]:
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice; YAML itself lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"'{key}' is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _values_of_yaml(path: Path, parser: _Parser) -> Iterator[tuple[argparse.Action, Any]]:
+    """Each option that a YAML file gives, with its value as the command line would make it."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as failure:
-        raise FlagError(f"--config {path}: {failure}") from None
-    if not isinstance(values, dict):
-        raise FlagError(f"--config {path} must be a mapping of options to values, but is {type(values).__name__}")
-    options: list[str] = []
-    for key, value in values.items():
-        flag = _flag_of(str(key))
-        if flag not in parser._option_string_actions or flag == "--config":
-            raise FlagError(f"--config {path}: unknown option '{key}'{_nearest(flag, parser)}")
-        if isinstance(value, bool):
-            options.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            options += [flag, *map(str, value)]
-        elif value is not None:
-            options.append(f"{flag}={value}")
-    return options
+        options = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.MarkedYAMLError as failure:
+        line = "" if failure.problem_mark is None else f":{failure.problem_mark.line + 1}"
+        raise FlagError(f"--config {path}{line}: {failure.problem}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as failure:
+        raise FlagError(f"--config {path}: {' '.join(str(failure).split())}") from None
+    if not isinstance(options, dict):
+        raise FlagError(f"--config {path} must map options to values, but holds {type(options).__name__}")
+    actions = {action.dest.replace("_", "-"): action for action in parser._actions if action.dest not in _NOT_IN_YAML}
+    for key, value in options.items():
+        name = str(key).replace("_", "-")
+        if name not in actions:
+            raise FlagError(f"--config {path}: unknown option '{key}'{_nearest(name, actions)}")
+        if value is not None:
+            try:
+                yield actions[name], _value_of_yaml(actions[name], value)
+            except (TypeError, ValueError):
+                wanted = _wanted(actions[name])
+                raise FlagError(f"--config {path}: '{key}' must be {wanted}, but is {value!r}") from None
 
 
-def _refuse_unknown(arguments: Sequence[str], parser: _Parser) -> None:
-    for argument in arguments:
-        flag = argument.split("=", 1)[0]
-        if flag.startswith("--") and flag not in parser._option_string_actions:
-            raise FlagError(f"unknown option {flag}{_nearest(flag, parser)}")
+def _value_of_yaml(action: argparse.Action, value: Any) -> Any:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+    if action.nargs == "+":
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            raise ValueError
+        return [_scalar(action, item) for item in items]
+    return _scalar(action, value)
 
 
-def _nearest(flag: str, parser: _Parser) -> str:
-    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+def _scalar(action: argparse.Action, value: Any) -> Any:
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        raise TypeError
+    converted = action.type(str(value)) if callable(action.type) else value
+    if action.choices is not None and converted not in action.choices:
+        raise ValueError
+    return converted
+
+
+def _wanted(action: argparse.Action) -> str:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "true or false"
+    if action.choices is not None:
+        return f"one of {', '.join(map(str, action.choices))}"
+    kind = {int: "a whole number", float: "a number"}.get(action.type, "text")  # type: ignore[call-overload]
+    return f"a list of at least one {kind}" if action.nargs == "+" else kind
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {close[0]}?" if close else "; see --help"
 
 

@@ -99,6 +99,7 @@ def build_transformer_config(
         init_method_std=model.init_method_std,
         num_moe_experts=model.num_experts,
         moe_router_topk=model.moe_router_topk,
+        moe_router_pre_softmax=model.moe_router_pre_softmax,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",

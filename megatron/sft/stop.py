@@ -11,6 +11,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested = False
+        self._interrupted = False
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -23,6 +24,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self._interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
         self.requested = True
