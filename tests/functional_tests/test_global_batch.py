@@ -1,0 +1,256 @@
+"""The road of one global batch over real processes: every token arrives once; whatever goes wrong, all ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.data_schedule import owns_data, wrap_dataloader
+from megatron.packing.get_batch import get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.lengths import GlobalBatchError
+from tests.functional_tests.ranks import run_ranks
+
+CAPACITY = 64
+
+
+class Layout(NamedTuple):
+    """Parallel sizes; what is left of the world is data parallel."""
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    virtual: int | None = None
+
+
+LAYOUTS = [
+    Layout(1),
+    Layout(2),
+    Layout(3),
+    Layout(2, tensor=2),
+    Layout(4, pipeline=4),
+    Layout(4, pipeline=2, virtual=2),
+    Layout(4, context=2),
+    Layout(6, context=3),
+    Layout(8, tensor=2, pipeline=2),
+    Layout(8, tensor=2, context=2),
+]
+
+
+def sample(number: int, length: int) -> dict[str, torch.Tensor]:
+    """A sequence whose tokens say whose they are: 1000 number + position."""
+    tokens = 1000 * number + torch.arange(length)
+    return {"tokens": tokens, "labels": tokens + 1, "loss_mask": (tokens % 3 > 0).float() * (1 + number % 2)}
+
+
+def start(layout: Layout, scheduler: str = "default", **settings: Any) -> TransformerConfig:
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.pipeline, layout.virtual, context_parallel_size=layout.context
+    )
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=8,
+        num_attention_heads=2,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        context_parallel_size=layout.context,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=layout.tensor > 1,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        max_seqlen_per_dp_cp_rank=-(-CAPACITY // layout.context),
+    )
+    config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+def iterators(layout: Layout, make: Callable[[int], Iterator[Any]]) -> Any:
+    """What this rank hands over: `make(data-parallel rank)` on owners, one per virtual stage; None elsewhere."""
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
+    own = make(groups.dp.rank()) if owns_data(groups) else None
+    return own if layout.virtual is None else [own] * layout.virtual
+
+
+def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) -> Any:
+    """On each rank: the two sums, number of microbatches, and what `get_batch` gives for each, with its coordinates."""
+    config = start(layout, scheduler)
+    drawn = 0
+
+    def draws(rank: int) -> Iterator[Any]:
+        nonlocal drawn
+        before = sum(len(lengths) for lengths in lengths_of_ranks[:rank])
+        for i, length in enumerate(lengths_of_ranks[rank]):
+            drawn += 1
+            yield sample(1 + before + i, length)
+
+    num_draws = max(len(lengths) for lengths in lengths_of_ranks)
+    loader = wrap_dataloader(iterators(layout, draws), config, num_draws)
+    chunks = loader.data_iterator if isinstance(loader.data_iterator, list) else [loader.data_iterator]
+    batches = []
+    for number, iterator in enumerate(chunks):
+        for _ in range(loader.num_microbatches):
+            batch = get_batch_on_this_rank_for_sequence_packing(
+                iterator, vpp_size=layout.virtual, vp_stage=number if layout.virtual else None
+            )
+            batches.append(
+                {
+                    "cu_seqlens": batch.packed_seq_params.cu_seqlens_q_padded.tolist(),
+                    **{
+                        name: None if value is None else value[0].tolist()
+                        for name, value in batch._asdict().items()
+                        if isinstance(value, torch.Tensor) or value is None
+                    },
+                }
+            )
+        assert next(iterator, None) is None
+    place = {
+        "dp": parallel_state.get_data_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+    }
+    return (*loader[1:], place, batches)
+
+
+@pytest.mark.parametrize("scheduler", ["default", "empty", "dp_balanced"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
+    """A sample sent to the wrong rank, cut wrongly over context parallel, or packed twice still trains."""
+    data_parallel = layout.world // (layout.tensor * layout.pipeline * layout.context)
+    by_rank = [[5, 64, 1, 17, 30], [33, 2, 8, 64, 9], [7, 7, 50, 12, 21]][:data_parallel]
+    ranks = run_ranks(received, layout.world, layout, scheduler, by_rank)
+    lengths = [length for lengths in by_rank for length in lengths]
+    assert {rank[:2] for rank in ranks} == {(ranks[0][0], sum(lengths))}
+    assert {rank[2] for rank in ranks} == {sum(length**2 for length in lengths)}
+    assert ranks[0][0] % (layout.pipeline if layout.virtual else 1) == 0
+    expected = {1 + i: sample(1 + i, length) for i, length in enumerate(lengths)}
+    first = {name: seen(ranks, name, stage=0, context=layout.context) for name in ("tokens", "position_ids")}
+    last = {
+        name: seen(ranks, name, stage=layout.pipeline - 1, context=layout.context) for name in ("labels", "loss_mask")
+    }
+    found = sorted(int(tokens[0]) // 1000 for tokens in first["tokens"] if tokens[0] >= 1000)
+    assert found == sorted(expected)
+    for i, tokens in enumerate(first["tokens"]):
+        if tokens[0] < 1000:
+            assert not any(tokens)  # padding only
+            assert not any(last["loss_mask"][i])
+            continue
+        wanted = expected[int(tokens[0]) // 1000]
+        length = len(wanted["tokens"])
+        assert tokens[:length] == wanted["tokens"].tolist()
+        assert first["position_ids"][i][:length] == list(range(length))
+        assert last["labels"][i][:length] == wanted["labels"].tolist()
+        assert last["loss_mask"][i][:length] == wanted["loss_mask"].tolist()
+        assert not any(last["loss_mask"][i][length:])
+
+
+def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any]]:
+    """`name` of every segment of every pack, context-parallel shards put together; equal on tensor-parallel ranks."""
+    segments: list[list[Any]] = []
+    shards: dict[tuple[int, int], dict[int, Any]] = {}
+    for *_, place, batches in ranks:
+        if place["pp"] != stage:
+            assert all(
+                batch[field] is None for batch in batches for field in ("tokens", "labels") if field.startswith(name)
+            )
+            continue
+        for number, batch in enumerate(batch for batch in batches if batch[name] is not None):
+            known = shards.setdefault((place["dp"], number), {}).setdefault(place["cp"], batch)
+            assert known[name] == batch[name]
+            assert known["cu_seqlens"] == batch["cu_seqlens"]
+    for _, by_context in sorted(shards.items()):
+        ends = by_context[0]["cu_seqlens"]
+        offset = 0
+        for begin, end in pairwise(ends):
+            size = end - begin
+            whole = [None] * size
+            for rank in range(context):
+                mine = by_context[rank][name][offset : offset + size // context]
+                if context == 1:
+                    whole = mine
+                    continue
+                piece = size // (2 * context)
+                whole[rank * piece : (rank + 1) * piece] = mine[:piece]
+                whole[size - (rank + 1) * piece : size - rank * piece] = mine[piece:]
+            segments.append(whole)
+            offset += size // context
+    return segments
+
+
+def outcome(layout: Layout, case: str) -> str:
+    """What this rank gets to hear in a case that cannot work."""
+    policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
+    config = start(layout, "empty" if case == "over capacity" else "default", sequence_packing_over_length=policy)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "cp"])
+    last_data, last_stage = groups.dp.size() - 1, groups.pp.size() - 1
+
+    def draws(rank: int) -> Iterator[Any]:
+        guilty = rank == last_data and (groups.pp.rank() == last_stage or case != "one stage fails")
+        if case == "end":
+            return
+        yield sample(1 + rank, 10)
+        if case in ("fails", "one stage fails") and guilty:
+            raise OSError("disk gone")
+        if case == "bad sample" and guilty:
+            yield {"tokens": [1, 2], "labels": [1]}
+        if case in ("too long", "truncate", "drop") and guilty:
+            yield sample(7, CAPACITY + 1)
+        if case == "over capacity":
+            yield [sample(8, 40), sample(9, 40)]
+        if case == "stages differ":
+            yield sample(2, 5 + groups.pp.rank())
+        if case == "context differs":
+            yield sample(2, 5 + groups.cp.rank())
+        if case == "some end" and rank == 0:
+            return
+        yield sample(3, 20)
+
+    data = iterators(layout, draws)
+    if case == "no iterator" and dist.get_rank() == 0:
+        data = None
+    try:
+        loader = wrap_dataloader(data, config, 2)
+    except GlobalBatchError as failure:
+        return str(failure)
+    except StopIteration:
+        return "end"
+    return f"{loader.num_total_tokens_this_global_batch} tokens"
+
+
+PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
+CASES = [
+    (Layout(2), "fails", "data-parallel rank 1 (rank 1), draw 1: OSError: disk gone"),
+    (PIPELINED, "fails", "draw 1: OSError: disk gone"),
+    (PIPELINED, "one stage fails", "draw 1: OSError: disk gone"),
+    (CONTEXT, "fails", "draw 1: OSError: disk gone"),
+    (PIPELINED, "bad sample", "draw 1: ValueError: 'labels' must be as long as 'tokens'"),
+    (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
+    (Layout(2), "truncate", f"{20 + CAPACITY + 20} tokens"),
+    (Layout(2), "drop", f"{10 + 10 + 20} tokens"),
+    (PIPELINED, "over capacity", "scheduler 'empty'"),
+    (PIPELINED, "stages differ", "the first and the last pipeline stage drew different samples"),
+    (CONTEXT, "context differs", "context-parallel ranks of data-parallel rank 0 drew different samples"),
+    (PIPELINED, "no iterator", "must have a data iterator, but has none"),
+    (PIPELINED, "end", "end"),
+    (Layout(3), "end", "end"),
+    (Layout(2), "some end", f"{10 + 10 + 20} tokens"),
+]
+
+
+@pytest.mark.parametrize(("layout", "case", "words"), CASES, ids=lambda value: str(value)[:40])
+def test_all_ranks_agree(layout: Layout, case: str, words: str) -> None:
+    """If one rank raises and the others wait in a collective, the job hangs until its timeout."""
+    heard = run_ranks(outcome, layout.world, layout, case, timeout_seconds=30)
+    assert len(set(heard)) == 1, heard
+    assert words in heard[0]
