@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from megatron.sft.flags import FlagError, exit_with
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
     rank, world_size = world_from_environment()
     try:
         config = parse_config(sys.argv[1:], world_size)

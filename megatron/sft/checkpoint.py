@@ -38,7 +38,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     tracker = Path(folder) / TRACKER
     if not tracker.exists():
         return None
-    text = tracker.read_text().strip()
+    text = tracker.read_text(errors="replace").strip()
     if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
         raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
     return int(text)

@@ -126,6 +126,23 @@ class ModelConfig:
             return self.ffn_hidden_size
         return int(4 * self.hidden_size * 2 / 3) // 64 * 64 or 64 if self.swiglu else 4 * self.hidden_size
 
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it, defaults resolved."""
+        learned = self.position_embedding_type == "learned_absolute"
+        resolved = {
+            "ffn_hidden_size": self.resolved_ffn_hidden_size,
+            "kv_channels": self.resolved_kv_channels,
+            "max_position_embeddings": (self.max_position_embeddings or self.seq_length) if learned else None,
+        }
+        changeable = {
+            "seq_length",
+            "hidden_dropout",
+            "attention_dropout",
+            "recompute_granularity",
+            "moe_aux_loss_coeff",
+        }
+        return {name: value for name, value in (asdict(self) | resolved).items() if name not in changeable}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -292,7 +309,9 @@ class TrainingConfig:
         _in_range(self, 1, None, "train_iters", "global_batch_size", "micro_batch_size", "eval_interval")
         _in_range(self, 1, None, "lr_decay_iters")
         _in_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
-        _in_range(self, 0, 1, "adam_beta1", "adam_beta2")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must be from 0 to below 1, but is {getattr(self, name)}")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
         if not 0 <= self.lr_warmup_iters < (self.lr_decay_iters or self.train_iters):

@@ -120,10 +120,12 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice; YAML itself lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"'{key}' is given twice", problem_mark=node.start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(self.construct_object(key)).replace("_", "-")
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 

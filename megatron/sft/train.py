@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from itertools import tee
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +97,9 @@ class Trainer:
                     iteration = self._progress.iteration
                     if stop:
                         if log is not None:
-                            log.say(f"stopped by a signal after step {iteration}")
+                            folder = config.output.save
+                            way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
+                            log.say(f"stopped by a signal after step {iteration}; {way_on}")
                         break
                     if iteration % evaluate_every == 0 or iteration == config.training.train_iters:
                         self._evaluate(self._datasets.valid, "valid", log)
@@ -254,16 +256,8 @@ class Trainer:
 
     def _model_options(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
-        options = asdict(self._config.model)
-        changeable = (
-            "seq_length",
-            "hidden_dropout",
-            "attention_dropout",
-            "recompute_granularity",
-            "moe_aux_loss_coeff",
-        )
-        shared = {name: value for name, value in options.items() if name not in changeable}
-        return {**shared, "use_distributed_optimizer": self._config.parallel.use_distributed_optimizer}
+        sharded = self._config.parallel.use_distributed_optimizer
+        return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
 
 
 class _Log:

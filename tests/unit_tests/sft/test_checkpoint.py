@@ -23,11 +23,11 @@ def test_tracker_names_the_newest(tmp_path, text):
     assert latest_iteration(str(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("text", ["", "release", "-5", "5.0", "five", "5 10"])
+@pytest.mark.parametrize("text", ["", "release", "-5", "5.0", "five", "5 10", "²", "\N{ARABIC-INDIC DIGIT FIVE}"])
 def test_garbage_is_refused_by_name(tmp_path, text):
     """Training anew instead would overwrite the checkpoints of weeks."""
     checkpoint_path(tmp_path, 5).mkdir()
-    (tmp_path / TRACKER).write_text(text)
+    (tmp_path / TRACKER).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="correct it") as failure:
         latest_iteration(tmp_path)
     assert str(tmp_path / TRACKER) in str(failure.value)

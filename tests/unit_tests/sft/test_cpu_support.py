@@ -162,6 +162,18 @@ def no_group_is_left():
         dist.destroy_process_group()
 
 
+@needs_no_cuda
+def test_token_dispatcher_moves_nothing(changes):
+    """The experts' all-to-all takes its sizes as numpy arrays; a None event ends the forward pass."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    sizes = torch.tensor([3, 4])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes) is sizes
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True).tolist() == [3, 4]
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream.record_event().synchronize()
+
+
 # The rule.
 
 
@@ -322,6 +334,29 @@ def test_fork_gives_the_numbers_of_its_name(tracker):
         "b": True,
     }
     assert drawn["a"] != drawn["b"]
+
+
+@needs_no_cuda
+@pytest.mark.parametrize("path", ["aa", "ab", "aba", "abba"])
+def test_nested_forks_go_on_with_the_numbers_of_their_name(tracker, path):
+    """A layer in the fork of another would draw numbers that were drawn before: dropout masks that are equal."""
+    seeds = {"a": 1, "b": 2}
+    expected = {name: torch.rand(16, generator=torch.Generator().manual_seed(seed)) for name, seed in seeds.items()}
+    drawn: dict[str, list[float]] = {name: [] for name in seeds}
+    outside = torch.get_rng_state()
+
+    def enter(names):
+        if names:
+            with tracker.fork(names[0]):
+                drawn[names[0]] += torch.rand(2).tolist()
+                enter(names[1:])
+                drawn[names[0]] += torch.rand(2).tolist()
+
+    enter(path)
+    assert sum(map(len, drawn.values())) == 4 * len(path)
+    for name, values in drawn.items():
+        assert torch.tensor(values).equal(expected[name][: len(values)]), name
+    assert torch.get_rng_state().equal(outside)
 
 
 @needs_no_cuda

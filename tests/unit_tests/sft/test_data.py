@@ -211,6 +211,13 @@ def test_part():
     assert [len(part) for part in parts] == [6, 3, 1]
 
 
+@pytest.mark.parametrize(("start", "end", "index"), [(0, 6, 6), (6, 9, 3), (6, 9, -1), (4, 4, 0)])
+def test_part_refuses_what_is_outside(start, end, index):
+    """An index off by one would read a record of the next part, the last but one negative, without a word."""
+    with pytest.raises(IndexError, match=rf"range\({end - start}\), but is {index}$"):
+        Part(Numbered(10), start, end)[index]
+
+
 # Real files.
 
 BROKEN = '{"text": "half'

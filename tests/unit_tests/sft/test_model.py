@@ -8,6 +8,7 @@ import torch
 
 from megatron.sft import flags
 from megatron.sft.config import parse_config
+from megatron.sft.flags import FlagError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -138,12 +139,14 @@ def test_options_reach_the_config():
     assert {name: getattr(built, name) for name in expected} == expected
 
 
-@pytest.mark.xfail(strict=True, reason="megatron-core asks for --moe-router-pre-softmax, which we do not have")
 def test_one_expert_per_token():
-    """Top-1 routing passes all checks of the options, and ends in megatron-core once the groups are built."""
+    """Top-1 routing with the softmax after the choice has no gradient for the router; megatron-core refuses it late."""
     from megatron.sft.model import build_transformer_config
 
-    assert build_transformer_config(config_of("--num-experts 4 --moe-router-topk 1"), CPU).moe_router_topk == 1
+    with pytest.raises(FlagError, match="--moe-router-topk 1 needs --moe-router-pre-softmax"):
+        config_of("--num-experts 4 --moe-router-topk 1")
+    built = build_transformer_config(config_of("--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"), CPU)
+    assert (built.moe_router_topk, built.moe_router_pre_softmax) == (1, True)
 
 
 def test_exactness_tests_may_ask_for_float64():

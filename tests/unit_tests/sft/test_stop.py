@@ -47,6 +47,20 @@ def test_second_sigterm_is_as_the_first(handlers):
         assert signals.requested
 
 
+def test_one_interrupt_after_sigterm_does_not_interrupt(handlers):
+    """A launcher's SIGTERM followed by the user's first Ctrl-C would lose the checkpoint; the second may."""
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            pytest.fail("the first SIGINT interrupts")
+        assert signals.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_handlers_are_restored(handlers, how):
     """Else Ctrl-C does nothing for the rest of the process, such as the report or a user's notebook."""

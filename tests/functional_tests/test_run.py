@@ -1,0 +1,218 @@
+"""Whole runs of pretrain_sft.py, as a user starts them: they end as they should, and continue as if never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 120.0
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 --position-embedding-type rope "
+    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate --eval-iters 0"
+).split()
+EXACT = ("loss", "grad_norm", "lr", "tokens", "square_sum", "num_loss_tokens", "sequences", "consumed_samples")
+
+
+class Run:
+    """A started command; `finish` waits for its end, with the stacks of all its processes if there is none."""
+
+    def __init__(self, num_processes: int, arguments: Sequence[str]) -> None:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "pretrain_sft.py", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
+        """(exit status, all output)."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.signal_all(signal.SIGUSR1)
+            time.sleep(1)
+            self.signal_all(signal.SIGKILL)
+            raise AssertionError("hang:\n" + self.process.communicate()[0]) from None
+        return self.process.returncode, output
+
+    def signal_all(self, number: int) -> None:
+        """Signal the launcher and every rank."""
+        os.killpg(self.process.pid, number)
+
+
+def train(num_processes: int, *arguments: str) -> str:
+    status, output = Run(num_processes, [*MODEL, *arguments]).finish()
+    assert status == 0, output
+    return output
+
+
+def steps_of(folder: Path) -> dict[int, dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return {record["iteration"]: record for record in records if record["kind"] == "train"}
+
+
+def wait_for_step(run: Run, folder: Path, iteration: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while iteration not in steps_of(folder):
+        assert run.process.poll() is None, run.finish()
+        assert time.monotonic() < deadline, "no steps"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    with path.open("w") as file:
+        for i in range(40):
+            messages = [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "yes " * (1 + i * 7 % 29)},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps on two ranks, never stopped, with a checkpoint at every second."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(2, *options(chats, folder))
+    return folder
+
+
+def options(chats: Path, folder: Path, train_iters: int = 6) -> list[str]:
+    return [
+        *("--data-path", str(chats), "--train-iters", str(train_iters), "--run-dir", str(folder)),
+        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--load", str(folder / "checkpoints")),
+    ]
+
+
+def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """A position, optimizer or random state that is off by one would change the model and nobody would see it."""
+    run = Run(2, [*MODEL, *options(chats, tmp_path)])
+    wait_for_step(run, tmp_path, 3)
+    run.signal_all(signal.SIGKILL)
+    run.finish()
+    train(2, *options(chats, tmp_path))
+    expected, found = steps_of(whole), steps_of(tmp_path)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for iteration, step in found.items():
+        assert {name: step[name] for name in EXACT} == {name: expected[iteration][name] for name in EXACT}
+
+
+LAYOUTS = {
+    "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "single": (1, ""),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_continues_in_another_layout(chats: Path, whole: Path, tmp_path: Path, layout: str) -> None:
+    """A checkpoint that only its own layout can read ties a run to its machine."""
+    num_processes, flags = LAYOUTS[layout]
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+    train(num_processes, *options(chats, tmp_path / "run"), *flags.split())
+    expected, found = steps_of(whole), steps_of(tmp_path / "run")
+    assert list(found) == list(expected)
+    for iteration in (5, 6):
+        assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=1e-5)
+        assert found[iteration]["tokens"] == expected[iteration]["tokens"]
+
+
+def test_distributed_optimizer_continues(chats: Path, tmp_path: Path) -> None:
+    """megatron-core's own restore gives Adam one step counter for all parameters: the updates would be wrong."""
+    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    train(2, *options(chats, tmp_path), *sharded)
+    expected = steps_of(tmp_path)
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+    train(2, *options(chats, tmp_path), *sharded)
+    found = steps_of(tmp_path)
+    assert [found[i]["loss"] for i in range(1, 7)] == [expected[i]["loss"] for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number: int) -> None:
+    """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last checkpoint."""
+    run = Run(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--save-interval", "100000"])
+    wait_for_step(run, tmp_path, 2)
+    run.signal_all(number)
+    status, output = run.finish()
+    assert status == 0, output
+    last = max(steps_of(tmp_path))
+    assert f"stopped by a signal after step {last}" in output
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+def test_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
+    """If only one rank hears of it, the others wait for it in a collective."""
+    run = Run(2, [*MODEL, *options(chats, tmp_path, train_iters=100_000)])
+    wait_for_step(run, tmp_path, 2)
+    ranks = subprocess.run(["pgrep", "-P", str(run.process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(ranks.split()[-1]), signal.SIGTERM)
+    status, output = run.finish()
+    assert status == 0, output
+    assert "stopped by a signal" in output
+
+
+def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path) -> None:
+    """A bad record on one rank must end all ranks in seconds, name its place, and lose no step."""
+    broken = tmp_path / "broken.jsonl"
+    lines = chats.read_text().splitlines()
+    lines[17] = '{"messages": [{"role": "user"}]}'
+    broken.write_text("\n".join(lines) + "\n")
+    arguments = options(broken, tmp_path, train_iters=30)
+    status, output = Run(2, [*MODEL, *arguments]).finish()
+    assert status != 0
+    assert f"{broken}:18: " in output
+    assert output.count(f"{broken}:18: ") == 1
+    done = max(steps_of(tmp_path), default=0)
+    assert not done or (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(done)
+    output = train(2, *options(broken, tmp_path / "skipping", train_iters=12), "--skip-bad-samples")
+    assert sum(step["dropped_samples"] for step in steps_of(tmp_path / "skipping").values()) >= 1
+
+
+def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """The baseline to compare with must train the same model on the same samples."""
+    flags = [flag for flag in MODEL if flag != "--sequence-packing"]
+    status, output = Run(2, [*flags, *options(chats, tmp_path), "--micro-batch-size", "2"]).finish()
+    assert status == 0, output
+    for iteration, step in steps_of(tmp_path).items():
+        packed = steps_of(whole)[iteration]
+        assert step["loss"] == pytest.approx(packed["loss"], rel=1e-5)
+        assert step["tokens"] == packed["tokens"]
+        assert step["padded_tokens"] > packed["padded_tokens"]
+
+
+def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
+    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation."""
+    config = tmp_path / "run.yaml"
+    config.write_text("mock-data: true\nnum-experts: 4\nbf16: true\neval-iters: 2\ntrain-iters: 3\neval-interval: 2\n")
+    lengths = '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, "mean_seq_len": 40, '
+    output = train(
+        2,
+        *("--config", str(config), "--run-dir", str(tmp_path / "run"), "--tensorboard-dir", str(tmp_path / "board")),
+        *("--sft-mock-dataset-config-json", lengths + '"lognormal_sigma": 1.1}', "--expert-model-parallel-size", "2"),
+        *("--use-distributed-optimizer", "--eval-iters", "1"),
+    )
+    assert output.count("valid loss") >= 3
+    assert list((tmp_path / "board").iterdir())
+    assert set(steps_of(tmp_path / "run")) == {1, 2, 3}

@@ -1,0 +1,67 @@
+"""What the training loop computes without processes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.sft.config import parse_config
+from megatron.sft.data import Counts
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --train-iters 10 --global-batch-size 16 "
+    "--lr 1e-3 --mock-data"
+)
+
+
+@pytest.mark.parametrize(("loss_sum", "num_tokens", "expected"), [(6.0, 4, 1.5), (0.0, 4, 0.0), (0.0, 0, 0.0)])
+def test_loss_is_the_mean_per_token(loss_sum, num_tokens, expected):
+    """A batch of prompts only has no token in the loss: NaN would end in every metric after it."""
+    from megatron.sft.train import Reduced
+
+    assert Reduced(loss_sum, num_tokens, False, Counts()).loss == expected
+
+
+def model_options(arguments=""):
+    """What a checkpoint of a run with these options must share with the run that loads it."""
+    from megatron.sft.train import Trainer
+
+    config = parse_config([*BASE.split(), *arguments.split()], world_size=8)
+    return Trainer._model_options(SimpleNamespace(_config=config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "--sequence-packing --max-seqlen-per-dp-cp-rank 256 --train-iters 20 --lr 1e-4 --seed 5 --bf16",
+        "--hidden-dropout 0.1 --recompute-granularity full",
+    ],
+)
+def test_a_checkpoint_loads_in_another_layout(arguments):
+    """A run must go on with other processes, steps and rates."""
+    assert model_options(arguments) == model_options()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--num-layers 4",
+        "--swiglu",
+        "--normalization RMSNorm",
+        "--use-distributed-optimizer",
+        "--num-experts 4",
+        "--max-position-embeddings 256",
+        "--seq-length 256",
+    ],
+)
+def test_a_checkpoint_of_another_model_is_told_apart(arguments):
+    """Weights of another shape end in megatron-core's words; of the same shape, in another model."""
+    assert model_options(arguments) != model_options()
+
+
+def test_rope_models_may_change_their_seq_length():
+    """Fine-tuning on longer sequences is what rotary embeddings are for."""
+    rope = "--position-embedding-type rope"
+    assert model_options(f"{rope} --seq-length 256") == model_options(rope)
