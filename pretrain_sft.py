@@ -29,7 +29,7 @@ def run(config: SFTConfig, rank: int) -> None:
     from megatron.packing.lengths import GlobalBatchError
     from megatron.sft.data import build_datasets
     from megatron.sft.distributed import process_groups
-    from megatron.sft.report import PLOT_FILE, plot, print_report, summarize
+    from megatron.sft.report import report
     from megatron.sft.train import Trainer
 
     run_dir = Path(config.output.run_dir or config.output.save or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
@@ -41,8 +41,7 @@ def run(config: SFTConfig, rank: int) -> None:
     except (ValueError, GlobalBatchError) as failure:
         exit_with(str(failure), rank)
     if rank == 0 and trainer.progress.iteration:
-        plot(run_dir, run_dir / PLOT_FILE)
-        print_report(summarize(run_dir))
+        report(run_dir)
 
 
 if __name__ == "__main__":

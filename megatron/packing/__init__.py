@@ -6,11 +6,14 @@ The road of one global batch, file by file:
     layout         where each sequence of a pack starts and ends
     cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
     schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
+    draw           take a rank's samples from the user's iterator
     lengths        gather the lengths over data parallel; agree on end of data and on errors
+    plan           what one data-parallel rank does in a step, as numbers
     redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers
     pack           samples -> one microbatch; the one place that pads
     data_schedule  wrap_dataloader: the few lines that call the files above
     get_batch      a microbatch -> arguments of GPTModel.forward (context-parallel slice, PackedSeqParams)
+    zigzag         which tokens a context-parallel rank holds
     attention      packed core attention without Transformer Engine
     layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
     pipeline       the hook on megatron-core's forward-backward functions

@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.draw import Draw, draw_samples
 from megatron.packing.layout import Alignment
 from megatron.packing.lengths import (
     GlobalBatchError,
@@ -44,11 +45,10 @@ from megatron.packing.lengths import (
 from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.plan import StepPlan
 from megatron.packing.redistribute import redistribute, share_with_peers
-from megatron.packing.sample import Sample, decode, encode, num_words, samples_of
+from megatron.packing.sample import Sample, decode, num_words
 from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule, get_scheduler
 from megatron.packing.stats import PackingStats, packing_stats
 
-OVER_LENGTH_POLICIES = ("error", "truncate", "drop")
 GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
 Microbatch = dict[str, Any]
 
@@ -161,11 +161,12 @@ def schedule_global_batch(
         sequence_parallel=config.sequence_parallel,
     )
     capacity = _capacity(config, groups.cp.size(), alignment)
-    draw: _Draw | None = None
+    draw: Draw | None = None
     owned: _Scheduled | None = None
     error: str | None = None
     if owns_data(groups):
-        draw = _draw(_own_iterator(data_iterator, groups), num_microbatches, capacity, alignment, config, groups)
+        policy: Any = getattr(config, "sequence_packing_over_length", "error")
+        draw = draw_samples(_own_iterator(data_iterator, groups), num_microbatches, capacity, policy, _name_of(groups))
         try:
             owned = _schedule(draw, num_microbatches, capacity, alignment, config, groups, scheduler)
         except GlobalBatchError as failure:
@@ -184,18 +185,6 @@ def schedule_global_batch(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Draw:
-    """What this owner drew: samples on the wire and their rows (length, kind, draw); and what went wrong."""
-
-    words: list[Tensor]
-    rows: np.ndarray
-    num_dropped: int
-    num_cut: int
-    ended: bool
-    error: str | None
-
-
 class _Scheduled(NamedTuple):
     table: LengthTable
     schedule: Schedule
@@ -211,62 +200,12 @@ def _own_iterator(data_iterator: Any, groups: ProcessGroupCollection) -> Any:
     return data_iterator
 
 
-def _draw(
-    iterator: Any,
-    num_draws: int,
-    capacity: int,
-    alignment: Alignment,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-) -> _Draw:
-    policy = getattr(config, "sequence_packing_over_length", "error")
-    longest = capacity // alignment.sequence * alignment.sequence
-    words: list[Tensor] = []
-    rows: list[tuple[int, int, int]] = []
-    dropped = cut = 0
-    ended, error = False, None
-    where = f"data-parallel rank {groups.dp.rank()} (rank {torch.distributed.get_rank()})"
-    if iterator is None:
-        num_draws, error = 0, f"{where} must have a data iterator, but has none; build one where owns_data() is true"
-    for number in range(num_draws):
-        try:
-            drawn = next(iterator)
-            samples = samples_of(drawn)
-        except StopIteration:
-            ended = True
-            break
-        except Exception as failure:  # the edge to the user's data: whatever it is, all ranks must hear of it
-            error = f"{where}, draw {number}: {type(failure).__name__}: {failure}"
-            break
-        for sample in samples:
-            if len(sample) > longest:
-                if policy == "error":
-                    error = (
-                        f"{where}, draw {number}: a sample of {len(sample)} tokens does not fit a pack of {longest}; "
-                        "raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy "
-                        "truncate or drop"
-                    )
-                    break
-                if policy == "drop":
-                    dropped += 1
-                    continue
-                sample = sample.first(longest)
-                cut += 1
-            kind, encoded = encode(sample)
-            words.append(encoded)
-            rows.append((len(sample), kind, number))
-    return _Draw(
-        words=words,
-        rows=np.array(rows, dtype=np.int64).reshape(-1, 3),
-        num_dropped=dropped,
-        num_cut=cut,
-        ended=ended,
-        error=error,
-    )
+def _name_of(groups: ProcessGroupCollection) -> str:
+    return f"data-parallel rank {groups.dp.rank()} (rank {torch.distributed.get_rank()})"
 
 
 def _schedule(
-    draw: _Draw,
+    draw: Draw,
     num_draws: int,
     capacity: int,
     alignment: Alignment,
@@ -303,13 +242,13 @@ def _schedule(
     return _Scheduled(table, schedule, StepPlan.for_rank(groups.dp.rank(), table, schedule, stats))
 
 
-def _gather(draw: _Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int, bool]:
+def _gather(draw: Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int, bool]:
     """The table of the global batch, samples dropped and cut, whether some rank's data has ended.
 
     Raises GlobalBatchError on every owner alike.
     """
-    total = int(draw.rows[:, 0].sum())
-    numbers = [len(draw.rows), total, draw.num_dropped, draw.num_cut, int(draw.ended)]
+    rows = draw.table
+    numbers = [len(rows), int(rows[:, 0].sum()), draw.num_dropped, draw.num_cut, int(draw.ended)]
     answers = agree(groups.dp_cp, [groups.dp.rank(), groups.cp.rank(), *numbers], draw.error)
     in_order = answers[np.lexsort((answers[:, 1], answers[:, 0])), 2:]
     by_rank = in_order.reshape(groups.dp.size(), groups.cp.size(), len(numbers))
@@ -320,7 +259,7 @@ def _gather(draw: _Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, i
             "give them the same data iterator"
         )
     counts, _, dropped, cut, ended = by_rank[:, 0].T
-    return gather_table(groups.dp, draw.rows, counts), int(dropped.sum()), int(cut.sum()), bool(ended.any())
+    return gather_table(groups.dp, rows, counts), int(dropped.sum()), int(cut.sum()), bool(ended.any())
 
 
 def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
@@ -339,7 +278,7 @@ def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGrou
 
 
 def _microbatches(
-    plan: StepPlan, draw: _Draw | None, owned: _Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
+    plan: StepPlan, draw: Draw | None, owned: _Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
 ) -> list[Microbatch]:
     layouts = plan.layouts(alignment)
     if not stage_has_tokens(groups):

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.sft import report
 from megatron.sft.metrics import MetricsWriter, StepMetrics
-from megatron.sft.report import Change, packs_to_draw, plot, print_report, summarize
+from megatron.sft.plot import packs_to_draw
+from megatron.sft.report import Change, print_report, summarize
 
 
 def step(iteration, **changes):
@@ -140,8 +141,8 @@ def test_plot_is_a_picture(run_dir, has_packs):
     pytest.importorskip("matplotlib")
     if has_packs:
         write_packs(run_dir, 4, [[[500, 400], [900]], [[1000], []]])
-    plot(run_dir, run_dir / "plot.png")
-    content = (run_dir / "plot.png").read_bytes()
+    report.report(run_dir)
+    content = (run_dir / "report.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     height = int.from_bytes(content[20:24], "big")
     assert height == (988 if has_packs else 494)
