@@ -6,6 +6,7 @@ The road of one global batch, file by file:
     layout         where each sequence of a pack starts and ends
     cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
     schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
+    settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
     lengths        gather the lengths over data parallel; agree on end of data and on errors
     plan           what one data-parallel rank does in a step, as numbers

@@ -31,7 +31,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.packing.cost import SequenceCost, gpt_sequence_cost
 from megatron.packing.draw import Draw, draw_samples
 from megatron.packing.layout import Alignment
 from megatron.packing.lengths import (
@@ -46,7 +45,8 @@ from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.plan import StepPlan
 from megatron.packing.redistribute import redistribute, share_with_peers
 from megatron.packing.sample import Sample, decode, num_words
-from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule, get_scheduler
+from megatron.packing.schedule import Schedule, ScheduleRequest, check_schedule, get_scheduler
+from megatron.packing.settings import PackingSettings
 from megatron.packing.stats import PackingStats, packing_stats
 
 GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
@@ -153,30 +153,25 @@ def schedule_global_batch(
 ) -> GlobalBatch:
     """`wrap_dataloader`, with everything that is known about the batch."""
     start = time.perf_counter()
-    scheduler_name = scheduler_type or getattr(config, "sequence_packing_scheduler", None) or "default"
-    scheduler = get_scheduler(scheduler_name)
-    alignment = Alignment.for_layout(
-        context_parallel_size=groups.cp.size(),
-        tensor_parallel_size=groups.tp.size(),
-        sequence_parallel=config.sequence_parallel,
-    )
-    capacity = _capacity(config, groups.cp.size(), alignment)
+    settings = PackingSettings.of(config, groups, scheduler_type)
     draw: Draw | None = None
     owned: _Scheduled | None = None
     error: str | None = None
     if owns_data(groups):
-        policy: Any = getattr(config, "sequence_packing_over_length", "error")
-        draw = draw_samples(_own_iterator(data_iterator, groups), num_microbatches, capacity, policy, _name_of(groups))
+        iterator = _own_iterator(data_iterator, groups)
+        draw = draw_samples(
+            iterator, num_microbatches, settings.capacity, settings.over_length_policy, _name_of(groups)
+        )
         try:
-            owned = _schedule(draw, num_microbatches, capacity, alignment, config, groups, scheduler)
+            owned = _schedule(draw, num_microbatches, settings, groups)
         except GlobalBatchError as failure:
             error = str(failure)
-        except ValueError as failure:
-            error = f"scheduler '{scheduler_name}': {failure}"
+        except Exception as failure:  # a scheduler may be the user's; the other ranks are waiting
+            error = f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
     plan = _share_plan(owned, error, groups)
     if plan is None:
         raise StopIteration
-    microbatches = _microbatches(plan, draw, owned, alignment, groups)
+    microbatches = _microbatches(plan, draw, owned, settings.alignment, groups)
     return GlobalBatch(
         microbatches=microbatches,
         stats=plan.stats,
@@ -192,9 +187,7 @@ class _Scheduled(NamedTuple):
 
 
 def _own_iterator(data_iterator: Any, groups: ProcessGroupCollection) -> Any:
-    """With interleaving a rank holds a list of iterators over the same data: the first stage draws from the first
-    one.
-    """
+    """With interleaving a rank holds a list of iterators over the same data; one is drawn from."""
     if isinstance(data_iterator, (list, tuple)):
         return data_iterator[0 if groups.pp.rank() == 0 else -1]
     return data_iterator
@@ -205,37 +198,30 @@ def _name_of(groups: ProcessGroupCollection) -> str:
 
 
 def _schedule(
-    draw: Draw,
-    num_draws: int,
-    capacity: int,
-    alignment: Alignment,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    scheduler: Scheduler,
+    draw: Draw, num_draws: int, settings: PackingSettings, groups: ProcessGroupCollection
 ) -> _Scheduled | None:
     """What the owners do with the global batch, the same on all of them; None where the data has ended everywhere."""
     table, dropped, cut, ended = _gather(draw, groups)
     if ended and len(table.length) == 0:
         return None
-    cost = getattr(config, "sequence_cost", None) or _cost_of(config)
     request = ScheduleRequest(
-        lengths=alignment.padded_length(table.length),
+        lengths=settings.alignment.padded_length(table.length),
         source_rank=table.source_rank,
         source_draw=table.draw,
         num_ranks=groups.dp.size(),
         num_draws=num_draws,
-        capacity=capacity,
-        microbatch_multiple=_microbatch_multiple(config, groups),
-        cost=cost,
+        capacity=settings.capacity,
+        microbatch_multiple=settings.microbatch_multiple,
+        cost=settings.cost,
     )
-    schedule = scheduler(request)
+    schedule = get_scheduler(settings.scheduler)(request)
     check_schedule(request, schedule)
     stats = packing_stats(
         length=table.length,
         schedule=schedule,
-        alignment=alignment,
-        cost=cost,
-        capacity=capacity,
+        alignment=settings.alignment,
+        cost=settings.cost,
+        capacity=settings.capacity,
         num_dropped=dropped,
         num_cut=cut,
     )
@@ -306,37 +292,3 @@ def _pack_lengths(owned: _Scheduled) -> list[list[list[int]]]:
         [lengths[members].tolist() for members in owned.schedule.packs_of(rank)]
         for rank in range(owned.schedule.num_ranks)
     ]
-
-
-def _capacity(config: TransformerConfig, context_parallel_size: int, alignment: Alignment) -> int:
-    """Tokens that a pack may hold, as many whole alignment units as fit."""
-    per_rank = config.max_seqlen_per_dp_cp_rank
-    if per_rank is None or per_rank * context_parallel_size < alignment.pack:
-        raise ValueError(
-            f"--max-seqlen-per-dp-cp-rank must be at least {-(-alignment.pack // context_parallel_size)} "
-            f"for this layout, but is {per_rank}"
-        )
-    return per_rank * context_parallel_size // alignment.pack * alignment.pack
-
-
-def _microbatch_multiple(config: TransformerConfig, groups: ProcessGroupCollection) -> int:
-    if config.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return config.microbatch_group_size_per_vp_stage or groups.pp.size()
-
-
-def _cost_of(config: TransformerConfig) -> SequenceCost:
-    """The model's cost as far as its config tells; the vocabulary is not part of it."""
-    return gpt_sequence_cost(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
-        kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
-        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        vocab_size=0,
-        swiglu=config.gated_linear_unit,
-        num_experts=config.num_moe_experts,
-        moe_router_topk=config.moe_router_topk,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-    )

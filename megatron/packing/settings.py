@@ -1,0 +1,75 @@
+"""mcore. How this run packs: read once from megatron-core's config and the layout, under Megatron-LM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.layout import Alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingSettings:
+    """What decides how a global batch is packed, besides its lengths; equal on all ranks."""
+
+    scheduler: str
+    """A name in `schedule.SCHEDULERS`."""
+    alignment: Alignment
+    capacity: int
+    """Tokens that a pack may hold, whole alignment units."""
+    over_length_policy: Literal["error", "truncate", "drop"]
+    """What happens to a sample that no pack can hold."""
+    microbatch_multiple: int
+    """The number of microbatches must be a multiple of it (interleaved pipelines)."""
+    cost: SequenceCost
+
+    @classmethod
+    def of(
+        cls, config: TransformerConfig, groups: ProcessGroupCollection, scheduler: str | None = None
+    ) -> PackingSettings:
+        """Read them from `config`, by name where megatron-core's dataclass has no such field yet.
+
+        Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small for the layout.
+        """
+        alignment = Alignment.for_layout(
+            context_parallel_size=groups.cp.size(),
+            tensor_parallel_size=groups.tp.size(),
+            sequence_parallel=config.sequence_parallel,
+        )
+        per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
+        if per_rank is None or per_rank < smallest:
+            raise ValueError(
+                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}"
+            )
+        multiple = 1
+        if config.virtual_pipeline_model_parallel_size is not None:
+            multiple = config.microbatch_group_size_per_vp_stage or groups.pp.size()
+        return cls(
+            scheduler=scheduler or getattr(config, "sequence_packing_scheduler", None) or "default",
+            alignment=alignment,
+            capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
+            over_length_policy=getattr(config, "sequence_packing_over_length", "error"),
+            microbatch_multiple=multiple,
+            cost=getattr(config, "sequence_cost", None) or _cost_of(config),
+        )
+
+
+def _cost_of(config: TransformerConfig) -> SequenceCost:
+    """The model's cost as far as its config tells; the vocabulary is not part of it."""
+    return gpt_sequence_cost(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
+        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
+        vocab_size=0,
+        swiglu=config.gated_linear_unit,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+    )
