@@ -30,10 +30,11 @@ def run(config: SFTConfig, rank: int) -> None:
     from megatron.sft.data import build_datasets
     from megatron.sft.distributed import process_groups
     from megatron.sft.report import report
-    from megatron.sft.train import Trainer
+    from megatron.sft.train import Trainer, make_folders
 
     run_dir = Path(config.output.run_dir or config.output.save or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     try:
+        make_folders(config.output.save, str(run_dir))
         datasets = build_datasets(config)
         with process_groups(config) as device:
             trainer = Trainer(config, datasets, device, run_dir)

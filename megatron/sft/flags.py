@@ -196,5 +196,5 @@ def _flag_of(name: str) -> str:
 def exit_with(message: str, rank: int) -> NoReturn:
     """End this process with status 2; rank 0 says why, in one line."""
     if rank == 0:
-        print(f"pretrain_sft.py: error: {message}", file=sys.stderr, flush=True)
+        print(f"pretrain_sft.py: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)

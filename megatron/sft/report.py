@@ -182,7 +182,8 @@ def report(run_dir: Path | str) -> None:
         return
     from megatron.sft.plot import plot
 
-    packs = read_jsonl(run_dir / PACKS_FILE) if (run_dir / PACKS_FILE).is_file() else []
+    lines = read_jsonl(run_dir / PACKS_FILE) if (run_dir / PACKS_FILE).is_file() else []
+    packs = [line for line in lines if any(any(rank) for rank in line["packs"])]
     plot(run_dir / PLOT_FILE, read_metrics(run_dir), packs, summary)
     print_report(summarize(run_dir))
     print(f"plot: {run_dir / PLOT_FILE}")

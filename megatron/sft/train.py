@@ -5,6 +5,7 @@ tells every rank all.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import tee
@@ -258,6 +259,19 @@ class Trainer:
         """What a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
+
+
+def make_folders(*paths: str | None) -> None:
+    """Make the folders that a run writes to; ValueError, before any work is done, where it could not."""
+    for path in paths:
+        if path is not None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                writable = os.access(path, os.W_OK)
+            except OSError:
+                writable = False
+            if not writable:
+                raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
 
 
 class _Log:
