@@ -1,5 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make test   unit and functional tests
+# make layouts  every layout against the oracle (make test: a part that covers each pair of features)
 # make check  format, lint, types
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -10,7 +11,7 @@ CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test check format clean
+.PHONY: run test layouts check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -18,6 +19,9 @@ run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 
 test: $(VENV)/.dev
 	$(VENV)/bin/pytest tests/unit_tests tests/functional_tests
+
+layouts: $(VENV)/.dev
+	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)

@@ -4,6 +4,7 @@ PackedSeqParams. No collectives.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -12,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.packing.lengths import device_of
 from megatron.packing.zigzag import shard_index
+
+logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -39,6 +43,21 @@ class Batch(NamedTuple):
 def transformer_engine_installed() -> bool:
     """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+@cache
+def transformer_engine_takes_padding() -> bool:
+    """Whether it is installed and knows sequences with padding between them.
+
+    Before 1.10, megatron-core leaves out the padded `cu_seqlens`, and each sequence after the first would be read
+    from the wrong place.
+    """
+    if not transformer_engine_installed():
+        return False
+    if is_te_min_version("1.10.0"):
+        return True
+    logger.warning("Transformer Engine before 1.10 mistakes padding between sequences; it attends to padded sequences")
+    return False
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -77,22 +96,25 @@ def get_batch_on_this_rank_for_sequence_packing(
     return Batch(
         **fields,
         attention_mask=None,
-        packed_seq_params=packed_seq_params(microbatch, device),
+        packed_seq_params=packed_seq_params(microbatch, device, pads_are_apart=not mtp_on_this_rank),
         padding_mask=shard(_padding_mask(lengths, padded_lengths)),
     )
 
 
-def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> PackedSeqParams:
+def packed_seq_params(microbatch: dict[str, Any], device: torch.device, pads_are_apart: bool = True) -> PackedSeqParams:
     """The layout as megatron-core's modules take it.
 
-    With Transformer Engine: real and padded `cu_seqlens` on the device. Without: the padded ones for both, on the
-    host, where megatron-core's RoPE reads them (a device tensor would be one host sync per layer) and our attention
-    too; padding follows its sequence, so causal attention never looks at it.
+    With Transformer Engine: real and padded `cu_seqlens` on the device. Else the padded ones for both: padding
+    follows its sequence, so causal attention never looks at it, and costs no more than its few tokens. That is the
+    way without Transformer Engine (then on the host, where megatron-core's RoPE reads them; a device tensor would be
+    one host sync per layer), for its versions that drop the padded ones, and without `pads_are_apart`: multi-token
+    prediction cuts the pack by the real ones, as if there were no padding.
     """
-    padded = microbatch["cu_seqlens_padded"]
-    real = padded
+    real, padded = microbatch["cu_seqlens"], microbatch["cu_seqlens_padded"]
     if transformer_engine_installed():
-        real, padded = microbatch["cu_seqlens"].to(device), padded.to(device)
+        real, padded = real.to(device), padded.to(device)
+    if not pads_are_apart or not transformer_engine_takes_padding():
+        real = padded
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=real,

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +33,21 @@ def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) ->
     return TransformerBlockSubmodules(
         layer_specs=[_takes_packs(layer) for layer in spec.layer_specs], layer_norm=TorchNorm
     )
+
+
+def packed_mtp_block_spec(
+    config: TransformerConfig, block_spec: TransformerBlockSubmodules, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no further tokens."""
+    if config.mtp_num_layers is None:
+        return None
+    use_transformer_engine = transformer_engine_installed()
+    spec = get_gpt_mtp_block_spec(config, block_spec, use_transformer_engine, vp_stage=vp_stage)
+    if spec is None or use_transformer_engine:
+        return spec
+    norms = {"enorm": TorchNorm, "hnorm": TorchNorm, "layer_norm": TorchNorm}
+    layers = [replace(layer, submodules=replace(layer.submodules, **norms)) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers)
 
 
 def _takes_packs(layer: ModuleSpec) -> ModuleSpec:

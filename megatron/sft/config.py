@@ -68,6 +68,7 @@ class SFTConfig:
             data_parallel_size = self.parallel.data_parallel_size(world_size)
             self._check_batch(data_parallel_size)
             self._check_model()
+            self._check_rank_order()
             self._check_context()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
@@ -116,6 +117,21 @@ class SFTConfig:
             )
         if model.num_experts is not None and tensor > 1 and not parallel.sequence_parallel:
             raise ValueError("--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel")
+        if model.num_experts is not None and tensor > 1 and experts == 1:
+            raise ValueError(
+                "--num-experts with --tensor-model-parallel-size above 1 needs --expert-model-parallel-size above 1: "
+                "megatron-core would not sum the gradients of whole experts over tensor-parallel ranks"
+            )
+
+    def _check_rank_order(self) -> None:
+        parallel = self.parallel
+        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        experts = tensor if self.model.num_experts is None else parallel.expert_model_parallel_size
+        if parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1 and experts != tensor * context:
+            raise ValueError(
+                "--use-tp-pp-dp-mapping with a pipeline needs --context-parallel-size 1, and with --num-experts an "
+                "--expert-model-parallel-size of tensor times context parallel size: megatron-core cannot group others"
+            )
 
     def _check_context(self) -> None:
         seq_length = self.model.seq_length

@@ -22,14 +22,18 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
     """megatron-core's forward step for packed microbatches and for `PaddedBatch`es."""
     config = get_model_config(model)
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+    has_embedding = is_first or (is_last and config.mtp_num_layers is not None)
     batch: Batch | PaddedBatch
     if getattr(config, "sequence_packing_scheduler", None) is not None:
         batch = get_batch_on_this_rank_for_sequence_packing(
-            data_iterator, vpp_size=config.virtual_pipeline_model_parallel_size, vp_stage=vp_stage
+            data_iterator,
+            vpp_size=config.virtual_pipeline_model_parallel_size,
+            vp_stage=vp_stage,
+            mtp_on_this_rank=has_embedding and not is_first,
         )
     else:
         batch = next(data_iterator)
-    is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
     padding_mask = None
     if config.num_moe_experts is not None:
         padding_mask = batch.padding_mask
@@ -38,8 +42,8 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
                 parallel_state.get_tensor_model_parallel_rank()
             ]
     output = model(
-        batch.tokens if is_first else None,
-        batch.position_ids if is_first else None,
+        batch.tokens if has_embedding else None,
+        batch.position_ids if has_embedding else None,
         None,
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from megatron.packing.cost import SequenceCost, gpt_sequence_cost
-from megatron.packing.layer_spec import packed_block_spec
+from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.sft.config import SFTConfig
 
 
@@ -104,6 +104,8 @@ def build_transformer_config(
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         moe_token_dispatcher_type="alltoall",  # megatron-core demands it of variable lengths, of dense models too
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         recompute_granularity=model.recompute_granularity,
         recompute_method="uniform" if model.recompute_granularity == "full" else None,
         recompute_num_layers=1 if model.recompute_granularity == "full" else None,
@@ -154,9 +156,11 @@ def build_model(
     chunks = []
     for number in range(num_chunks):
         vp_stage = number if config.num_virtual_stages is not None else None
+        block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
         gpt = GPTModel(
             config=transformer_config,
-            transformer_layer_spec=packed_block_spec(transformer_config, vp_stage=vp_stage),
+            transformer_layer_spec=block_spec,
+            mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
             vocab_size=padded_vocab_size(vocab_size, config),
             max_sequence_length=model.max_position_embeddings or model.seq_length,
             pre_process=stage == 0 and number == 0,

@@ -72,15 +72,19 @@ class ModelConfig:
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the router's load-balancing loss."""
+    mtp_num_layers: int | None = None
+    """Layers of multi-token prediction."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of their loss."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or the core attention only."""
 
     def __post_init__(self) -> None:
         _in_range(self, 1, None, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "moe_router_topk")
-        _in_range(self, 1, None, "ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts")
+        _in_range(self, 1, None, "ffn_hidden_size", "kv_channels", "num_query_groups", "num_experts", "mtp_num_layers")
         _in_range(self, 1, None, "moe_ffn_hidden_size", "make_vocab_size_divisible_by", "rotary_base")
         _in_range(self, 0, 1, "hidden_dropout", "attention_dropout", "rotary_percent")
-        _in_range(self, 0, None, "norm_epsilon", "init_method_std", "moe_aux_loss_coeff")
+        _in_range(self, 0, None, "norm_epsilon", "init_method_std", "moe_aux_loss_coeff", "mtp_loss_scaling_factor")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
@@ -98,6 +102,10 @@ class ModelConfig:
                 f"--max-position-embeddings {self.max_position_embeddings} must be at least "
                 f"--seq-length {self.seq_length}"
             )
+        if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
+            raise ValueError("--mtp-num-layers needs --position-embedding-type rope; stages do not share learned ones")
+        if self.num_experts is not None and not self.disable_bias_linear:
+            raise ValueError("--num-experts needs --disable-bias-linear: megatron-core's experts fail with biases")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise ValueError(
                 f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}"
@@ -133,6 +141,7 @@ class ModelConfig:
             "attention_dropout",
             "recompute_granularity",
             "moe_aux_loss_coeff",
+            "mtp_loss_scaling_factor",
         }
         return {name: value for name, value in (asdict(self) | resolved).items() if name not in changeable}
 

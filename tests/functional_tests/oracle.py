@@ -11,7 +11,8 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -32,7 +36,6 @@ from megatron.packing.pipeline import packed
 from megatron.sft import cpu_support, mcore_fixes
 from megatron.sft.chat_encoder import EncodedSample
 from megatron.sft.config import SFTConfig, parse_config
-from megatron.sft.data import SampleStream, Share
 from megatron.sft.forward import forward_step
 from megatron.sft.model import (
     build_model,
@@ -79,17 +82,46 @@ def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
     return samples
 
 
-class Listed:
-    """Batches of samples as a data set: position after position."""
+Placement = Literal["even", "last rank"]
+Shape = Literal["plain", "padded", "packed"]
 
-    def __init__(self, batches: Sequence[Sequence[EncodedSample]]) -> None:
-        self._samples = [sample for batch in batches for sample in batch]
 
-    def __len__(self) -> int:
-        return len(self._samples)
+def draws_of(
+    batch: Sequence[EncodedSample], placement: Placement, shape: Shape, rank: int, num_ranks: int
+) -> list[list[dict[str, Any]]]:
+    """What a data-parallel rank draws of a global batch, one list per `next`; equally many on all ranks.
 
-    def __getitem__(self, index: int) -> EncodedSample:
-        return self._samples[index]
+    placement: contiguous even shares, or all on the last rank. shape: Megatron-LM's three: plain sequences, padded
+    ones with `original_seq_len`, or all of the rank's sequences in one dict with `cu_seqlens` and padding at its
+    tail.
+    """
+    size = len(batch)
+    starts = [size * r // num_ranks for r in range(num_ranks + 1)] if placement == "even" else [0] * num_ranks + [size]
+    mine = list(batch[starts[rank] : starts[rank + 1]])
+    num_draws = max(max(b - a for a, b in pairwise(starts)), 1)
+    if shape == "packed":
+        return [[_joined(mine)] if mine else []] + [[]] * (num_draws - 1)
+    dicts = [[_plain(sample) if shape == "plain" else _padded(sample)] for sample in mine]
+    return dicts + [[] for _ in range(num_draws - len(dicts))]
+
+
+def _plain(sample: EncodedSample) -> dict[str, Any]:
+    return {"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask}
+
+
+def _padded(sample: EncodedSample) -> dict[str, Any]:
+    junk = 5
+    fields = {name: np.concatenate((values, values[:1].repeat(junk))) for name, values in _plain(sample).items()}
+    return {**fields, "original_seq_len": len(sample.tokens), "padded_seq_len": len(sample.tokens) + junk}
+
+
+def _joined(samples: Sequence[EncodedSample]) -> dict[str, Any]:
+    fields = {
+        name: np.concatenate([_plain(sample)[name] for sample in samples] + [np.ones(7, dtype=np.int64)])
+        for name in ("tokens", "labels", "loss_mask")
+    }
+    ends = np.cumsum([0] + [len(sample.tokens) for sample in samples])
+    return {**fields, "cu_seqlens": np.concatenate((ends, ends[-1:].repeat(3)))}
 
 
 def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: int) -> SFTConfig:
@@ -97,27 +129,35 @@ def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: i
     common = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 64 --mock-data "
         f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias --init-method-std 0.1 "
-        f"--train-iters {len(batches)} --global-batch-size {len(batches[0])} --lr 1e-3 --lr-decay-style constant "
+        f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --lr-decay-style constant "
         f"--clip-grad 0 --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], world_size)
 
 
-def train_one_by_one(config: SFTConfig, batches: Sequence[Sequence[EncodedSample]]) -> list[Step]:
-    """The reference; in a world of one process."""
-    _prepare(config)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=torch.float64)
+def train_one_by_one(
+    text: str, batches: Sequence[Sequence[EncodedSample]], dtype: torch.dtype = torch.float64
+) -> list[Step]:
+    """The reference; in a world of one process. Gradients of the sequences are added in float64 whatever `dtype` is."""
+    config = options(text, batches, 1)
+    _prepare(config, dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    block_spec = get_gpt_decoder_block_spec(
+        transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
+    )
+    predicts_further = transformer_config.mtp_num_layers is not None
     model = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
-        ),
+        transformer_layer_spec=block_spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False) if predicts_further else None,
         vocab_size=padded_vocab_size(VOCAB_SIZE, config),
         max_sequence_length=config.model.seq_length,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
         position_embedding_type=config.model.position_embedding_type,
     )
     _set_weights([model])
+    if config.training.bf16:
+        model = model.bfloat16()
     parameters = dict(model.named_parameters())
     decayed = [p for name, p in parameters.items() if p.dim() > 1]
     others = [p for name, p in parameters.items() if p.dim() <= 1]
@@ -127,68 +167,78 @@ def train_one_by_one(config: SFTConfig, batches: Sequence[Sequence[EncodedSample
     )
     steps = []
     for batch in batches:
-        optimizer.zero_grad()
+        gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
         num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         for sample in batch:
             tokens, labels = (torch.from_numpy(x).unsqueeze(0) for x in (sample.tokens, sample.labels))
             positions = torch.arange(tokens.shape[1]).unsqueeze(0)
             mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-            losses = model(tokens, positions, mask, labels=labels)
-            weighted = (losses * torch.from_numpy(sample.loss_mask)).sum() / max(num_tokens, 1)
+            loss_mask = torch.from_numpy(sample.loss_mask).unsqueeze(0)
+            losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
+            weighted = (losses * loss_mask).sum() / max(num_tokens, 1)
             weighted.backward()
             loss += weighted.item()
-        gradients = {name: _gradient(p).clone() for name, p in parameters.items()}
+            for name, parameter in parameters.items():
+                gradients[name] += _gradient(parameter)
+                parameter.grad = None
         steps.append(Step(loss, gradients))
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].to(parameter.dtype)
         optimizer.step()
+        optimizer.zero_grad()
     return steps
 
 
-def train_packed(text: str, batches: Sequence[Sequence[EncodedSample]]) -> list[tuple[float, dict[str, Piece]]]:
+def train_packed(
+    text: str,
+    batches: Sequence[Sequence[EncodedSample]],
+    placement: Placement = "even",
+    shape: Shape = "plain",
+    dtype: torch.dtype = torch.float64,
+) -> list[tuple[float, dict[str, Piece]]]:
     """The product in the layout of `text`, on this rank: per step the global loss, and this rank's pieces of
     gradients.
     """
     config = options(text, batches, dist.get_world_size())
-    _prepare(config)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=torch.float64)
+    _prepare(config, dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
-    _set_weights([chunk.module for chunk in model])
+    _set_weights([unwrap_model(chunk) for chunk in model])
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
-    share = Share(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        config.training.global_batch_size,
-        config.training.micro_batch_size,
-    )
-    stream: Any = SampleStream(Listed(batches), share, seed=None) if owns_data(groups) else None
+    rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    owner = owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"]))
     forward_backward = packed(get_forward_backward_func())
     steps = []
-    for _ in batches:
+    for batch in batches:
+        draws = draws_of(batch, placement, shape, rank, num_ranks)
+        source = iter(draws) if owner else None
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=stream if len(model) == 1 else [stream] * len(model),
+            data_iterator=source if len(model) == 1 else [source] * len(model),
             model=model if len(model) > 1 else model[0],
-            num_microbatches=share.num_draws,
+            num_microbatches=len(draws),
             seq_length=config.model.seq_length,
             micro_batch_size=1,
             force_all_reduce=True,  # whole gradients on every rank also with the distributed optimizer
         )
         # Overlapped, the distributed optimizer leaves each rank its shard only; the next step's loss shows the rest.
         whole = not (config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce)
-        steps.append((_global_loss(losses), dict(_pieces([chunk.module for chunk in model])) if whole else {}))
+        pieces = dict(_pieces([unwrap_model(chunk) for chunk in model])) if whole else {}
+        steps.append((_global_loss(losses), pieces))
         optimizer.step()
         scheduler.step(increment=config.training.global_batch_size)
     parallel_state.destroy_model_parallel()
     return steps
 
 
-def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]]) -> list[Step]:
+def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]], relative: float = 1e-12) -> list[Step]:
     """Full tensors from all ranks' pieces; replicas must agree."""
     steps = []
     for number in range(len(per_rank[0])):
@@ -199,9 +249,20 @@ def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]]) -> list[S
             for name, piece in rank[number][1].items():
                 earlier = found.setdefault(name, {}).setdefault(piece.index, piece)
                 difference = (earlier.tensor - piece.tensor).abs().max().item()
-                assert difference <= 1e-12, f"replicas of the gradient of {name} differ by {difference:.1e}"
+                assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
         steps.append(Step(loss, {name: _join(pieces) for name, pieces in found.items()}))
     return steps
+
+
+def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
+    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry."""
+    worst = 0.0
+    for step, expected in zip(steps, reference, strict=True):
+        worst = max(worst, abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+        for name, gradient in step.gradients.items():
+            wanted = expected.gradients[name]
+            worst = max(worst, (gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
+    return worst
 
 
 def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: float) -> None:
@@ -218,18 +279,13 @@ def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: floa
             assert worst <= relative, f"step {number}: gradient of {name} differs by {worst:.1e}"
 
 
-def _prepare(config: SFTConfig) -> None:
-    """Groups for the layout, float64 everywhere, and a cross entropy that keeps it (megatron-core's computes in
-    float32).
-    """
-    torch.set_default_dtype(torch.float64)
+def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
+    """Groups for the layout, and its precision."""
+    torch.set_default_dtype(dtype)
     mcore_fixes.install()
     cpu_support.install()
-    for function in (
-        DistributedOptimizer._build_model_and_main_param_groups.__func__,
-        DistributedOptimizer._copy_model_grads_to_main_grads,
-    ):
-        cpu_support.rewrite(function, {"torch.FloatTensor": "torch.DoubleTensor"}, {"float": "double"})
+    if dtype == torch.float64:
+        _keep_double()
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -242,7 +298,17 @@ def _prepare(config: SFTConfig) -> None:
     )
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def _keep_double() -> None:
+    """Float64 also where megatron-core says float32: cross entropy, router, the distributed optimizer."""
     LanguageModule.compute_language_model_loss = _cross_entropy  # type: ignore[method-assign]
+    cpu_support.rewrite(moe_utils.topk_routing_with_score_function, {}, {"float32": "float64"})
+    for function in (
+        DistributedOptimizer._build_model_and_main_param_groups.__func__,
+        DistributedOptimizer._copy_model_grads_to_main_grads,
+    ):
+        cpu_support.rewrite(function, {"torch.FloatTensor": "torch.DoubleTensor"}, {"float": "double"})
 
 
 def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tensor:
@@ -257,7 +323,9 @@ def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
         if place.dim is not None:
             shape[place.dim] *= place.count
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator) * 0.1 + (1.0 if re.search("norm.*weight", name) else 0.0)
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
+            1.0 if re.search("norm.*weight", name) else 0.0
+        )
         with torch.no_grad():
             parameter.copy_(_cut(whole, place))
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.data_schedule import owns_data, wrap_dataloader
@@ -254,3 +255,112 @@ def test_all_ranks_agree(layout: Layout, case: str, words: str) -> None:
     heard = run_ranks(outcome, layout.world, layout, case, timeout_seconds=30)
     assert len(set(heard)) == 1, heard
     assert words in heard[0]
+
+
+COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "broadcast", "all_reduce", "all_gather", "send", "recv")
+
+
+def count_collectives(layout: Layout, lengths: list[int]) -> dict[str, Any]:
+    """How often this rank calls which collective, and the bytes of samples that it sends, for one global batch."""
+    config = start(layout)
+    calls: list[str] = []
+    payload = 0
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal payload
+            calls.append(name)
+            if name == "all_to_all_single":
+                payload += arguments[1].numel() * arguments[1].element_size()
+            return original(*arguments, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name))
+    share = [sample(1 + number, length) for number, length in enumerate(lengths)]
+    loader = wrap_dataloader(iterators(layout, lambda rank: iter([share])), config, 1)
+    per_step = len(calls)
+    assert not isinstance(loader.data_iterator, list)
+    for _ in range(loader.num_microbatches):
+        get_batch_on_this_rank_for_sequence_packing(loader.data_iterator)
+    return {
+        "microbatches": loader.num_microbatches,
+        "per step": calls[:per_step],
+        "in microbatches": calls[per_step:],
+        "bytes per token": payload / sum(lengths),
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(8, tensor=2, pipeline=2), Layout(4, context=2)], ids=str)
+def test_collectives_do_not_grow_with_microbatches(layout: Layout) -> None:
+    """A broadcast per field and microbatch is what makes packing slow elsewhere; here all travels once per step."""
+    few = run_ranks(count_collectives, layout.world, layout, [50, 40])
+    many = run_ranks(count_collectives, layout.world, layout, [50, 40] * 20)
+    assert many[0]["microbatches"] >= 10 * few[0]["microbatches"]
+    for one, other in zip(few, many, strict=True):
+        assert one["per step"] == other["per step"]
+        assert len(one["per step"]) <= 6
+        assert one["in microbatches"] == other["in microbatches"] == []
+        assert other["bytes per token"] < 5.5
+    assert any(rank["bytes per token"] > 5 for rank in many)
+
+
+def repeated(layout: Layout) -> Any:
+    """One step run twice on a rewound iterator, and what the next step draws."""
+    config = start(layout)
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)  # the iterator keeps nothing without it
+    source = RerunDataIterator(iter([sample(number, 5 * number) for number in range(1, 9)]))
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+
+    def step() -> list[list[int]]:
+        loader = wrap_dataloader(source if owns_data(groups) else None, config, 4)
+        assert not isinstance(loader.data_iterator, list)
+        return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]
+
+    first = step()
+    source.rewind()
+    second = step()
+    source.advance()
+    return first, second, step()
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, tensor=2), Layout(2)], ids=str)
+def test_a_step_run_again_packs_the_same_and_draws_nothing_more(layout: Layout) -> None:
+    """Megatron reruns a step whose result it doubts: it must see the same packs, and the step after it the next
+    samples.
+    """
+    for first, second, following in run_ranks(repeated, layout.world, layout):
+        assert first == second
+        numbers = {token // 1000 for pack in following for token in pack}
+        assert numbers & {5, 6, 7, 8}
+        assert not numbers & {1, 2, 3, 4}
+
+
+def with_own_groups(layout: Layout) -> Any:
+    """The same batch through global groups, and through a collection where there are no global ones."""
+    config = start(layout)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "dp_cp", "mp"])
+    data = [sample(1 + groups.dp.rank(), 20), sample(5 + groups.dp.rank(), 31)]
+
+    def step(**arguments: Any) -> list[Any]:
+        loader = wrap_dataloader(iter(data) if owns_data(groups) else None, config, 2, **arguments)
+        assert not isinstance(loader.data_iterator, list)
+        batches = [
+            get_batch_on_this_rank_for_sequence_packing(loader.data_iterator, **arguments)
+            for _ in range(loader.num_microbatches)
+        ]
+        return [None if batch.tokens is None else batch.tokens.tolist() for batch in batches]
+
+    expected = step()
+    parallel_state.destroy_model_parallel()
+    return expected, step(pg_collection=groups)
+
+
+@pytest.mark.parametrize("layout", [Layout(4, tensor=2), Layout(4, context=2), Layout(4, pipeline=2)], ids=str)
+def test_groups_need_not_be_global(layout: Layout) -> None:
+    """Callers that hand their own groups over would silently get the global ones."""
+    for expected, found in run_ranks(with_own_groups, layout.world, layout):
+        assert expected == found

@@ -205,7 +205,10 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
     """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation."""
     config = tmp_path / "run.yaml"
-    config.write_text("mock-data: true\nnum-experts: 4\nbf16: true\neval-iters: 2\ntrain-iters: 3\neval-interval: 2\n")
+    config.write_text(
+        "mock-data: true\nnum-experts: 4\ndisable-bias-linear: true\nbf16: true\n"
+        "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\n"
+    )
     lengths = '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, "mean_seq_len": 40, '
     output = train(
         2,

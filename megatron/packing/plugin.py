@@ -1,0 +1,332 @@
+"""mcore. Sequence packing for a training script that exists: whatever calls megatron-core's
+`get_forward_backward_func` trains packed.
+
+    plugin.add_arguments(parser)               # --sequence-packing and its companions
+    plugin.install(config, arguments)          # before the model is built
+    batch = get_batch_on_this_rank_for_sequence_packing(data_iterator)      # in the script's forward step
+
+The three forward-backward functions of `megatron.core.pipeline_parallel.schedules` are replaced by ones that pack for
+models whose config asks for it and pass all others through. `wrap_dataloader` and what belongs to it also appear in
+`megatron.core.datasets.data_schedule`, where Megatron-LM's users look; a data iterator that a script wrapped itself is
+not packed again. `uninstall` takes back both.
+
+What would be weighted wrongly, mixed up, or read beyond a sequence's end is refused: at once where the config tells,
+else when a forward-backward function first sees the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from copy import copy
+from functools import update_wrapper, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import megatron.core
+import torch
+from megatron.core import datasets
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from megatron.packing.schedule import SCHEDULERS, get_scheduler
+
+# The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
+# would end in an ImportError instead of the refusal below.
+
+CHECKED_VERSIONS = ("0.15.3", "0.16.1")
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+EXPOSED_IN = "megatron.core.datasets.data_schedule"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of packing that `parser` does not have yet; those that it has stay as they are."""
+    section = parser.add_argument_group("sequence packing")
+    options: dict[str, dict[str, Any]] = {
+        "--sequence-packing": {
+            "action": "store_true",
+            "help": "pack sequences into microbatches without padding between them (THD)",
+        },
+        "--sequence-packing-scheduler": {
+            "choices": tuple(SCHEDULERS),
+            "help": "how sequences are given to ranks and microbatches (default: default, balanced by cost)",
+        },
+        "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
+        "--over-length-policy": {
+            "choices": ("error", "truncate", "drop"),
+            "default": "error",
+            "help": "what happens to a sequence that no pack can hold",
+        },
+    }
+    for flag, settings in options.items():
+        if flag not in parser._option_string_actions:
+            section.add_argument(flag, **settings)
+    return parser
+
+
+def install(config: TransformerConfig, arguments: argparse.Namespace | None = None) -> ExitStack:
+    """Let models of `config` train packed: as `arguments` (see `add_arguments`) say, or with what `config` says itself.
+
+    Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
+    earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
+    per config. The result may be used in a `with`, at whose end a first installation is taken back.
+
+    Raises RuntimeError for a megatron-core other than `CHECKED_VERSIONS`, ValueError for what cannot work.
+    """
+    _check_version()
+    if arguments is None or _asks_for_packing(arguments):
+        _configure(config, arguments)
+        _check_config(config)
+    taken_back = ExitStack()
+    plain = {name: getattr(schedules, name) for name in SCHEDULES}
+    plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
+    for name, function in plain.items():
+        setattr(schedules, name, PackingSchedule(function))
+    home = _home()
+    for name, value in _exposed().items():
+        if not hasattr(home, name):
+            setattr(home, name, value)
+    if plain:
+        taken_back.callback(uninstall)
+    return taken_back
+
+
+def uninstall() -> None:
+    """Leave megatron-core as it was before `install`; nothing to do where it was not installed.
+
+    Raises RuntimeError if somebody replaced the forward-backward functions since.
+    """
+    found = {name: getattr(schedules, name) for name in SCHEDULES}
+    home = _home()
+    ours = [name for name, value in _exposed().items() if getattr(home, name, None) is value]
+    for name, function in found.items():
+        if ours and not isinstance(function, PackingSchedule):
+            raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
+    for name, function in found.items():
+        if isinstance(function, PackingSchedule):
+            setattr(schedules, name, function.plain)
+    for name in ours:
+        delattr(home, name)
+    if home.__spec__ is None:
+        del sys.modules[EXPOSED_IN], datasets.data_schedule
+
+
+class PackingSchedule:
+    """One of megatron-core's forward-backward functions, which packs for models whose config asks for it.
+
+    What such a model's call returns is a `pipeline.PackedLosses`.
+    """
+
+    def __init__(self, plain: Callable[..., list[Any]]) -> None:
+        from megatron.packing.pipeline import packed
+
+        update_wrapper(self, plain)
+        self.plain = plain
+        self._packed = packed(plain)
+        self._checked: WeakSet[torch.nn.Module] = WeakSet()
+
+    def __call__(self, *, data_iterator: Any, model: Any, forward_step_func: Any, **arguments: Any) -> list[Any]:
+        """See megatron-core's `get_forward_backward_func`."""
+        chunks = model if isinstance(model, list) else [model]
+        if getattr(get_model_config(chunks[0]), "sequence_packing_scheduler", None) is None:
+            return self.plain(
+                data_iterator=data_iterator, model=model, forward_step_func=forward_step_func, **arguments
+            )
+        for chunk in chunks:
+            self._check_once(chunk)
+        _check_groups(arguments.get("pg_collection"))
+        is_packed = _is_packed(data_iterator)
+        return (self.plain if is_packed else self._packed)(
+            data_iterator=data_iterator if is_packed else _guarded(data_iterator),
+            model=model,
+            forward_step_func=_checking_loss(forward_step_func),
+            **arguments,
+        )
+
+    def _check_once(self, chunk: torch.nn.Module) -> None:
+        if chunk not in self._checked:
+            _check_config(get_model_config(chunk))
+            _check_modules(chunk)
+            self._checked.add(chunk)
+
+
+def _check_version() -> None:
+    version = megatron.core.__version__
+    if version not in CHECKED_VERSIONS:
+        checked = " or ".join(CHECKED_VERSIONS)
+        raise RuntimeError(
+            f"the packing plug-in was checked with megatron-core {checked}, but this is {version}; "
+            f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or leave plugin.install out"
+        )
+
+
+def _asks_for_packing(arguments: argparse.Namespace) -> bool:
+    asks = bool(getattr(arguments, "sequence_packing", False))
+    if not asks and getattr(arguments, "sequence_packing_scheduler", None) is not None:
+        raise ValueError("--sequence-packing-scheduler needs --sequence-packing")
+    return asks
+
+
+def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
+    """Write the options to `config`, under the names that `settings.PackingSettings` reads; not all are fields of
+    megatron-core's dataclass.
+    """
+    fields = {
+        "sequence_packing_scheduler": "sequence_packing_scheduler",
+        "max_seqlen_per_dp_cp_rank": "max_seqlen_per_dp_cp_rank",
+        "sequence_packing_over_length": "over_length_policy",
+    }
+    for field, option in fields.items():
+        value = getattr(arguments, option, None)
+        if value is not None:
+            setattr(config, field, value)
+    if getattr(config, "sequence_packing_scheduler", None) is None:
+        config.sequence_packing_scheduler = "default"
+
+
+def _check_config(config: Any) -> None:
+    from megatron.packing.pipeline import check_config
+
+    get_scheduler(config.sequence_packing_scheduler)
+    if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
+        raise ValueError(
+            "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"
+        )
+    demands = [
+        (
+            config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather",
+            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths',
+        ),
+        (
+            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
+            'cuda_graph_impl="none": packs differ in length from step to step',
+        ),
+        (
+            megatron.core.__version__ != "0.15.3" or (config.num_moe_experts or config.mtp_num_layers) is None,
+            "num_moe_experts=None and mtp_num_layers=None in megatron-core 0.15.3, whose router counts padding and "
+            "whose multi-token prediction refuses packs; pip install megatron-core==0.16.1",
+        ),
+        (
+            not config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
+        ),
+    ]
+    for holds, demand in demands:
+        if not holds:
+            raise ValueError(f"sequence packing needs TransformerConfig {demand}")
+    check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _check_modules(chunk: torch.nn.Module) -> None:
+    if any(getattr(module.forward, "__func__", None) is DotProductAttention.forward for module in chunk.modules()):
+        raise ValueError(
+            "the model was built with megatron-core's DotProductAttention, which refuses packs; build it with "
+            "transformer_layer_spec=megatron.packing.layer_spec.packed_block_spec(config), or with Transformer Engine"
+        )
+    if isinstance(chunk, DistributedDataParallel) and any(
+        buffer.gradient_scaling_factor != 1.0 for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ):
+        raise ValueError(
+            "DistributedDataParallel was built without calculate_per_token_loss and would divide gradients a second "
+            "time; set it in the config before the model is wrapped"
+        )
+
+
+def _check_groups(pg_collection: Any) -> None:
+    from megatron.packing.data_schedule import GROUPS
+
+    missing = [name for name in GROUPS if pg_collection is not None and getattr(pg_collection, name, None) is None]
+    if missing:
+        raise ValueError(
+            f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but {', '.join(missing)} is missing; "
+            "set it, or leave pg_collection out"
+        )
+
+
+def _is_packed(data_iterator: Any) -> bool:
+    """Whether the script called `wrap_dataloader` itself. The same on all ranks, since that gives each of them a plain
+    list's iterator, whose first entry a copy tells.
+    """
+    first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
+    return isinstance(first, type(iter([]))) and _is_packed_microbatch(next(copy(first), None))
+
+
+def _is_packed_microbatch(drawn: Any) -> bool:
+    return isinstance(drawn, Mapping) and "cu_seqlens_padded" in drawn
+
+
+def _guarded(data_iterator: Any) -> Any:
+    if isinstance(data_iterator, (list, tuple)):
+        return [_guarded(iterator) for iterator in data_iterator]
+    return None if data_iterator is None else _Samples(data_iterator)
+
+
+class _Samples:
+    """The same iterator, which must not give packed microbatches: their padding would be read as tokens. `draw` brings
+    the error to all ranks.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> _Samples:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = next(self._iterator)
+        if _is_packed_microbatch(drawn):
+            raise ValueError(
+                "this is a packed microbatch; hand over the iterator of wrap_dataloader itself, or leave "
+                "wrap_dataloader out"
+            )
+        return drawn
+
+
+def _checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot be undone."""
+
+    @wraps(forward_step_func)
+    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        output, loss_func = forward_step_func(*arguments, **options)
+
+        def loss_of(output_tensor: Any, **loss_options: Any) -> Any:
+            loss = loss_func(output_tensor, **loss_options)
+            if len(loss) != 3 and not loss_options.get("non_loss_data"):
+                raise ValueError(
+                    "sequence packing needs a loss function that returns (sum of losses, integer number of tokens, "
+                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by their pack"
+                )
+            return loss
+
+        return output, None if loss_func is None else loss_of
+
+    return forward_step
+
+
+def _home() -> ModuleType:
+    """The module at `EXPOSED_IN`; an empty one is put there in a megatron-core that has none (0.15.3)."""
+    if EXPOSED_IN not in sys.modules and find_spec(EXPOSED_IN) is None:
+        sys.modules[EXPOSED_IN] = datasets.data_schedule = ModuleType(EXPOSED_IN)
+    return import_module(EXPOSED_IN)
+
+
+def _exposed() -> dict[str, Callable[..., Any]]:
+    from megatron.packing.data_schedule import wrap_data_iterator, wrap_dataloader, wrap_iterator_helper
+    from megatron.packing.get_batch import get_batch_on_this_rank_for_sequence_packing as get_batch
+
+    return {
+        function.__name__: function
+        for function in (wrap_dataloader, wrap_data_iterator, wrap_iterator_helper, get_batch)
+    }

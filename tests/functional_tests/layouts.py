@@ -1,0 +1,142 @@
+"""The matrix of parallel layouts, models, optimizers, rank orders and schedulers that must all train alike.
+
+`MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of up to 8
+processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING` is the part of it that
+every test run does: each pair of features that occurs together in the matrix occurs in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+ROPE = (
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
+    "--disable-bias-linear"
+)
+MODELS = {
+    "learned": "",
+    "grouped": ROPE + " --group-query-attention --num-query-groups 2",
+    "tied": "--position-embedding-type rope --qk-layernorm",
+    "experts": ROPE + " --num-experts 4 --moe-router-topk 2",
+    "further": ROPE + " --mtp-num-layers 1",
+}
+OPTIMIZERS = {
+    "plain": "",
+    "sharded": "--use-distributed-optimizer",
+    "overlapped": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+SCHEDULERS = ("default", "empty", "dp_balanced")
+
+
+class Layout(NamedTuple):
+    """One entry of the matrix."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    interleaved: bool = False
+    context: int = 1
+    data: int = 1
+    model: str = "learned"
+    optimizer: str = "plain"
+    pipeline_before_data: bool = False
+    scheduler: str = "default"
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def experts(self) -> int:
+        """Expert-parallel size: 2 wherever the ranks of a stage divide by it."""
+        return 2 if self.model == "experts" and (self.world_size // self.pipeline) % 2 == 0 else 1
+
+    @property
+    def flags(self) -> str:
+        """The options that make it."""
+        parts = [
+            MODELS[self.model],
+            OPTIMIZERS[self.optimizer],
+            f"--tensor-model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline}",
+            f"--context-parallel-size {self.context} --expert-model-parallel-size {self.experts}",
+            f"--sequence-packing --sequence-packing-scheduler {self.scheduler}",
+        ]
+        parts += ["--sequence-parallel"] * self.sequence
+        parts += ["--num-layers-per-virtual-pipeline-stage 1"] * self.interleaved
+        parts += ["--use-tp-pp-dp-mapping"] * self.pipeline_before_data
+        return " ".join(parts)
+
+    def __str__(self) -> str:
+        sizes = [f"tp{self.tensor}{'sp' * self.sequence}", f"pp{self.pipeline}{'i' * self.interleaved}"]
+        sizes += [f"cp{self.context}", f"dp{self.data}", self.model, self.optimizer, self.scheduler]
+        return "-".join(sizes + ["pp-first"] * self.pipeline_before_data)
+
+
+def _parallel(largest_world: int) -> Iterator[Layout]:
+    for tensor, pipeline, context, data in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 3, 4)):
+        for sequence, interleaved in product((False, True), repeat=2):
+            layout = Layout(tensor, sequence, pipeline, interleaved, context, data)
+            if layout.world_size > largest_world or (sequence and tensor == 1) or (interleaved and pipeline != 2):
+                continue
+            yield layout
+
+
+def _may_swap(layout: Layout, model: str) -> bool:
+    """Whether the order tp-pp-dp makes a difference, and megatron-core can make its groups."""
+    experts = layout._replace(model=model).experts if model == "experts" else layout.tensor
+    return layout.pipeline > 1 and layout.data > 1 and experts == layout.tensor * layout.context
+
+
+def _matrix() -> list[Layout]:
+    layouts = []
+    models, optimizers = list(MODELS), list(OPTIMIZERS)
+    for number, layout in enumerate(_parallel(8)):
+        for turn in (0, 1):
+            model = models[(number + turn * 2) % len(models)]
+            if model == "experts" and layout.tensor > 1 and not layout.sequence:
+                model = "grouped"  # megatron-core refuses experts there
+            layouts.append(
+                layout._replace(
+                    model=model,
+                    optimizer=optimizers[(number // 2 + turn) % len(optimizers)],
+                    scheduler=SCHEDULERS[(number // 3 + turn) % len(SCHEDULERS)],
+                    pipeline_before_data=(number + turn) % 4 == 0 and _may_swap(layout, model),
+                )
+            )
+    layouts += [
+        Layout(context=3, model="grouped"),
+        Layout(context=3, data=2, model="tied", scheduler="dp_balanced"),
+        Layout(context=3, data=3, model="grouped", optimizer="sharded"),
+        Layout(tensor=2, sequence=True, context=3, model="further"),
+        Layout(tensor=4, sequence=True, model="learned"),
+        Layout(tensor=4, sequence=True, context=2, model="tied", optimizer="sharded"),
+        Layout(tensor=2, pipeline=2, data=3, sequence=True, model="experts", optimizer="sharded"),
+        Layout(tensor=2, pipeline=2, context=2, data=2, sequence=True, interleaved=True, model="grouped"),
+        Layout(tensor=2, pipeline=2, context=2, data=2, sequence=True, model="experts", optimizer="overlapped"),
+        Layout(pipeline=4, context=2, data=2, model="further", scheduler="empty"),
+        Layout(tensor=2, sequence=True, pipeline=2, data=2, model="experts", pipeline_before_data=True),
+        Layout(pipeline=2, data=3, model="tied", pipeline_before_data=True),
+    ]
+    return list(dict.fromkeys(layouts))
+
+
+def _covering(layouts: Sequence[Layout]) -> list[Layout]:
+    """Greedily the fewest layouts that hold every pair of features that the whole holds; small worlds first."""
+
+    def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+        return set(combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), 2))
+
+    missing = set().union(*(pairs(layout) for layout in layouts))
+    chosen = []
+    while missing:
+        best = max(layouts, key=lambda layout: len(pairs(layout) & missing) / (2 + layout.world_size))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+MATRIX = _matrix()
+COVERING = _covering(MATRIX)

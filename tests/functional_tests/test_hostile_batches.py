@@ -1,0 +1,92 @@
+"""Batches that break packers: each trains like its sequences alone, in several layouts, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from megatron.sft.chat_encoder import EncodedSample
+from tests.functional_tests.layouts import MODELS, Layout
+from tests.functional_tests.oracle import (
+    Placement,
+    Shape,
+    assemble,
+    assert_same,
+    sequences,
+    train_one_by_one,
+    train_packed,
+)
+from tests.functional_tests.ranks import run_ranks
+
+LAYOUTS = [
+    Layout(data=3, model="grouped"),
+    Layout(data=2, optimizer="sharded"),
+    Layout(context=2, data=2, model="tied"),
+    Layout(tensor=2, sequence=True, pipeline=2, model="grouped"),
+    Layout(pipeline=2, interleaved=True, data=2, model="grouped"),
+    Layout(data=2, model="experts"),
+]
+
+
+class Case(NamedTuple):
+    """Lengths of a batch, where its samples are, and which tokens count."""
+
+    lengths: Sequence[int]
+    placement: Placement = "even"
+    shape: Shape = "plain"
+    mask: str = "random"
+
+
+CASES = {
+    "fewer sequences than ranks": Case((9, 30)),
+    "one sequence": Case((23,)),
+    "all of length one": Case((1,) * 7),
+    "all equal": Case((16,) * 8),
+    "one giant": Case((64, 1, 1, 2, 3)),
+    "lengths divisible by nothing": Case((7, 11, 13, 17, 19, 23, 29)),
+    "all samples on one rank": Case((5, 30, 64, 2, 17), placement="last rank"),
+    "packed samples with repeated cu_seqlens": Case((5, 30, 9, 2, 17), shape="packed"),
+    "padded samples": Case((5, 30, 64, 2, 17), shape="padded"),
+    "duplicates": Case((21, 21, 21, 21), mask="same sample"),
+    "one rank masked": Case((20, 21, 22, 23, 24, 25), mask="first half masked"),
+    "one shard of each sequence counts": Case((20, 40, 64, 8), mask="first tokens only"),
+    "all masked": Case((12, 40, 3, 25), mask="none"),
+}
+
+
+def batch_of(case: Case) -> list[EncodedSample]:
+    samples = sequences(7, case.lengths)
+    if case.mask == "same sample":
+        return [samples[0]] * len(samples)
+    for number, sample in enumerate(samples):
+        keep = np.ones(len(sample.tokens), dtype=bool)
+        if case.mask == "none" or (case.mask == "first half masked" and number < len(samples) // 2):
+            keep[:] = False
+        if case.mask == "first tokens only":
+            keep[2:] = False
+        samples[number] = replace(sample, loss_mask=sample.loss_mask * keep)
+    return samples
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_batch(name: str, layout: Layout) -> None:
+    """NaN from an empty mean, an idle rank that others wait for, a pad that is attended to: all of them seen in the
+    field.
+    """
+    case = CASES[name]
+    batches = [batch_of(case), sequences(8, (30, 5, 12, 40, 9, 22))]  # and the step after it trains as well
+    reference = run_ranks(train_one_by_one, 1, MODELS[layout.model], batches)[0]
+    steps = assemble(
+        run_ranks(
+            train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape, timeout_seconds=60
+        )
+    )
+    assert_same(steps, reference, relative=1e-12)
+    if case.mask == "none":
+        assert steps[0].loss == 0
+        assert all(not gradient.any() for gradient in steps[0].gradients.values())

@@ -1,0 +1,327 @@
+"""The plug-in in one process: what it changes in megatron-core, takes back, passes through and refuses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+import pytest
+import torch
+from megatron.core import datasets, parallel_state, pipeline_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing import data_schedule, get_batch, plugin
+from megatron.packing.draw import draw_samples
+
+NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")
+
+
+def make_config(**settings: Any) -> Any:
+    config: Any = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, moe_token_dispatcher_type="alltoall"
+    )
+    config.max_seqlen_per_dp_cp_rank = 64
+    config.calculate_per_token_loss = True
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+def parse(text: str, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    return plugin.add_arguments(parser or argparse.ArgumentParser()).parse_args(text.split())
+
+
+class Model(torch.nn.Module):
+    """As much of a model as the schedules ask for."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def state_of_megatron_core() -> dict[str, dict[str, int]]:
+    """The identity of everything in the modules that the plug-in touches."""
+    modules = {"schedules": schedules, "pipeline_parallel": pipeline_parallel, "datasets": datasets}
+    if plugin.EXPOSED_IN in sys.modules:
+        modules["data_schedule"] = sys.modules[plugin.EXPOSED_IN]
+    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in modules.items()}
+
+
+@pytest.fixture(autouse=True)
+def taken_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test leaves megatron-core changed to the others."""
+    yield
+    plugin.uninstall()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """megatron-core's function without a pipeline, which only notes what it is called with and steps once."""
+    noted: list[dict[str, Any]] = []
+
+    def plain(**arguments: Any) -> list[Any]:
+        noted.append(arguments)
+        output, loss_func = arguments["forward_step_func"](arguments["data_iterator"], arguments["model"])
+        return [loss_func(output)]
+
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", plain)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None)
+    return noted
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    return None, lambda output: (1.0, 2, {"lm loss": 3.0})
+
+
+def test_add_arguments() -> None:
+    """Without the defaults a script that passes none of the options would not train as before."""
+    none = parse("")
+    assert (none.sequence_packing, none.sequence_packing_scheduler) == (False, None)
+    assert (none.max_seqlen_per_dp_cp_rank, none.over_length_policy) == (None, "error")
+    some = parse("--sequence-packing --sequence-packing-scheduler empty --max-seqlen-per-dp-cp-rank 8")
+    assert (some.sequence_packing, some.sequence_packing_scheduler, some.max_seqlen_per_dp_cp_rank) == (
+        True,
+        "empty",
+        8,
+    )
+
+
+def test_add_arguments_to_a_parser_that_has_some() -> None:
+    """argparse ends the script at its start where an option comes twice, as it would in newer Megatron-LM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int, default=17)
+    parser.add_argument("--sequence-packing-scheduler", choices=["dp_balanced"])
+    plugin.add_arguments(parser)
+    arguments = parse("--sequence-packing", parser)
+    assert arguments.max_seqlen_per_dp_cp_rank == 17
+    assert arguments.sequence_packing
+    with pytest.raises(SystemExit):
+        parse("--sequence-packing-scheduler default", parser)
+
+
+def test_install_writes_what_the_arguments_say() -> None:
+    """An option that does not reach the config is ignored without a word."""
+    config = make_config()
+    plugin.install(config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop"))
+    assert config.sequence_packing_scheduler == "default"
+    assert config.max_seqlen_per_dp_cp_rank == 32
+    assert config.sequence_packing_over_length == "drop"
+    other = make_config()
+    plugin.install(other)
+    assert (other.sequence_packing_scheduler, other.max_seqlen_per_dp_cp_rank) == ("default", 64)
+
+
+def test_install_without_packing_leaves_the_config_alone() -> None:
+    """The same script must go on training unpacked where nobody asks for packing."""
+    config = make_config(calculate_per_token_loss=False)
+    before = dict(vars(config))
+    plugin.install(config, parse("--max-seqlen-per-dp-cp-rank 32"))
+    assert vars(config) == before
+
+
+def test_uninstall_leaves_megatron_core_as_it_was() -> None:
+    """One attribute left behind packs the next model of the process, or hides a later megatron-core's own."""
+    plugin.uninstall()
+    plugin._home()  # imported, where megatron-core has it; that is no change of the plug-in's
+    plugin.uninstall()
+    before = state_of_megatron_core()
+    plugin.install(make_config())
+    during = state_of_megatron_core()
+    assert all(during["schedules"][name] != before["schedules"][name] for name in plugin.SCHEDULES)
+    assert during["data_schedule"].keys() - before.get("data_schedule", {}).keys() >= set(NAMES)
+    plugin.uninstall()
+    assert state_of_megatron_core() == before
+    plugin.uninstall()
+    assert state_of_megatron_core() == before
+
+
+def test_installing_again_changes_nothing() -> None:
+    """Packed twice over, each step would draw a batch, pack it, and pack the packs."""
+    plugin.install(make_config())
+    before = state_of_megatron_core()
+    with plugin.install(make_config()):
+        assert state_of_megatron_core() == before
+    assert state_of_megatron_core() == before
+
+
+def test_with_takes_back() -> None:
+    """A `with` that does not end packs what comes after it."""
+    before = {name: getattr(schedules, name) for name in plugin.SCHEDULES}
+    with plugin.install(make_config()):
+        assert isinstance(schedules.forward_backward_no_pipelining, plugin.PackingSchedule)
+    assert {name: getattr(schedules, name) for name in plugin.SCHEDULES} == before
+
+
+def test_uninstall_refuses_to_drop_somebody_elses_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting the original back would silently undo what another extension did on top."""
+    with monkeypatch.context() as patch, plugin.install(make_config()):
+        patch.setattr(schedules, "forward_backward_no_pipelining", lambda **arguments: [])
+        with pytest.raises(RuntimeError, match="forward_backward_no_pipelining was replaced after install"):
+            plugin.uninstall()
+        patch.undo()
+
+
+def test_names_are_where_megatron_lm_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is there already is megatron-core's own and means something else to its callers."""
+    own = object()
+    monkeypatch.setattr(plugin._home(), "wrap_data_iterator", own, raising=False)
+    plugin.install(make_config())
+    home: Any = sys.modules[plugin.EXPOSED_IN]
+    assert home.wrap_dataloader is data_schedule.wrap_dataloader
+    assert home.wrap_iterator_helper is data_schedule.wrap_iterator_helper
+    name = "get_batch_on_this_rank_for_sequence_packing"
+    assert getattr(home, name) is getattr(get_batch, name)
+    assert home.wrap_data_iterator is own
+    plugin.uninstall()
+    assert home.wrap_data_iterator is own
+    assert not hasattr(home, "wrap_dataloader")
+
+
+def test_models_without_packing_pass_through(calls: list[dict[str, Any]]) -> None:
+    """A reward or reference model beside the packed one would be fed packs that it never asked for."""
+    plugin.install(make_config())
+    model, data = Model(make_config()), iter([1])
+    given = {"data_iterator": data, "model": model, "forward_step_func": forward_step, "num_microbatches": 3}
+    assert get_forward_backward_func()(**given, forward_only=True) == [(1.0, 2, {"lm loss": 3.0})]
+    assert calls == [{**given, "forward_only": True}]
+    assert calls[0]["data_iterator"] is data
+    assert calls[0]["forward_step_func"] is forward_step
+
+
+def test_an_iterator_that_the_script_wrapped_is_not_packed_again(calls: list[dict[str, Any]]) -> None:
+    """Packs would be packed as if they were sequences, with their padding as tokens."""
+    config = make_config()
+    plugin.install(config)
+    packs = iter([{"tokens": torch.arange(4), "cu_seqlens": torch.tensor([0, 3]), "cu_seqlens_padded": None}])
+    for data in (packs, [packs, packs]):
+        get_forward_backward_func()(
+            data_iterator=data, model=Model(config), forward_step_func=forward_step, num_microbatches=1
+        )
+        assert calls[-1]["data_iterator"] is data
+    assert len(list(packs)) == 1, "looking at the iterator must not consume it"
+
+
+def test_packs_in_disguise_are_refused() -> None:
+    """Behind a generator the packs of wrap_dataloader look like samples, and would train with padding as tokens."""
+    packed = {"tokens": [1, 2, 0], "cu_seqlens": [0, 2], "cu_seqlens_padded": [0, 3]}
+    (guarded, nothing) = plugin._guarded([(x for x in [{"tokens": [1, 2]}, packed]), None])
+    assert nothing is None
+    draw = draw_samples(guarded, 2, 64, "error", "rank 0")
+    assert len(draw.words) == 1
+    assert draw.error is not None
+    assert "rank 0, draw 1: ValueError: this is a packed microbatch" in draw.error
+
+
+REFUSED = [
+    ({"max_seqlen_per_dp_cp_rank": None}, "pass --max-seqlen-per-dp-cp-rank N"),
+    ({"sequence_packing_scheduler": "dp_balance"}, "did you mean dp_balanced"),
+    ({"calculate_per_token_loss": False}, "calculate_per_token_loss=True"),
+    ({"hybrid_context_parallel": True}, "hybrid_context_parallel=False"),
+    ({"pipeline_model_parallel_size": 2}, "variable_seq_lengths=True"),
+    (
+        {
+            "pipeline_model_parallel_size": 2,
+            "variable_seq_lengths": True,
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": False,
+        },
+        "overlap_p2p_comm=True and batch_p2p_comm=False",
+    ),
+    ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
+    ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
+    ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_refuses_configs_that_cannot_work(calls: list[dict[str, Any]], settings: dict[str, Any], words: str) -> None:
+    """Each of these trains wrongly or hangs without another word, also where the config changes after install."""
+    before = state_of_megatron_core()
+    with pytest.raises(ValueError, match=words):
+        plugin.install(make_config(**settings))
+    assert state_of_megatron_core() == before
+    config = make_config()
+    plugin.install(config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=words):
+        get_forward_backward_func()(
+            data_iterator=None, model=Model(config), forward_step_func=forward_step, num_microbatches=1
+        )
+    assert calls == []
+
+
+def test_refuses_a_scheduler_without_packing() -> None:
+    """Who names a scheduler expects packing, and would measure the padded run."""
+    with pytest.raises(ValueError, match="--sequence-packing-scheduler needs --sequence-packing"):
+        plugin.install(make_config(), parse("--sequence-packing-scheduler default"))
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.16.2", "0.17.0"])
+def test_refuses_other_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Another release may call its schedules otherwise, and drop what it does not know."""
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"checked with megatron-core 0\.15\.3 or 0\.16\.1, but this is {version}"):
+        plugin.install(make_config())
+
+
+@pytest.mark.parametrize("setting", ["num_moe_experts", "mtp_num_layers"])
+def test_refuses_what_only_the_newer_version_can(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """The older router balances its experts over padding, and nothing tells."""
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
+    with pytest.raises(ValueError, match=r"pip install megatron-core==0\.16\.1"):
+        plugin.install(make_config(**{setting: 2}))
+
+
+def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> None:
+    """It would end in an assertion inside the first layer, which names a module that the user cannot install."""
+    config = make_config()
+    plugin.install(config)
+    model = Model(config)
+    attention = DotProductAttention.__new__(DotProductAttention)
+    torch.nn.Module.__init__(attention)
+    model.attention = attention
+    with pytest.raises(ValueError, match=r"transformer_layer_spec=megatron\.packing\.layer_spec\.packed_block_spec"):
+        get_forward_backward_func()(
+            data_iterator=None, model=[model], forward_step_func=forward_step, num_microbatches=1
+        )
+    assert calls == []
+
+
+def test_refuses_a_loss_that_is_a_mean(calls: list[dict[str, Any]]) -> None:
+    """megatron-core takes a mean per microbatch too, and would weight tokens by the pack they are in."""
+    config = make_config()
+    plugin.install(config)
+
+    def mean_step(data_iterator: Any, model: Any) -> Any:
+        return None, lambda output: (1.0, {"lm loss": 1.0})
+
+    with pytest.raises(ValueError, match="sum of losses, integer number of tokens"):
+        get_forward_backward_func()(
+            data_iterator=iter([{"cu_seqlens_padded": None}]),
+            model=Model(config),
+            forward_step_func=mean_step,
+            num_microbatches=1,
+        )
+    assert len(calls) == 1
+
+
+def test_refuses_a_collection_without_the_groups_it_needs(calls: list[dict[str, Any]]) -> None:
+    """megatron-core asks for fewer groups; the missing one would be an AttributeError somewhere inside."""
+    config = make_config()
+    plugin.install(config)
+    groups = argparse.Namespace(tp=1, cp=1, pp=1, dp_cp=1, mp=None)
+    with pytest.raises(ValueError, match="but dp, mp is missing"):
+        get_forward_backward_func()(
+            data_iterator=None,
+            model=Model(config),
+            forward_step_func=forward_step,
+            num_microbatches=1,
+            pg_collection=groups,
+        )
