@@ -18,5 +18,6 @@ The road of one global batch, file by file:
     attention      packed core attention without Transformer Engine
     layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
     pipeline       the hook on megatron-core's forward-backward functions
+    plugin         the hook in a training script of one's own
     stats          tokens, padding, sum of squares, balance
 """

@@ -47,9 +47,9 @@ def samples_of(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[S
     """The sequences in what one `next` returned: a dict, or any number of them.
 
     Three shapes of a dict, as Megatron-LM's data sets emit them: several sequences with `cu_seqlens` (repeated
-    entries at its tail are padding); one sequence padded from `original_seq_len` on; one plain sequence. `tokens` is
-    needed; missing `labels` are the next tokens (the last one unknown, so masked), a missing `loss_mask` is one,
-    missing `position_ids` count from zero.
+    entries at its tail are padding; `cu_seqlens_padded` says where each one starts); one sequence padded from
+    `original_seq_len` on; one plain sequence. `tokens` is needed; missing `labels` are the next tokens (the last one
+    unknown, so masked), a missing `loss_mask` is one, missing `position_ids` count from zero.
 
     Raises ValueError for a sample without tokens or with fields of different lengths.
     """
@@ -75,7 +75,12 @@ def _sequences_of_dict(item: Mapping[str, Any]) -> list[Sample]:
         ends = _flat(item["cu_seqlens"], torch.int64).tolist()
         if not ends or ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > tokens.numel():
             raise ValueError(f"'cu_seqlens' must rise from 0 to at most {tokens.numel()} tokens, but is {ends}")
-        spans = [(start, end) for start, end in pairwise(ends) if end > start]
+        places = ends
+        if item.get("cu_seqlens_padded") is not None:
+            places = _flat(item["cu_seqlens_padded"], torch.int64).tolist()
+            if len(places) != len(ends):
+                raise ValueError(f"'cu_seqlens_padded' must have {len(ends)} entries, but has {len(places)}")
+        spans = [(place, place + end - start) for place, (start, end) in zip(places, pairwise(ends)) if end > start]
     else:
         original = item.get("original_seq_len")
         spans = [(0, tokens.numel() if original is None else int(original))]

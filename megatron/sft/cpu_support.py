@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHECKED_VERSIONS = ("0.16.1",)
+CHECKED_VERSIONS = ("0.15.3", "0.16.1")
 
 _MODULES = (
     "dist_checkpointing.exchange_utils",
@@ -181,7 +181,7 @@ def _use_cpu_generator() -> list[Change]:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = tracked._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        outer_name, outer = self._current_state_name, torch.get_rng_state()
+        outer_name, outer = getattr(self, "_current_state_name", ""), torch.get_rng_state()  # 0.15.3 has no name
         if outer_name in self.states_:
             self.states_[outer_name] = outer
         torch.set_rng_state(self.states_[name])

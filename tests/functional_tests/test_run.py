@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +53,11 @@ class Run:
         return self.process.returncode, output
 
     def signal_all(self, number: int) -> None:
-        """Signal the launcher and every rank."""
-        os.killpg(self.process.pid, number)
+        """Signal every rank and the launcher; torchrun gives each rank a session of its own."""
+        launcher = psutil.Process(self.process.pid)
+        for process in [*launcher.children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 def train(num_processes: int, *arguments: str) -> str:
@@ -166,8 +171,7 @@ def test_signal_to_one_rank_stops_all(chats: Path, tmp_path: Path) -> None:
     """If only one rank hears of it, the others wait for it in a collective."""
     run = Run(2, [*MODEL, *options(chats, tmp_path, train_iters=100_000)])
     wait_for_step(run, tmp_path, 2)
-    ranks = subprocess.run(["pgrep", "-P", str(run.process.pid)], capture_output=True, text=True, check=True).stdout
-    os.kill(int(ranks.split()[-1]), signal.SIGTERM)
+    psutil.Process(run.process.pid).children()[-1].send_signal(signal.SIGTERM)
     status, output = run.finish()
     assert status == 0, output
     assert "stopped by a signal" in output

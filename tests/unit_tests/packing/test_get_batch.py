@@ -153,9 +153,32 @@ def test_packed_seq_params():
 def test_packed_seq_params_for_transformer_engine(monkeypatch):
     """Transformer Engine is told real and padded lengths apart; with the two swapped it attends to padding."""
     monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
     params = get_batch(microbatch()).packed_seq_params
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8, 8]
     assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_transformer_engine_before_1_10_gets_padded_lengths_only(monkeypatch, caplog, is_new):
+    """It drops the padded ones: with real ones alone each sequence would be read from the wrong place."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "is_te_min_version", lambda version: is_new)
+    get_batch_module.transformer_engine_takes_padding.cache_clear()
+    try:
+        params = get_batch(microbatch()).packed_seq_params
+    finally:
+        get_batch_module.transformer_engine_takes_padding.cache_clear()
+    assert params.cu_seqlens_q.tolist() == ([0, 3, 8, 8] if is_new else [0, 4, 12, 16])
+    assert ("before 1.10" in caplog.text) != is_new
+
+
+def test_multi_token_prediction_cuts_by_padded_lengths(monkeypatch):
+    """megatron-core rolls labels within `cu_seqlens_q` as if packs had no padding: real lengths would cut elsewhere."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
+    params = get_batch(microbatch(), mtp_on_this_rank=True).packed_seq_params
+    assert params.cu_seqlens_q.tolist() == [0, 4, 12, 16]
 
 
 def test_each_call_draws_one_microbatch():

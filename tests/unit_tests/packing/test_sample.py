@@ -213,3 +213,11 @@ def test_first_cuts_all_fields():
     sample = sample_of([5, 6, 7], [6, 7, 8], [0.5, 0.25, 1.0], [0, 1, 2]).first(2)
     assert len(sample) == 2
     assert columns(sample) == [[5, 6], [6, 7], [0.5, 0.25], [0, 1]]
+
+
+def test_padded_packs_are_read_where_their_sequences_stand():
+    """With padding between sequences, `cu_seqlens` are lengths and not places: all but the first would be shifted."""
+    item = {"tokens": [1, 2, 0, 0, 5, 6, 7, 0], "cu_seqlens": [0, 2, 5], "cu_seqlens_padded": [0, 4, 8]}
+    assert [sample.tokens.tolist() for sample in samples_of(item)] == [[1, 2], [5, 6, 7]]
+    with pytest.raises(ValueError, match="'cu_seqlens_padded' must have 3 entries, but has 2"):
+        samples_of({**item, "cu_seqlens_padded": [0, 8]})

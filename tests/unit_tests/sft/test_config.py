@@ -133,7 +133,11 @@ CONTRADICTIONS = [
     ("--num-query-groups 2", 1, ["--group-query-attention", "--num-query-groups", "both"]),
     ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
     ("--max-position-embeddings 64", 1, ["--max-position-embeddings 64", "at least", "--seq-length 128"]),
-    ("--num-experts 2 --moe-router-topk 3", 1, ["--moe-router-topk 3", "at most --num-experts 2"]),
+    (
+        "--disable-bias-linear --num-experts 2 --moe-router-topk 3",
+        1,
+        ["--moe-router-topk 3", "at most --num-experts 2"],
+    ),
     (
         "--num-layers-per-virtual-pipeline-stage 2",
         1,
@@ -219,12 +223,12 @@ CONTRADICTIONS = [
         ["--num-experts None", "multiple of --expert-model-parallel-size 2"],
     ),
     (
-        "--expert-model-parallel-size 2 --num-experts 3",
+        "--expert-model-parallel-size 2 --disable-bias-linear --num-experts 3",
         2,
         ["--num-experts 3", "multiple of --expert-model-parallel-size 2"],
     ),
     (
-        "--num-experts 4 --tensor-model-parallel-size 2",
+        "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2",
         2,
         ["--num-experts", "--tensor-model-parallel-size above 1", "needs --sequence-parallel"],
     ),
@@ -251,16 +255,20 @@ CONTRADICTIONS = [
     ),
     ("--sequence-packing-scheduler empty", 1, ["--sequence-packing-scheduler needs --sequence-packing"]),
     (
-        "--num-experts 4 --expert-model-parallel-size 4",
+        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4",
         2,
         ["number of processes, 2", "multiple of --expert-model-parallel-size", "4; lower them or start more"],
     ),
     (
-        "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
         4,
         ["number of processes, 4", "times --pipeline-model-parallel-size, 8; lower them or start more"],
     ),
-    ("--num-experts 4 --moe-router-topk 1", 1, ["--moe-router-topk 1 needs --moe-router-pre-softmax"]),
+    (
+        "--disable-bias-linear --num-experts 4 --moe-router-topk 1",
+        1,
+        ["--moe-router-topk 1 needs --moe-router-pre-softmax"],
+    ),
     ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
@@ -336,8 +344,9 @@ def test_adam_that_never_forgets_is_refused():
 
 def test_experts_may_share_the_ranks_of_tensor_and_data_parallel():
     """Expert parallel is no factor of its own in the number of processes."""
-    arguments = "--num-experts 4 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel"
-    assert parse(arguments, world_size=4).parallel.data_parallel_size(4) == 2
+    experts = "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4"
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
+    assert parse(f"{experts} {tensor}", world_size=4).parallel.data_parallel_size(4) == 2
 
 
 def test_empty_list_of_files_is_refused(tmp_path):

@@ -57,7 +57,7 @@ LAYOUTS = [
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
     "--context-parallel-size 2",
     "--pipeline-model-parallel-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2",
-    "--num-experts 4 --expert-model-parallel-size 2",
+    "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 2",
     "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2",
 ]
 
@@ -99,7 +99,8 @@ def test_options_reach_the_config():
             "--swiglu --normalization RMSNorm --norm-epsilon 1e-6 --group-query-attention --num-query-groups 2 "
             "--kv-channels 16 --ffn-hidden-size 96 --disable-bias-linear --add-qkv-bias --qk-layernorm "
             "--hidden-dropout 0.1 --attention-dropout 0.2 --init-method-std 0.01 --num-experts 4 --moe-router-topk 3 "
-            "--moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 --bf16 --sequence-parallel --context-parallel-size 2 "
+            "--expert-model-parallel-size 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 --bf16 "
+            "--sequence-parallel --context-parallel-size 2 "
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --over-length-policy drop "
             "--sequence-packing --max-seqlen-per-dp-cp-rank 200"
         ),
@@ -144,8 +145,10 @@ def test_one_expert_per_token():
     from megatron.sft.model import build_transformer_config
 
     with pytest.raises(FlagError, match="--moe-router-topk 1 needs --moe-router-pre-softmax"):
-        config_of("--num-experts 4 --moe-router-topk 1")
-    built = build_transformer_config(config_of("--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"), CPU)
+        config_of("--disable-bias-linear --num-experts 4 --moe-router-topk 1")
+    built = build_transformer_config(
+        config_of("--disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"), CPU
+    )
     assert (built.moe_router_topk, built.moe_router_pre_softmax) == (1, True)
 
 

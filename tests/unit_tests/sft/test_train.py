@@ -51,7 +51,7 @@ def test_a_checkpoint_loads_in_another_layout(arguments):
         "--swiglu",
         "--normalization RMSNorm",
         "--use-distributed-optimizer",
-        "--num-experts 4",
+        "--disable-bias-linear --num-experts 4",
         "--max-position-embeddings 256",
         "--seq-length 256",
     ],
