@@ -31,25 +31,29 @@ def process_groups(config: SFTConfig) -> Iterator[torch.device]:
         store=store,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
-    try:
-        parallel = config.parallel
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=config.num_virtual_stages,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=1 if config.model.num_experts is not None else None,
-            order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-        )
-        # As Megatron seeds: stages differ, so that their layers do.
-        seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        yield device
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    make_groups(config)
+    # As Megatron seeds: stages differ, so that their layers do.
+    seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    yield device
+    # Not after an error: others may be in a collective, and this rank would wait for them instead of ending the job.
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def make_groups(config: SFTConfig) -> None:
+    """megatron-core's groups for the layout of `config`; the default group exists."""
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.num_virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if config.model.num_experts is not None else None,
+        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
 
 
 def _device() -> torch.device:

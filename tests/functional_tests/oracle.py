@@ -36,6 +36,7 @@ from megatron.packing.pipeline import packed
 from megatron.sft import cpu_support, mcore_fixes
 from megatron.sft.chat_encoder import EncodedSample
 from megatron.sft.config import SFTConfig, parse_config
+from megatron.sft.distributed import make_groups
 from megatron.sft.forward import forward_step
 from megatron.sft.model import (
     build_model,
@@ -286,16 +287,7 @@ def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
     cpu_support.install()
     if dtype == torch.float64:
         _keep_double()
-    parallel = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.num_virtual_stages,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1 if config.model.num_experts is not None else None,
-        order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-    )
+    make_groups(config)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 

@@ -239,6 +239,9 @@ CASES = [
     (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
     (Layout(2), "truncate", f"{20 + CAPACITY + 20} tokens"),
     (Layout(2), "drop", f"{10 + 10 + 20} tokens"),
+    (PIPELINED, "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
+    (PIPELINED, "truncate", f"{20 + CAPACITY + 20} tokens"),
+    (CONTEXT, "drop", f"{10 + 10 + 20} tokens"),
     (PIPELINED, "over capacity", "scheduler 'empty'"),
     (PIPELINED, "stages differ", "the first and the last pipeline stage drew different samples"),
     (CONTEXT, "context differs", "context-parallel ranks of data-parallel rank 0 drew different samples"),
@@ -255,6 +258,31 @@ def test_all_ranks_agree(layout: Layout, case: str, words: str) -> None:
     heard = run_ranks(outcome, layout.world, layout, case, timeout_seconds=30)
     assert len(set(heard)) == 1, heard
     assert words in heard[0]
+
+
+def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
+    """Every rank hands an iterator over: the batch's tokens, how often this rank's was drawn from, whether it owns
+    data.
+    """
+    config = start(layout)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
+    drawn = 0
+
+    def draws() -> Iterator[Any]:
+        nonlocal drawn
+        for number in range(1, 10):
+            drawn += 1
+            yield sample(10 * groups.dp.rank() + number, number)
+
+    loader = wrap_dataloader(draws(), config, 3)
+    return loader.num_total_tokens_this_global_batch, drawn, owns_data(groups)
+
+
+def test_iterators_of_ranks_that_own_no_data_are_left_alone() -> None:
+    """Scripts give every rank a loader: drawing from all of them would encode each sample many times over."""
+    for tokens, drawn, owns in run_ranks(with_iterators_everywhere, 8, PIPELINED):
+        assert tokens == 2 * (1 + 2 + 3)
+        assert drawn == (3 if owns else 0)
 
 
 COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "broadcast", "all_reduce", "all_gather", "send", "recv")

@@ -1,6 +1,5 @@
 """Packed attention without Transformer Engine: exactly causal attention of each sequence, in any layout."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,23 +13,10 @@ from torch import Tensor
 from megatron.packing import attention as attention_module
 from megatron.packing.attention import PackedDotProductAttention, causal_attention
 from megatron.packing.zigzag import shard_index
+from tests.unit_tests.packing.stubs import Ranks
 
 HEADS, WIDTH = 4, 8
 assert_exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Stands for a process group."""
-
-    num_ranks: int = 1
-    mine: int = 0
-
-    def size(self) -> int:
-        return self.num_ranks
-
-    def rank(self) -> int:
-        return self.mine
 
 
 def attention(

@@ -1,6 +1,5 @@
 """One microbatch for one rank: the fields of its stage, its shard, its layout."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,23 +12,10 @@ from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.sample import Sample
 from megatron.packing.zigzag import shard_index
+from tests.unit_tests.packing.stubs import Ranks
 
 CPU = torch.device("cpu")
 FIELDS = ("tokens", "position_ids", "labels", "loss_mask")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Stands for a process group."""
-
-    num_ranks: int = 1
-    mine: int = 0
-
-    def size(self) -> int:
-        return self.num_ranks
-
-    def rank(self) -> int:
-        return self.mine
 
 
 @pytest.fixture(autouse=True)
