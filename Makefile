@@ -5,7 +5,8 @@
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
-NPROC ?= 2
+# As many GPUs as there are, two at most; two CPU processes where there is none.
+NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 TINY_CHAT = data/tiny_chat
 CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.

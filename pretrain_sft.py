@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megatron.sft.config import SFTConfig, parse_config
-from megatron.sft.environment import quiet, world_from_environment
+from megatron.sft.environment import local_rank, quiet, world_from_environment
 from megatron.sft.flags import FlagError, exit_with
 
 
@@ -21,10 +21,10 @@ def main() -> None:
     except FlagError as failure:
         exit_with(str(failure), rank)
     quiet(rank)
-    run(config, rank)
+    run(config, rank, world_size)
 
 
-def run(config: SFTConfig, rank: int) -> None:
+def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     from megatron.packing.lengths import GlobalBatchError
     from megatron.sft.data import build_datasets
@@ -32,15 +32,21 @@ def run(config: SFTConfig, rank: int) -> None:
     from megatron.sft.report import report
     from megatron.sft.train import Trainer, make_folders
 
-    run_dir = Path(config.output.run_dir or config.output.save or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    chosen = config.output.run_dir or config.output.save
+    run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
     try:
-        make_folders(config.output.save, str(run_dir))
+        make_folders(config.output.save, chosen)
         datasets = build_datasets(config)
+    except ValueError as failure:
+        exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
+    try:
         with process_groups(config) as device:
             trainer = Trainer(config, datasets, device, run_dir)
             trainer.train()
-    except (ValueError, GlobalBatchError) as failure:
-        exit_with(str(failure), rank)
+    except GlobalBatchError as failure:
+        exit_with(str(failure), rank)  # all ranks have the same
+    except ValueError as failure:
+        exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
     if rank == 0 and trainer.progress.iteration:
         report(run_dir)
 

@@ -6,8 +6,8 @@ fp16, else `scaled_dot_product_attention` sequence by sequence, which costs the 
 of T x T.
 
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag
-pieces attends to all tokens up to its own last one. Memory: the keys and values of the whole pack, per layer, while
-it runs.
+pieces attends to all tokens up to its own last one. Memory: the keys and values of the whole pack, per layer, until the
+backward pass; `recompute_granularity="selective"` gathers them again instead.
 """
 
 from __future__ import annotations

@@ -53,10 +53,20 @@ GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
 Microbatch = dict[str, Any]
 
 
+class PackedIterator(Iterator[Microbatch]):
+    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the user's data."""
+
+    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
+        self._microbatches = iter(microbatches)
+
+    def __next__(self) -> Microbatch:
+        return next(self._microbatches)
+
+
 class WrappedDataLoader(NamedTuple):
     """What Megatron's own code expects of `wrap_dataloader`, by name."""
 
-    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]]
+    data_iterator: PackedIterator | list[PackedIterator]
     num_microbatches: int
     num_total_tokens_this_global_batch: int
     sequence_square_sum_this_global_batch: int
@@ -125,7 +135,7 @@ def wrap_iterator_helper(
 
 def as_data_loader(batch: GlobalBatch, num_virtual_stages: int | None) -> WrappedDataLoader:
     """Iterators over the batch, as many as this rank has virtual stages."""
-    iterators = [iter(batch.microbatches) for _ in range(num_virtual_stages or 1)]
+    iterators = [PackedIterator(batch.microbatches) for _ in range(num_virtual_stages or 1)]
     return WrappedDataLoader(
         iterators[0] if num_virtual_stages is None else iterators,
         batch.stats.num_microbatches,
@@ -234,7 +244,7 @@ def _gather(draw: Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, in
     Raises GlobalBatchError on every owner alike.
     """
     rows = draw.table
-    numbers = [len(rows), int(rows[:, 0].sum()), draw.num_dropped, draw.num_cut, int(draw.ended)]
+    numbers = [len(rows), draw.checksum(), draw.num_dropped, draw.num_cut, int(draw.ended)]
     answers = agree(groups.dp_cp, [groups.dp.rank(), groups.cp.rank(), *numbers], draw.error)
     in_order = answers[np.lexsort((answers[:, 1], answers[:, 0])), 2:]
     by_rank = in_order.reshape(groups.dp.size(), groups.cp.size(), len(numbers))
@@ -244,8 +254,9 @@ def _gather(draw: Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, in
             f"context-parallel ranks of data-parallel rank {differing[0]} drew different samples; "
             "give them the same data iterator"
         )
-    counts, _, dropped, cut, ended = by_rank[:, 0].T
-    return gather_table(groups.dp, rows, counts), int(dropped.sum()), int(cut.sum()), bool(ended.any())
+    counts, checksums, dropped, cut, ended = by_rank[:, 0].T
+    table = gather_table(groups.dp, rows, counts, checksums)
+    return table, int(dropped.sum()), int(cut.sum()), bool(ended.any())
 
 
 def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:

@@ -4,6 +4,7 @@ raising it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,13 @@ class Draw:
     """The iterator had no more."""
     error: str | None = None
     """Why drawing was given up."""
+
+    def checksum(self) -> int:
+        """Equal where the same samples were drawn in the same order."""
+        checksum = zlib.crc32(self.table.tobytes())
+        for words in self.words:
+            checksum = zlib.crc32(words.numpy().tobytes(), checksum)
+        return checksum
 
     @property
     def table(self) -> np.ndarray:

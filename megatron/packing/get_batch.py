@@ -84,7 +84,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
 
     def shard(values: Tensor) -> Tensor:
-        return (values if index is None else values[index.to(values.device)]).to(device).unsqueeze(0)
+        shard = values if index is None else values[index.to(values.device, non_blocking=True)]
+        return shard.to(device, non_blocking=True).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
@@ -112,7 +113,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device, pads_are
     """
     real, padded = microbatch["cu_seqlens"], microbatch["cu_seqlens_padded"]
     if transformer_engine_installed():
-        real, padded = real.to(device), padded.to(device)
+        real, padded = real.to(device, non_blocking=True), padded.to(device, non_blocking=True)
     if not pads_are_apart or not transformer_engine_takes_padding():
         real = padded
     return PackedSeqParams(

@@ -31,16 +31,20 @@ class LengthTable:
     draw: np.ndarray
     source_rank: np.ndarray
 
+    checksums: np.ndarray
+    """Of each data-parallel rank's samples."""
+
     def fingerprint(self) -> int:
         """Equal on ranks that drew the same batch."""
-        return zlib.crc32(np.concatenate((self.length, self.kind, self.source_rank)).tobytes())
+        return zlib.crc32(np.concatenate((self.length, self.kind, self.source_rank, self.checksums)).tobytes())
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors for this group's collectives must live."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    # A group of several backends, or of the default ones, has a name of its own; only gloo alone stays on the CPU.
+    if not torch.cuda.is_available() or dist.get_backend(group) in ("gloo", "cpu:gloo"):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def agree(group: dist.ProcessGroup, numbers: list[int], error: str | None) -> np.ndarray:
@@ -50,31 +54,31 @@ def agree(group: dist.ProcessGroup, numbers: list[int], error: str | None) -> np
     that does.
     """
     device = device_of(group)
-    text = None if error is None else error or "an error without a text"
-    mine = torch.tensor([0 if text is None else len(text.encode()), *numbers], dtype=torch.int64, device=device)
+    text = b"" if error is None else (error or "an error without a text").encode(errors="backslashreplace")
+    mine = torch.tensor([len(text), *numbers], dtype=torch.int64, device=device)
     gathered = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(gathered, mine, group=group)
     table = gathered.view(group.size(), -1).cpu().numpy()
     failed = np.flatnonzero(table[:, 0])
     if failed.size:
-        raise GlobalBatchError(_broadcast_text(group, int(failed[0]), int(table[failed[0], 0]), text or ""))
+        raise GlobalBatchError(_broadcast_text(group, int(failed[0]), int(table[failed[0], 0]), text))
     return table[:, 1:]
 
 
-def _broadcast_text(group: dist.ProcessGroup, group_rank: int, num_bytes: int, text: str) -> str:
+def _broadcast_text(group: dist.ProcessGroup, group_rank: int, num_bytes: int, text: bytes) -> str:
     device = device_of(group)
     if group.rank() == group_rank:
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+        data = torch.tensor(list(text), dtype=torch.uint8, device=device)
     else:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     dist.broadcast(data, src=dist.get_global_rank(group, group_rank), group=group)
     return bytes(data.cpu().tolist()).decode()
 
 
-def gather_table(group: dist.ProcessGroup, rows: np.ndarray, counts: np.ndarray) -> LengthTable:
+def gather_table(group: dist.ProcessGroup, rows: np.ndarray, counts: np.ndarray, checksums: np.ndarray) -> LengthTable:
     """Gather the rows of all data-parallel ranks.
 
-    rows: int64 [n, 3], the `COLUMNS` of this rank's samples; counts: int64 [dp], how many each rank brings. One
+    rows: int64 [n, 3], the `COLUMNS` of this rank's samples; counts, checksums: int64 [dp], of each rank's. One
     collective of 24 bytes per sequence, padded to the largest rank.
     """
     device = device_of(group)
@@ -89,6 +93,7 @@ def gather_table(group: dist.ProcessGroup, rows: np.ndarray, counts: np.ndarray)
         kind=table[:, 1].copy(),
         draw=table[:, 2].copy(),
         source_rank=np.repeat(np.arange(group.size(), dtype=np.int64), counts),
+        checksums=checksums,
     )
 
 

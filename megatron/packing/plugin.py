@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from copy import copy
 from functools import update_wrapper, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -149,7 +148,7 @@ class PackingSchedule:
         _check_groups(arguments.get("pg_collection"))
         is_packed = _is_packed(data_iterator)
         return (self.plain if is_packed else self._packed)(
-            data_iterator=data_iterator if is_packed else _guarded(data_iterator),
+            data_iterator=data_iterator,
             model=model,
             forward_step_func=_checking_loss(forward_step_func),
             **arguments,
@@ -256,42 +255,13 @@ def _check_groups(pg_collection: Any) -> None:
 
 
 def _is_packed(data_iterator: Any) -> bool:
-    """Whether the script called `wrap_dataloader` itself. The same on all ranks, since that gives each of them a plain
-    list's iterator, whose first entry a copy tells.
+    """Whether the script called `wrap_dataloader` itself; the same on all ranks, since it gives each of them its
+    iterator.
     """
+    from megatron.packing.data_schedule import PackedIterator
+
     first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
-    return isinstance(first, type(iter([]))) and _is_packed_microbatch(next(copy(first), None))
-
-
-def _is_packed_microbatch(drawn: Any) -> bool:
-    return isinstance(drawn, Mapping) and "cu_seqlens_padded" in drawn
-
-
-def _guarded(data_iterator: Any) -> Any:
-    if isinstance(data_iterator, (list, tuple)):
-        return [_guarded(iterator) for iterator in data_iterator]
-    return None if data_iterator is None else _Samples(data_iterator)
-
-
-class _Samples:
-    """The same iterator, which must not give packed microbatches: their padding would be read as tokens. `draw` brings
-    the error to all ranks.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> _Samples:
-        return self
-
-    def __next__(self) -> Any:
-        drawn = next(self._iterator)
-        if _is_packed_microbatch(drawn):
-            raise ValueError(
-                "this is a packed microbatch; hand over the iterator of wrap_dataloader itself, or leave "
-                "wrap_dataloader out"
-            )
-        return drawn
+    return isinstance(first, PackedIterator)
 
 
 def _checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,7 +115,13 @@ def _sample(tokens: Tensor, fields: Mapping[str, Tensor | None], start: int, end
 
 
 def _flat(values: Any, dtype: torch.dtype) -> Tensor:
-    return torch.as_tensor(values).detach().to("cpu", dtype).reshape(-1)
+    tensor = torch.as_tensor(values).detach()
+    if tensor.dim() > 1 and tensor.numel() != tensor.shape[-1]:
+        raise ValueError(
+            f"a sample's fields must be [L] or [1, L], but one is {list(tensor.shape)}; "
+            "hand rows over as a list of samples"
+        )
+    return tensor.to("cpu", dtype).reshape(-1)
 
 
 def encode(sample: Sample) -> tuple[int, Tensor]:

@@ -43,7 +43,8 @@ class PackingSettings:
         per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
         if per_rank is None or per_rank < smallest:
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}"
+                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}; "
+                "set it to the tokens of the longest sequence over the context-parallel size"
             )
         multiple = 1
         if config.virtual_pipeline_model_parallel_size is not None:
@@ -54,12 +55,12 @@ class PackingSettings:
             capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
             over_length_policy=getattr(config, "sequence_packing_over_length", "error"),
             microbatch_multiple=multiple,
-            cost=getattr(config, "sequence_cost", None) or _cost_of(config),
+            cost=getattr(config, "sequence_cost", None) or cost_of(config),
         )
 
 
-def _cost_of(config: TransformerConfig) -> SequenceCost:
-    """The model's cost as far as its config tells; the vocabulary is not part of it."""
+def cost_of(config: TransformerConfig, vocab_size: int = 0) -> SequenceCost:
+    """FLOPs of a sequence of GPTModel; without a `vocab_size`, which no config tells, the output layer is left out."""
     return gpt_sequence_cost(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -67,9 +68,10 @@ def _cost_of(config: TransformerConfig) -> SequenceCost:
         num_query_groups=config.num_query_groups or config.num_attention_heads,
         kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
         ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        vocab_size=0,
+        vocab_size=vocab_size,
         swiglu=config.gated_linear_unit,
         num_experts=config.num_moe_experts,
         moe_router_topk=config.moe_router_topk,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
     )

@@ -68,8 +68,8 @@ def zigzag(padded_lengths: tuple[int, ...], size: int, rank: int, device: torch.
         key = [gathered[start : start + (number + 1) * p] for start, p in zip(starts, pieces)]
         halves.append(
             Half(
-                query_index=torch.from_numpy(np.concatenate(query)).to(device),
-                key_index=torch.from_numpy(np.concatenate(key)).to(device),
+                query_index=torch.from_numpy(np.concatenate(query)).to(device, non_blocking=True),
+                key_index=torch.from_numpy(np.concatenate(key)).to(device, non_blocking=True),
                 query_lengths=tuple(pieces),
                 key_lengths=tuple((number + 1) * p for p in pieces),
             )

@@ -93,7 +93,7 @@ class EncodedSample:
 
 
 class Dropped(NamedTuple):
-    """A record that makes no sample. The reasons are few, so that they can be counted by name."""
+    """A record that makes no sample. Counted, and shown in each step's log line."""
 
     reason: Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
 

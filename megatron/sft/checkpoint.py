@@ -31,6 +31,8 @@ class Progress(NamedTuple):
 
     iteration: int
     consumed_samples: int
+    evaluation_due: bool
+    """Whether the step was one to evaluate after, and the run was stopped before that."""
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -49,28 +51,45 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
-def save_checkpoint(folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any]) -> None:
-    """Write a complete checkpoint; collective."""
+def save_checkpoint(
+    folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """Write a complete checkpoint; collective. It takes its place only once it is whole.
+
+    model_options: what a run that loads it must share; data: what it is told of if it does not.
+    """
     path = checkpoint_path(folder, progress.iteration)
+    unfinished = path.with_suffix(".unfinished")
+    for chunk in training.model:
+        if chunk.ddp_config.overlap_param_gather:  # or other ranks' shards would be those of the step before
+            chunk.start_param_sync(force_sync=True)
     if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)  # what a run killed while saving left
-        path.mkdir(parents=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(training, is_loading=False)
     state["progress"] = progress._asdict()
     state["model_options"] = model_options
+    state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()
-    dist_checkpointing.save(state, str(path), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(unfinished, path)
         temporary = Path(folder) / (TRACKER + ".tmp")
         temporary.write_text(str(progress.iteration))
         os.replace(temporary, Path(folder) / TRACKER)
     dist.barrier()
 
 
-def load_checkpoint(folder: str | Path, training: Training, model_options: dict[str, Any]) -> Progress | None:
+def load_checkpoint(
+    folder: str | Path, training: Training, model_options: dict[str, Any], data: dict[str, Any]
+) -> Progress | None:
     """Continue from the newest checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
+
+    Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
+    checkpoint's are reported and taken.
 
     Raises ValueError if it is of another model. Random states (of dropout) continue only in the same layout.
     """
@@ -89,6 +108,9 @@ def load_checkpoint(folder: str | Path, training: Training, model_options: dict[
         raise ValueError(
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
         )
+    if common["data"] != data and dist.get_rank() == 0:
+        print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)
+    rates = [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in training.optimizer.param_groups]
     with torch.no_grad():
         _make_adam_state(training)
         template = _sharded_state(training, is_loading=True)
@@ -99,6 +121,8 @@ def load_checkpoint(folder: str | Path, training: Training, model_options: dict[
         for number, chunk in enumerate(training.model):
             unwrap_model(chunk).load_state_dict(state[f"model{number}"])
         training.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(training.optimizer.param_groups, rates):
+            group.update(rate)
         training.scheduler.load_state_dict(state["scheduler"])
     if same_layout:
         _restore_random_states(state["random_states"])

@@ -21,6 +21,7 @@ from megatron.sft.mock_dataset import MockSFTDataset
 from megatron.sft.tokenizer import build_tokenizer
 
 _MOCK_VOCAB_SIZE = 1024
+_MOCK_SAMPLES = 2**40
 
 
 class Dataset(Protocol):
@@ -29,6 +30,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> EncodedSample | Dropped: ...
+
+    def fingerprint(self) -> str:
+        """Changes with the records and their order."""
+        ...
 
 
 class Datasets(NamedTuple):
@@ -69,19 +74,13 @@ def _build_mock(config: SFTConfig) -> Datasets:
     vocab_size = config.data.vocab_size or _MOCK_VOCAB_SIZE
     training = config.training
 
-    def made_up(seed: int, num_batches: int) -> Dataset:
-        return MockDataset(
-            MockSFTDataset(
-                config.data.sft_mock_dataset_config_json,
-                config.model.seq_length,
-                vocab_size,
-                seed,
-                num_samples=max(num_batches, 1) * training.global_batch_size,
-            )
-        )
+    def made_up(seed: int) -> Dataset:
+        lengths = config.data.sft_mock_dataset_config_json
+        samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=_MOCK_SAMPLES)
+        return MockDataset(samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
 
-    train = made_up(training.seed, training.train_iters)
-    valid = Part(made_up(training.seed + 1, training.eval_iters), 0, training.eval_iters * training.global_batch_size)
+    train, valid = made_up(training.seed), made_up(training.seed + 1)
+    valid = Part(valid, 0, training.eval_iters * training.global_batch_size)
     return Datasets(train, valid, Part(train, 0, 0), vocab_size)
 
 
@@ -115,18 +114,25 @@ class ChatDataset:
                 return Dropped("bad sample")
             raise
 
+    def fingerprint(self) -> str:
+        return " ".join(source.fingerprint() for source in self._sources)
+
 
 class MockDataset:
     """Made-up samples, all of whose tokens count in the loss."""
 
-    def __init__(self, samples: MockSFTDataset) -> None:
+    def __init__(self, samples: MockSFTDataset, fingerprint: str) -> None:
         self._samples = samples
+        self._fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> EncodedSample | Dropped:
         return EncodedSample(**self._samples[index], is_cut=False)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
 class Part:
@@ -144,6 +150,9 @@ class Part:
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in range({len(self)}), but is {index}")
         return self._dataset[self._start + index]
+
+    def fingerprint(self) -> str:
+        return f"{self._start}-{self._end} of {self._dataset.fingerprint()}"
 
 
 class Share(NamedTuple):

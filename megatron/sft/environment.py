@@ -12,6 +12,11 @@ def world_from_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This rank's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def quiet(rank: int) -> None:
     """Keep megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
     for notice in ("Apex is not installed", "transformer_engine", "Transformer Engine", "FutureWarning", "fused Adam"):

@@ -30,7 +30,7 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
             data_iterator,
             vpp_size=config.virtual_pipeline_model_parallel_size,
             vp_stage=vp_stage,
-            mtp_on_this_rank=has_embedding and not is_first,
+            mtp_on_this_rank=is_last and config.mtp_num_layers is not None,
         )
     else:
         batch = next(data_iterator)

@@ -66,9 +66,9 @@ class StepMetrics:
     """Real tokens of all devices together."""
     tflops_per_device: float
     dropped_samples: int
-    """Sequences over capacity that this step dropped."""
+    """Samples of this step that were left out: too long, broken, or without a token that counts."""
     cut_samples: int
-    """Sequences over capacity that this step cut."""
+    """Samples of this step that were cut."""
 
     @property
     def fill(self) -> float:
@@ -123,10 +123,14 @@ class Evaluation:
     """Per-token mean over all of the evaluation's batches."""
     num_tokens: int
     """Tokens that the loss is taken on."""
+    dropped_samples: int = 0
+    cut_samples: int = 0
 
     def to_line(self) -> str:
         """The evaluation as one line of a log."""
-        return f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens)"
+        left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
+        left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
+        return f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
 
     def to_json(self) -> str:
         """The evaluation as its line of `metrics.jsonl`."""
@@ -219,12 +223,11 @@ class MetricsWriter:
         elif metrics.iteration % self._log_interval == 0:
             print(metrics.to_line(self._train_iters), flush=True)
 
-    def evaluation(self, iteration: int, split: str, loss: float, num_tokens: int) -> None:
-        """Writes and shows the loss over held-out data after `iteration` steps."""
-        evaluation = Evaluation(iteration=iteration, split=split, loss=loss, num_tokens=num_tokens)
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Writes and shows the loss over held-out data."""
         self._file.write(evaluation.to_json() + "\n")
         if self._tensorboard is not None:
-            self._tensorboard.add_scalar(f"{split}/loss", loss, iteration)
+            self._tensorboard.add_scalar(f"{evaluation.split}/loss", evaluation.loss, evaluation.iteration)
         if self._bar is not None:
             self._bar.write(evaluation.to_line())
         else:

@@ -23,27 +23,32 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.cost import SequenceCost
+from megatron.packing.get_batch import transformer_engine_installed
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.settings import cost_of
 from megatron.sft.config import SFTConfig
 
 
 class Training(NamedTuple):
-    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule."""
+    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule, cost model."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    cost: SequenceCost
+    """FLOPs of a sequence: what packs are balanced by, and TFLOP/s counted with."""
 
 
 def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
     """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
-    transformer_config.sequence_cost = sequence_cost(config, vocab_size)  # type: ignore[attr-defined]
+    cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
+    transformer_config.sequence_cost = cost  # type: ignore[attr-defined]  # read by PackingSettings
     model = build_model(config, transformer_config, vocab_size, device)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
-    return Training(model, optimizer, build_scheduler(config, optimizer))
+    return Training(model, optimizer, build_scheduler(config, optimizer), cost)
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
@@ -52,24 +57,6 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
     """
     unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
     return -(-vocab_size // unit) * unit
-
-
-def sequence_cost(config: SFTConfig, vocab_size: int) -> SequenceCost:
-    """FLOPs of a sequence, for schedulers and for TFLOP/s."""
-    model = config.model
-    return gpt_sequence_cost(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.resolved_kv_channels,
-        ffn_hidden_size=model.resolved_ffn_hidden_size,
-        vocab_size=padded_vocab_size(vocab_size, config),
-        swiglu=model.swiglu,
-        num_experts=model.num_experts,
-        moe_router_topk=model.moe_router_topk,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-    )
 
 
 def build_transformer_config(
@@ -127,7 +114,7 @@ def build_transformer_config(
         deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=transformer_engine_installed() and model.position_embedding_type == "rope",
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     if packing.sequence_packing:
@@ -222,6 +209,8 @@ def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> Optimize
         end_wd=training.weight_decay,
         wd_incr_steps=training.train_iters * training.global_batch_size,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows its own options
     )
 
 

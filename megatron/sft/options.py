@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 
@@ -342,6 +343,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _in_range(self, 1, None, "log_interval", "save_interval")
+        if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
         if self.save_interval is not None and self.save is None:
             raise ValueError("--save-interval needs --save")
 

@@ -27,8 +27,8 @@ from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
 from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
 from megatron.sft.forward import forward_step, padded_batches
-from megatron.sft.metrics import MetricsWriter, StepMetrics, json_line, truncate_after
-from megatron.sft.model import build_training, sequence_cost
+from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics, json_line, truncate_after
+from megatron.sft.model import build_training
 from megatron.sft.report import PACKS_FILE
 from megatron.sft.stop import StopSignals
 
@@ -57,7 +57,6 @@ class Trainer:
         self._run_dir = run_dir
         self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device)
-        self._cost = sequence_cost(config, datasets.vocab_size)
         self._packing = config.packing.sequence_packing
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward) if self._packing else forward_backward
@@ -67,13 +66,15 @@ class Trainer:
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
         )
-        self._progress = Progress(0, 0)
+        self._progress = Progress(0, 0, evaluation_due=True)
         self._saved_iteration: int | None = None
-        if config.output.load is not None:
-            loaded = load_checkpoint(config.output.load, self._training, self._model_options())
+        load, save = config.output.load, config.output.save
+        if load is not None:
+            loaded = load_checkpoint(load, self._training, self._model_options(), self._data_options())
             if loaded is not None:
                 self._progress = loaded
-                self._saved_iteration = loaded.iteration if config.output.load == config.output.save else None
+                if save is not None and Path(load).resolve() == Path(save).resolve():
+                    self._saved_iteration = loaded.iteration
         self._stream = SampleStream(
             datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
         )
@@ -85,40 +86,48 @@ class Trainer:
 
     def train(self) -> None:
         """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
-        config = self._config
-        log = _Log(config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
-        evaluate_every = config.training.eval_interval
-        data = self._batches(self._stream)
+        log = _Log(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         try:
             with StopSignals() as signals:
-                if self._progress.iteration == 0:
-                    self._evaluate(self._datasets.valid, "valid", log)
-                while self._progress.iteration < config.training.train_iters:
-                    stop = self._step(data, signals, log)
-                    iteration = self._progress.iteration
-                    if stop:
-                        if log is not None:
-                            folder = config.output.save
-                            way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
-                            log.say(f"stopped by a signal after step {iteration}; {way_on}")
-                        break
-                    if iteration % evaluate_every == 0 or iteration == config.training.train_iters:
-                        self._evaluate(self._datasets.valid, "valid", log)
-                    if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
-                        self._save(log)
-                if self._progress.iteration == config.training.train_iters:
-                    self._evaluate(self._datasets.test, "test", log)
+                try:
+                    self._run_steps(signals, log)
+                except GlobalBatchError:  # raised alike on every rank, before the step changed anything
+                    self._save(log)
+                    raise
                 self._save(log)
-        except GlobalBatchError:  # raised alike on every rank, before the step changed anything
-            self._save(log)
-            raise
         finally:
             if log is not None:
                 log.close()
 
+    def _run_steps(self, signals: StopSignals, log: _Log | None) -> None:
+        config = self._config
+        data = self._batches(self._stream)
+        last = config.training.train_iters
+        ends_here = self._progress.iteration < last or self._progress.evaluation_due
+        self._evaluate_if_due(log)
+        while self._progress.iteration < last:
+            stop = self._step(data, signals, log)
+            iteration = self._progress.iteration
+            if stop:
+                if log is not None:
+                    folder = config.output.save
+                    way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
+                    log.say(f"stopped by a signal after step {iteration}; {way_on}")
+                return
+            self._evaluate_if_due(log)
+            if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
+                self._save(log)
+        if ends_here:
+            self._evaluate(self._datasets.test, "test", log)
+
+    def _evaluate_if_due(self, log: _Log | None) -> None:
+        if self._progress.evaluation_due:
+            self._evaluate(self._datasets.valid, "valid", log)
+            self._progress = self._progress._replace(evaluation_due=False)
+
     def _step(self, data: Iterator[Any], signals: StopSignals, log: _Log | None) -> bool:
         """One optimizer step; whether some rank was asked to stop."""
-        model, optimizer, scheduler = self._training
+        model, optimizer, scheduler, cost = self._training
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
@@ -131,8 +140,11 @@ class Trainer:
             scheduler.step(increment=self._config.training.global_batch_size)
         reduced = self._reduce(losses, signals.requested, self._stream.counts - counted)
         timer.stop()
+        iteration = self._progress.iteration + 1
         self._progress = Progress(
-            self._progress.iteration + 1, self._progress.consumed_samples + self._config.training.global_batch_size
+            iteration,
+            self._progress.consumed_samples + self._config.training.global_batch_size,
+            iteration % self._config.training.eval_interval == 0 or iteration == self._config.training.train_iters,
         )
         seconds = timer.elapsed()
         if log is not None:
@@ -157,7 +169,7 @@ class Trainer:
                     microbatches=stats.num_microbatches,
                     balance=stats.balance,
                     tokens_per_second=stats.num_tokens / seconds,
-                    tflops_per_device=self._cost.of_batch(stats.num_tokens, stats.square_sum)
+                    tflops_per_device=cost.of_batch(stats.num_tokens, stats.square_sum)
                     / (seconds * dist.get_world_size() * 1e12),
                     dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
                     cut_samples=reduced.counts.num_cut + stats.num_cut,
@@ -173,7 +185,8 @@ class Trainer:
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
             return
-        data = self._batches(SampleStream(dataset, self._share, seed=None))
+        stream = SampleStream(dataset, self._share, seed=None)
+        data = self._batches(stream)
         for chunk in self._training.model:
             chunk.eval()
         losses: list[Any] = []
@@ -182,9 +195,18 @@ class Trainer:
                 losses.extend(self._run(data, forward_only=True))
         for chunk in self._training.model:
             chunk.train()
-        reduced = self._reduce(losses, False, Counts())
+        reduced = self._reduce(losses, False, stream.counts)
         if log is not None:
-            log.writer.evaluation(self._progress.iteration, split, reduced.loss, reduced.num_loss_tokens)
+            log.writer.evaluation(
+                Evaluation(
+                    iteration=self._progress.iteration,
+                    split=split,
+                    loss=reduced.loss,
+                    num_tokens=reduced.num_loss_tokens,
+                    dropped_samples=reduced.counts.num_dropped,
+                    cut_samples=reduced.counts.num_cut,
+                )
+            )
 
     def _run(self, data: Any, *, forward_only: bool) -> list[Any]:
         return self._forward_backward(
@@ -250,7 +272,9 @@ class Trainer:
     def _save(self, log: _Log | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        save_checkpoint(self._config.output.save, self._training, self._progress, self._model_options())
+        save_checkpoint(
+            self._config.output.save, self._training, self._progress, self._model_options(), self._data_options()
+        )
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
@@ -259,6 +283,10 @@ class Trainer:
         """What a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
+
+    def _data_options(self) -> dict[str, Any]:
+        """What decides which samples a position in the data means."""
+        return {"seed": self._config.training.seed, "fingerprint": self._datasets.train.fingerprint()}
 
 
 def make_folders(*paths: str | None) -> None:

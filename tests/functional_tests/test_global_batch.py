@@ -132,6 +132,9 @@ def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
     by_rank = [[5, 64, 1, 17, 30], [33, 2, 8, 64, 9], [7, 7, 50, 12, 21]][:data_parallel]
     ranks = run_ranks(received, layout.world, layout, scheduler, by_rank)
     lengths = [length for lengths in by_rank for length in lengths]
+    for data_rank in range(data_parallel):
+        layouts = [[batch["cu_seqlens"] for batch in rank[4]] for rank in ranks if rank[3]["dp"] == data_rank]
+        assert all(known == layouts[0] for known in layouts), "stages or shards see different packs"
     assert {rank[:2] for rank in ranks} == {(ranks[0][0], sum(lengths))}
     assert {rank[2] for rank in ranks} == {sum(length**2 for length in lengths)}
     assert ranks[0][0] % (layout.pipeline if layout.virtual else 1) == 0
@@ -212,7 +215,7 @@ def outcome(layout: Layout, case: str) -> str:
         if case == "stages differ":
             yield sample(2, 5 + groups.pp.rank())
         if case == "context differs":
-            yield sample(2, 5 + groups.cp.rank())
+            yield [sample(2, 5 + groups.cp.rank()), sample(3, 6 - groups.cp.rank())]  # the same lengths, swapped
         if case == "some end" and rank == 0:
             return
         yield sample(3, 20)

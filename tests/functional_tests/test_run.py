@@ -143,15 +143,31 @@ def test_continues_in_another_layout(chats: Path, whole: Path, tmp_path: Path, l
         assert found[iteration]["tokens"] == expected[iteration]["tokens"]
 
 
-def test_distributed_optimizer_continues(chats: Path, tmp_path: Path) -> None:
-    """megatron-core's own restore gives Adam one step counter for all parameters: the updates would be wrong."""
-    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["float32", "bfloat16"])
+def test_distributed_optimizer_continues(chats: Path, tmp_path: Path, precision: tuple[str, ...]) -> None:
+    """megatron-core's own restore gives Adam one step counter for all parameters; and with the gather of parameters
+    overlapped, what is saved without it are other ranks' weights of the step before.
+    """
+    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *precision]
     train(2, *options(chats, tmp_path), *sharded)
     expected = steps_of(tmp_path)
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
     train(2, *options(chats, tmp_path), *sharded)
     found = steps_of(tmp_path)
     assert [found[i]["loss"] for i in range(1, 7)] == [expected[i]["loss"] for i in range(1, 7)]
+
+
+def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """megatron-core restores the schedule of the checkpoint: a new --lr or --train-iters would be ignored without a
+    word.
+    """
+    shutil.copytree(whole, tmp_path / "run")
+    output = train(
+        1, *options(chats, tmp_path / "run", train_iters=8), "--lr", "5e-4", "--min-lr", "4e-4", "--seed", "5"
+    )
+    rates = [steps_of(tmp_path / "run")[i]["lr"] for i in (7, 8)]
+    assert all(4e-4 <= rate <= 5e-4 for rate in rates)
+    assert "was trained on other data, or in another order" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

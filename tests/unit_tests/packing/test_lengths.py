@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.packing import lengths
 from megatron.packing.lengths import (
     GlobalBatchError,
     LengthTable,
@@ -52,7 +53,7 @@ def test_agree_raises_with_the_text(group, text):
 @pytest.mark.parametrize("rows", [[], [[3, 1, 0]], [[3, 1, 0], [2**40, 0, 0], [5, 7, 2]]])
 def test_gather_table(group, rows):
     """A column taken for another schedules kinds as lengths; the padding of the gather must not become sequences."""
-    table = gather_table(group, array(*rows).reshape(-1, 3), array(len(rows)))
+    table = gather_table(group, array(*rows).reshape(-1, 3), array(len(rows)), array(7))
     assert table.length.tolist() == [row[0] for row in rows]
     assert table.kind.tolist() == [row[1] for row in rows]
     assert table.draw.tolist() == [row[2] for row in rows]
@@ -64,13 +65,15 @@ def test_fingerprint_tells_batches_apart():
     """It is all that finds first and last stages which read different data: equal prints pair tokens with the labels
     of others.
     """
-    table = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), source_rank=array(0, 1))
-    same = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), source_rank=array(0, 1))
+    ranks = {"source_rank": array(0, 1), "checksums": array(7, 8)}
+    table = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), **ranks)
+    same = LengthTable(length=array(3, 5), kind=array(0, 1), draw=array(0, 0), **ranks)
     others = [
         replace(table, length=array(3, 6)),
         replace(table, length=array(5, 3)),
         replace(table, kind=array(1, 0)),
         replace(table, source_rank=array(0, 0)),
+        replace(table, checksums=array(7, 9)),
     ]
     assert table.fingerprint() == same.fingerprint()
     assert table.fingerprint() not in [other.fingerprint() for other in others]
@@ -82,3 +85,27 @@ def test_broadcast_numbers(group, numbers):
     received = broadcast_numbers(group, numbers, source=0)
     assert received.dtype == np.int64
     assert received.tolist() == numbers.tolist()
+
+
+def test_error_texts_of_any_bytes_travel(group):
+    """A file name that is not UTF-8 must not raise on one rank alone, while the others wait."""
+    with pytest.raises(GlobalBatchError, match="name"):
+        agree(group, [1], "name \udce9")
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_cuda", "device"),
+    [
+        ("gloo", True, "cpu"),
+        ("nccl", True, "cuda"),
+        ("undefined", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", True, "cuda"),
+        ("undefined", False, "cpu"),
+    ],
+)
+def test_device_of_groups_of_any_backend(group, monkeypatch, backend, has_cuda, device):
+    """Groups of the default backends are called neither nccl nor gloo: tokens would stay on the CPU."""
+    monkeypatch.setattr(lengths.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(lengths.torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(lengths.torch.cuda, "current_device", lambda: 0)
+    assert lengths.device_of(group).type == device

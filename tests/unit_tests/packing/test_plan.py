@@ -30,7 +30,7 @@ def plans(lengths, kinds, rank, microbatch, num_ranks, num_microbatches) -> list
         num_cut=0,
     )
     zeros = np.zeros_like(length)
-    table = LengthTable(length=length, kind=kind, draw=zeros, source_rank=zeros)
+    table = LengthTable(length=length, kind=kind, draw=zeros, source_rank=zeros, checksums=zeros)
     return [StepPlan.for_rank(r, table, schedule, stats) for r in range(num_ranks)]
 
 

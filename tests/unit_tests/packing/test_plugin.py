@@ -16,7 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import data_schedule, get_batch, plugin
-from megatron.packing.draw import draw_samples
+from megatron.packing.data_schedule import PackedIterator
 
 NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")
 
@@ -198,24 +198,13 @@ def test_an_iterator_that_the_script_wrapped_is_not_packed_again(calls: list[dic
     """Packs would be packed as if they were sequences, with their padding as tokens."""
     config = make_config()
     plugin.install(config)
-    packs = iter([{"tokens": torch.arange(4), "cu_seqlens": torch.tensor([0, 3]), "cu_seqlens_padded": None}])
+    packs = PackedIterator([{"tokens": torch.arange(4), "cu_seqlens": torch.tensor([0, 3])}])
     for data in (packs, [packs, packs]):
         get_forward_backward_func()(
             data_iterator=data, model=Model(config), forward_step_func=forward_step, num_microbatches=1
         )
         assert calls[-1]["data_iterator"] is data
     assert len(list(packs)) == 1, "looking at the iterator must not consume it"
-
-
-def test_packs_in_disguise_are_refused() -> None:
-    """Behind a generator the packs of wrap_dataloader look like samples, and would train with padding as tokens."""
-    packed = {"tokens": [1, 2, 0], "cu_seqlens": [0, 2], "cu_seqlens_padded": [0, 3]}
-    (guarded, nothing) = plugin._guarded([(x for x in [{"tokens": [1, 2]}, packed]), None])
-    assert nothing is None
-    draw = draw_samples(guarded, 2, 64, "error", "rank 0")
-    assert len(draw.words) == 1
-    assert draw.error is not None
-    assert "rank 0, draw 1: ValueError: this is a packed microbatch" in draw.error
 
 
 REFUSED = [
@@ -304,7 +293,7 @@ def test_refuses_a_loss_that_is_a_mean(calls: list[dict[str, Any]]) -> None:
 
     with pytest.raises(ValueError, match="sum of losses, integer number of tokens"):
         get_forward_backward_func()(
-            data_iterator=iter([{"cu_seqlens_padded": None}]),
+            data_iterator=PackedIterator([{}]),
             model=Model(config),
             forward_step_func=mean_step,
             num_microbatches=1,

@@ -221,3 +221,10 @@ def test_padded_packs_are_read_where_their_sequences_stand():
     assert [sample.tokens.tolist() for sample in samples_of(item)] == [[1, 2], [5, 6, 7]]
     with pytest.raises(ValueError, match="'cu_seqlens_padded' must have 3 entries, but has 2"):
         samples_of({**item, "cu_seqlens_padded": [0, 8]})
+
+
+def test_a_batch_of_rows_is_refused():
+    """Read as one long sequence, each row would attend to those before it."""
+    assert len(samples_of({"tokens": [[1, 2, 3]]})[0]) == 3
+    with pytest.raises(ValueError, match=r"must be \[L\] or \[1, L\], but one is \[2, 3\]"):
+        samples_of({"tokens": [[1, 2, 3], [4, 5, 6]]})

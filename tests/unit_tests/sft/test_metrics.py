@@ -47,11 +47,11 @@ def write_steps(run_dir, iterations, resume_iteration=None):
     writer = MetricsWriter(run_dir, train_iters=100, log_interval=1000, resume_iteration=resume_iteration)
     if resume_iteration is None:
         writer.event("run", iteration=0, seq_length=1024)
-        writer.evaluation(0, "valid", 9.0, 10)
+        writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.0, num_tokens=10))
     for iteration in iterations:
         writer.step(replace(STEP, iteration=iteration))
         if iteration % 2 == 0:
-            writer.evaluation(iteration, "valid", 5.0 / iteration, 10)
+            writer.evaluation(Evaluation(iteration=iteration, split="valid", loss=5.0 / iteration, num_tokens=10))
     writer.close()
 
 
@@ -81,7 +81,7 @@ def test_file_reads_back_exactly(tmp_path):
     writer.event("run", iteration=0, seq_length=1024, note=None)
     writer.step(STEP)
     writer.step(replace(STEP, iteration=8, loss=float("nan"), grad_norm=float("inf"), skipped=True))
-    writer.evaluation(8, "valid", 0.1 + 0.2, 123)
+    writer.evaluation(Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123))
     writer.close()
     steps, evaluations, events = read_metrics(tmp_path / "run")
     assert steps[0] == STEP
@@ -99,9 +99,9 @@ def test_file_reads_back_exactly(tmp_path):
 def test_killed_run_keeps_its_lines(tmp_path):
     """Without it the last lines, those that explain a crash, would die in a buffer."""
     code = (
-        "import os, sys; from megatron.sft.metrics import MetricsWriter\n"
+        "import os, sys; from megatron.sft.metrics import Evaluation, MetricsWriter\n"
         "writer = MetricsWriter(sys.argv[1], train_iters=2, log_interval=1)\n"
-        "writer.evaluation(1, 'valid', 2.0, 10); os.kill(os.getpid(), 9)"
+        "writer.evaluation(Evaluation(iteration=1, split='valid', loss=2.0, num_tokens=10)); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert killed.returncode == -9
@@ -162,7 +162,7 @@ def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(metrics_module.sys.stderr, "isatty", lambda: True)
     writer = MetricsWriter(tmp_path, train_iters=9, log_interval=1, resume_iteration=6)
     writer.step(STEP)
-    writer.evaluation(7, "valid", 2.0, 10)
+    writer.evaluation(Evaluation(iteration=7, split="valid", loss=2.0, num_tokens=10))
     writer.close()
     out, err = capsys.readouterr()
     assert out == "valid loss 2.0000 after step 7 (10 tokens)\n"
@@ -181,7 +181,7 @@ def test_tensorboard_scalars(tmp_path):
         )
         for iteration in range(first, 5):
             writer.step(replace(STEP, iteration=iteration, loss=float(first)))
-        writer.evaluation(4, "valid", 2.0, 10)
+        writer.evaluation(Evaluation(iteration=4, split="valid", loss=2.0, num_tokens=10))
         writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*(f"train/{name}" for name in TENSORBOARD_SCALARS), "valid/loss"}

@@ -237,10 +237,15 @@ def test_a_config_without_the_newer_fields_is_accepted():
     check_config(config, CPU)
 
 
+def sequence_cost(config, vocab_size):
+    from megatron.packing.settings import cost_of
+    from megatron.sft.model import build_transformer_config, padded_vocab_size
+
+    return cost_of(build_transformer_config(config, CPU), padded_vocab_size(vocab_size, config))
+
+
 def test_sequence_cost():
     """A cost without the output layer calls short sequences of a small model cheaper than they are."""
-    from megatron.sft.model import sequence_cost
-
     small, large = sequence_cost(config_of(), 1000), sequence_cost(config_of(), 100000)
     assert 0 < small.linear < large.linear
     assert 0 < small.quadratic == large.quadratic
@@ -252,7 +257,5 @@ def test_sequence_cost():
 
 def test_sequence_cost_does_not_depend_on_the_layout():
     """The TFLOP/s of two layouts could not be compared."""
-    from megatron.sft.model import sequence_cost
-
     layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     assert sequence_cost(config_of(layout), 1000) == sequence_cost(config_of(), 1000)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron.sft import report
-from megatron.sft.metrics import MetricsWriter, StepMetrics
+from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics
 from megatron.sft.plot import packs_to_draw
 from megatron.sft.report import Change, print_report, summarize
 
@@ -43,14 +43,14 @@ def run_dir(tmp_path):
     """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
     writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
-    writer.evaluation(0, "valid", 9.5, 100)
+    writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))
     writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
     writer.step(step(2, balance=1.2, cut_samples=1))
-    writer.evaluation(2, "valid", 8.5, 100)
+    writer.evaluation(Evaluation(iteration=2, split="valid", loss=8.5, num_tokens=100))
     writer.step(step(3, loss=float("nan"), skipped=True))
     writer.step(step(4))
-    writer.evaluation(4, "valid", 6.5, 100)
-    writer.evaluation(4, "test", 6.0, 100)
+    writer.evaluation(Evaluation(iteration=4, split="valid", loss=6.5, num_tokens=100))
+    writer.evaluation(Evaluation(iteration=4, split="test", loss=6.0, num_tokens=100))
     writer.close()
     return tmp_path
 
