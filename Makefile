@@ -16,6 +16,7 @@ export OMP_NUM_THREADS ?= 1
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
+	rm -rf runs/tiny_chat
 	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml
 
 test: $(VENV)/.dev

@@ -30,12 +30,12 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     from megatron.sft.data import build_datasets
     from megatron.sft.distributed import process_groups
     from megatron.sft.report import report
-    from megatron.sft.train import Trainer, make_folders
+    from megatron.sft.train import Trainer, prepare_output
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
     try:
-        make_folders(config.output.save, chosen)
+        prepare_output(config.output)
         datasets = build_datasets(config)
     except ValueError as failure:
         exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
@@ -47,8 +47,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         exit_with(str(failure), rank)  # all ranks have the same
     except ValueError as failure:
         exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
-    if rank == 0 and trainer.progress.iteration:
+    if rank == 0 and trainer.num_steps_done:
         report(run_dir)
+    elif rank == 0:
+        print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class JsonlSource:
         except UnicodeDecodeError as error:
             raise self._error(index, f"not UTF-8 at byte {error.start + 1} of the line") from error
         except json.JSONDecodeError as error:
-            raise self._error(index, f"not JSON: {error.msg} at column {error.colno}") from error
+            raise self._error(index, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
         if not isinstance(record, dict):
             raise self._error(index, f"must be a JSON object, but is a {type(record).__name__}")
         return record
@@ -129,8 +129,8 @@ class JsonArraySource:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}; fix the file, "
-                "or rename it to .jsonl if it holds one object per line"
+                f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}; "
+                "fix the file, or rename it to .jsonl if it holds one object per line"
             ) from error
         if not isinstance(items, list):
             raise ValueError(f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the file")

@@ -61,7 +61,7 @@ def _build_parser(groups: Sequence[type], description: str) -> _Parser:
     parser = _Parser(prog="pretrain_sft.py", description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
     for group in groups:
-        section = parser.add_argument_group(inspect.getdoc(group) or group.__name__)
+        section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
         helps, hints = _field_docstrings(group), typing.get_type_hints(group)
         for field in fields(group):
             required = field.default is MISSING

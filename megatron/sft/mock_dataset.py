@@ -16,7 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.sft.mock_lengths import FLAG, LengthDistribution, config_error, parse_distribution, read_keys, take_key
+from megatron.sft.mock_lengths import (
+    DISTRIBUTIONS,
+    FLAG,
+    LengthDistribution,
+    config_error,
+    parse_distribution,
+    read_keys,
+    take_key,
+)
 
 IntArray = npt.NDArray[np.int64]
 UintArray = npt.NDArray[np.uint64]
@@ -75,7 +83,8 @@ class MockSFTDataset:
             self._lengths = DrawnLengths(_distribution(config, seq_length))
             self._tokens = IndexedTokens(str(folder / prefix), vocab_size)
         else:
-            raise config_error(f"mode must be file, distribution or verification, but is {mode!r}")
+            hint = f'; did you mean {{"mode": "distribution", "type": "{mode}", ...}}?' if mode in DISTRIBUTIONS else ""
+            raise config_error(f"mode must be file, distribution or verification, but is {mode!r}{hint}")
         self._seed = seed
         self._num_samples = num_samples
 

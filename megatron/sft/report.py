@@ -74,7 +74,7 @@ def summarize(run_dir: Path | str) -> Summary:
     """The summary of the run in a folder; ValueError if its metrics are absent or hold no training step."""
     run_dir = Path(run_dir)
     steps, evaluations, events = read_metrics(run_dir)
-    runs = [event for event in events if event["event"] == "run"]
+    runs = [event for event in events if event["event"] in ("run", "resumed")]
     if not steps or not runs:
         missing = "training step" if runs else '"run" event'
         raise ValueError(f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train first")
@@ -150,7 +150,12 @@ def table(summary: Summary) -> list[tuple[str, str]]:
         ("", f"{summary.tflops_per_device:.3g} TFLOP/s per device   (median step)"),
         ("", f"{summary.data_share:.1%} of the time waiting for data"),
         ("padding", f"{summary.padding:.1%} of the tokens computed, {summary.baseline_padding:.1%} without packing"),
-        ("padding removed", f"{summary.padding_removed:.1%}, for {summary.fewer_tokens:.2f}x fewer tokens computed"),
+        (
+            "padding removed",
+            "none to remove"
+            if math.isnan(summary.padding_removed)
+            else f"{summary.padding_removed:.1%}, for {summary.fewer_tokens:.2f}x fewer tokens computed",
+        ),
         ("balance", f"{mean:.3f} mean, {worst:.3f} worst   (most loaded rank / lower bound)"),
         ("fill", f"{summary.fill:.1%} of the packs' capacity"),
         ("samples", f"{summary.dropped_samples:,} dropped, {summary.cut_samples:,} cut"),

@@ -23,12 +23,13 @@ from megatron.packing.data_schedule import owns_data
 from megatron.packing.lengths import GlobalBatchError
 from megatron.packing.pipeline import PackedLosses, packed
 from megatron.packing.stats import PackingStats
-from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.checkpoint import Progress, latest_iteration, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
 from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
 from megatron.sft.forward import forward_step, padded_batches
-from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics, json_line, truncate_after
+from megatron.sft.metrics import METRICS_FILE, Evaluation, MetricsWriter, StepMetrics, json_line, truncate_after
 from megatron.sft.model import build_training
+from megatron.sft.options import OutputConfig
 from megatron.sft.report import PACKS_FILE
 from megatron.sft.stop import StopSignals
 
@@ -71,10 +72,14 @@ class Trainer:
         load, save = config.output.load, config.output.save
         if load is not None:
             loaded = load_checkpoint(load, self._training, self._model_options(), self._data_options())
+            if dist.get_rank() == 0:
+                way = f"no checkpoint in {load}; starting anew" if loaded is None else f"continuing {load}"
+                print(way if loaded is None else f"{way} after step {loaded.iteration}", flush=True)
             if loaded is not None:
                 self._progress = loaded
                 if save is not None and Path(load).resolve() == Path(save).resolve():
                     self._saved_iteration = loaded.iteration
+        self._first_iteration = self._progress.iteration
         self._stream = SampleStream(
             datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
         )
@@ -83,6 +88,11 @@ class Trainer:
     def progress(self) -> Progress:
         """Steps done and samples consumed."""
         return self._progress
+
+    @property
+    def num_steps_done(self) -> int:
+        """By this process, after what it loaded."""
+        return self._progress.iteration - self._first_iteration
 
     def train(self) -> None:
         """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
@@ -135,6 +145,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = self._run(data, forward_only=False)
+        lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
@@ -155,7 +166,7 @@ class Trainer:
                     iteration=self._progress.iteration,
                     consumed_samples=self._progress.consumed_samples,
                     loss=reduced.loss,
-                    lr=optimizer.param_groups[0]["lr"],
+                    lr=lr,
                     grad_norm=float(grad_norm or 0.0),
                     skipped=not succeeded,
                     step_seconds=seconds,
@@ -289,9 +300,9 @@ class Trainer:
         return {"seed": self._config.training.seed, "fingerprint": self._datasets.train.fingerprint()}
 
 
-def make_folders(*paths: str | None) -> None:
-    """Make the folders that a run writes to; ValueError, before any work is done, where it could not."""
-    for path in paths:
+def prepare_output(output: OutputConfig) -> None:
+    """Make the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
+    for path in (output.save, output.run_dir):
         if path is not None:
             try:
                 Path(path).mkdir(parents=True, exist_ok=True)
@@ -300,6 +311,11 @@ def make_folders(*paths: str | None) -> None:
                 writable = False
             if not writable:
                 raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+    if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
+        raise ValueError(
+            f"--save {output.save} holds a run's checkpoints, up to step {found}; "
+            f"continue it with --load {output.save}, or pass another --save"
+        )
 
 
 class _Log:
@@ -307,6 +323,10 @@ class _Log:
 
     def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
         resumed = progress.iteration if progress.iteration else None
+        if resumed is None:
+            for name in (METRICS_FILE, PACKS_FILE):
+                if (run_dir / name).exists():  # of an earlier run
+                    os.replace(run_dir / name, run_dir / f"{name}.previous")
         self.writer = MetricsWriter(
             run_dir,
             train_iters=config.training.train_iters,

@@ -161,12 +161,13 @@ def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, t
     """megatron-core restores the schedule of the checkpoint: a new --lr or --train-iters would be ignored without a
     word.
     """
-    shutil.copytree(whole, tmp_path / "run")
-    output = train(
-        1, *options(chats, tmp_path / "run", train_iters=8), "--lr", "5e-4", "--min-lr", "4e-4", "--seed", "5"
-    )
-    rates = [steps_of(tmp_path / "run")[i]["lr"] for i in (7, 8)]
-    assert all(4e-4 <= rate <= 5e-4 for rate in rates)
+    arguments = ["--data-path", str(chats), "--train-iters", "8", "--load", str(whole / "checkpoints")]
+    new = ["--run-dir", str(tmp_path), "--lr", "5e-4", "--min-lr", "4e-4", "--seed", "5"]
+    output = train(1, *arguments, *new)
+    assert list(steps_of(tmp_path)) == [7, 8]
+    assert all(4e-4 <= step["lr"] <= 5e-4 for step in steps_of(tmp_path).values())
+    assert "after step 6" in output
+    assert (tmp_path / "report.png").exists() or "no plot" in output
     assert "was trained on other data, or in another order" in output
 
 

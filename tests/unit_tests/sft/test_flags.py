@@ -136,8 +136,8 @@ def test_help_is_the_docstrings(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
         "A car.",
-        "Engine of the car.",
-        "Body of the car.",
+        "Engine of the car:",
+        "Body of the car:",
         "How many cylinders; 100% of them.",
         "Width of a cylinder. (default: 8.5)",
         "Compress the air.",
