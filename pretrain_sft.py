@@ -30,7 +30,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     from megatron.sft.data import build_datasets
     from megatron.sft.distributed import process_groups
     from megatron.sft.report import report
-    from megatron.sft.train import Trainer, prepare_output
+    from megatron.sft.run_folder import prepare_output
+    from megatron.sft.train import Trainer
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it

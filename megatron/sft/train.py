@@ -4,8 +4,6 @@ tells every rank all.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import tee
@@ -23,14 +21,13 @@ from megatron.packing.data_schedule import owns_data
 from megatron.packing.lengths import GlobalBatchError
 from megatron.packing.pipeline import PackedLosses, packed
 from megatron.packing.stats import PackingStats
-from megatron.sft.checkpoint import Progress, latest_iteration, load_checkpoint, save_checkpoint
+from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
 from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
 from megatron.sft.forward import forward_step, padded_batches
-from megatron.sft.metrics import METRICS_FILE, Evaluation, MetricsWriter, StepMetrics, json_line, truncate_after
+from megatron.sft.metrics import Evaluation, StepMetrics
 from megatron.sft.model import build_training
-from megatron.sft.options import OutputConfig
-from megatron.sft.report import PACKS_FILE
+from megatron.sft.run_folder import RunLog
 from megatron.sft.stop import StopSignals
 
 
@@ -96,7 +93,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
-        log = _Log(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
+        log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         try:
             with StopSignals() as signals:
                 try:
@@ -109,7 +106,7 @@ class Trainer:
             if log is not None:
                 log.close()
 
-    def _run_steps(self, signals: StopSignals, log: _Log | None) -> None:
+    def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
         data = self._batches(self._stream)
         last = config.training.train_iters
@@ -130,12 +127,12 @@ class Trainer:
         if ends_here:
             self._evaluate(self._datasets.test, "test", log)
 
-    def _evaluate_if_due(self, log: _Log | None) -> None:
+    def _evaluate_if_due(self, log: RunLog | None) -> None:
         if self._progress.evaluation_due:
             self._evaluate(self._datasets.valid, "valid", log)
             self._progress = self._progress._replace(evaluation_due=False)
 
-    def _step(self, data: Iterator[Any], signals: StopSignals, log: _Log | None) -> bool:
+    def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
         """One optimizer step; whether some rank was asked to stop."""
         model, optimizer, scheduler, cost = self._training
         timer = self._timers("step", log_level=0)
@@ -190,7 +187,7 @@ class Trainer:
             )
         return reduced.stop
 
-    def _evaluate(self, dataset: Dataset, split: str, log: _Log | None) -> None:
+    def _evaluate(self, dataset: Dataset, split: str, log: RunLog | None) -> None:
         """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
@@ -280,7 +277,7 @@ class Trainer:
             cost_lower_bound=1.0,
         )
 
-    def _save(self, log: _Log | None) -> None:
+    def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
         save_checkpoint(
@@ -298,66 +295,3 @@ class Trainer:
     def _data_options(self) -> dict[str, Any]:
         """What decides which samples a position in the data means."""
         return {"seed": self._config.training.seed, "fingerprint": self._datasets.train.fingerprint()}
-
-
-def prepare_output(output: OutputConfig) -> None:
-    """Make the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
-    for path in (output.save, output.run_dir):
-        if path is not None:
-            try:
-                Path(path).mkdir(parents=True, exist_ok=True)
-                writable = os.access(path, os.W_OK)
-            except OSError:
-                writable = False
-            if not writable:
-                raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
-    if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
-        raise ValueError(
-            f"--save {output.save} holds a run's checkpoints, up to step {found}; "
-            f"continue it with --load {output.save}, or pass another --save"
-        )
-
-
-class _Log:
-    """What rank 0 writes: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
-
-    def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
-        resumed = progress.iteration if progress.iteration else None
-        if resumed is None:
-            for name in (METRICS_FILE, PACKS_FILE):
-                if (run_dir / name).exists():  # of an earlier run
-                    os.replace(run_dir / name, run_dir / f"{name}.previous")
-        self.writer = MetricsWriter(
-            run_dir,
-            train_iters=config.training.train_iters,
-            log_interval=config.output.log_interval,
-            resume_iteration=resumed,
-            tensorboard_dir=config.output.tensorboard_dir,
-        )
-        truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
-        self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
-        self._log_interval = config.output.log_interval
-        (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        self.writer.event(
-            "run" if resumed is None else "resumed",
-            iteration=progress.iteration,
-            seq_length=config.model.seq_length,
-            global_batch_size=config.training.global_batch_size,
-            world_size=dist.get_world_size(),
-        )
-
-    def step(self, metrics: StepMetrics, packs: list[Any], capacity: int) -> None:
-        """Write one step; the packs at every `log_interval`-th."""
-        self.writer.step(metrics)
-        if packs and metrics.iteration % self._log_interval == 0:
-            line = json_line("packs", iteration=metrics.iteration, capacity=capacity, packs=packs)
-            self._packs.write(line + "\n")
-
-    def say(self, text: str) -> None:
-        """One line for the user."""
-        print(text, flush=True)
-
-    def close(self) -> None:
-        """Close the files."""
-        self.writer.close()
-        self._packs.close()

@@ -1,0 +1,79 @@
+"""mcore. The folders of a run: made before any work, and written to by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.sft.checkpoint import Progress, latest_iteration
+from megatron.sft.config import SFTConfig
+from megatron.sft.metrics import METRICS_FILE, MetricsWriter, StepMetrics, json_line, truncate_after
+from megatron.sft.options import OutputConfig
+from megatron.sft.report import PACKS_FILE
+
+
+def prepare_output(output: OutputConfig) -> None:
+    """Make the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
+    for path in (output.save, output.run_dir):
+        if path is not None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                writable = os.access(path, os.W_OK)
+            except OSError:
+                writable = False
+            if not writable:
+                raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+    if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
+        raise ValueError(
+            f"--save {output.save} holds a run's checkpoints, up to step {found}; "
+            f"continue it with --load {output.save}, or pass another --save"
+        )
+
+
+class RunLog:
+    """What rank 0 writes: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
+
+    def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
+        resumed = progress.iteration if progress.iteration else None
+        if resumed is None:
+            for name in (METRICS_FILE, PACKS_FILE):
+                if (run_dir / name).exists():  # of an earlier run
+                    os.replace(run_dir / name, run_dir / f"{name}.previous")
+        self.writer = MetricsWriter(
+            run_dir,
+            train_iters=config.training.train_iters,
+            log_interval=config.output.log_interval,
+            resume_iteration=resumed,
+            tensorboard_dir=config.output.tensorboard_dir,
+        )
+        truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
+        self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._log_interval = config.output.log_interval
+        (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        self.writer.event(
+            "run" if resumed is None else "resumed",
+            iteration=progress.iteration,
+            seq_length=config.model.seq_length,
+            global_batch_size=config.training.global_batch_size,
+            world_size=dist.get_world_size(),
+        )
+
+    def step(self, metrics: StepMetrics, packs: list[Any], capacity: int) -> None:
+        """Write one step; the packs at every `log_interval`-th."""
+        self.writer.step(metrics)
+        if packs and metrics.iteration % self._log_interval == 0:
+            line = json_line("packs", iteration=metrics.iteration, capacity=capacity, packs=packs)
+            self._packs.write(line + "\n")
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.writer.close()
+        self._packs.close()
