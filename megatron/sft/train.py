@@ -4,6 +4,7 @@ tells every rank all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import tee
@@ -77,6 +78,7 @@ class Trainer:
                 if save is not None and Path(load).resolve() == Path(save).resolve():
                     self._saved_iteration = loaded.iteration
         self._first_iteration = self._progress.iteration
+        self._padded_seconds = 0.0
         self._stream = SampleStream(
             datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
         )
@@ -137,7 +139,7 @@ class Trainer:
         model, optimizer, scheduler, cost = self._training
         timer = self._timers("step", log_level=0)
         timer.start()
-        counted = self._stream.counts
+        counted, self._padded_seconds = self._stream.counts, 0.0
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -167,7 +169,7 @@ class Trainer:
                     grad_norm=float(grad_norm or 0.0),
                     skipped=not succeeded,
                     step_seconds=seconds,
-                    data_seconds=batch.seconds if batch is not None else 0.0,
+                    data_seconds=batch.seconds if batch is not None else self._padded_seconds,
                     sequences=stats.num_sequences,
                     tokens=stats.num_tokens,
                     square_sum=stats.square_sum,
@@ -236,12 +238,22 @@ class Trainer:
         return self._padded(stream, num_chunks)
 
     def _padded(self, stream: SampleStream, num_chunks: int) -> Any:
-        batches = padded_batches(
-            stream, self._config.model.seq_length, self._config.training.micro_batch_size, self._device
+        batches = self._waited_for(
+            padded_batches(stream, self._config.model.seq_length, self._config.training.micro_batch_size, self._device)
         )
         if num_chunks == 1:
             return batches
         return list(tee(batches, num_chunks))
+
+    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; counts the time that the model waited for them."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self._padded_seconds += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
 
     def _reduce(self, losses: list[Any], stop: bool, counts: Counts) -> Reduced:
         """Sum over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its

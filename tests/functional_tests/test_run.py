@@ -221,6 +221,7 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
         assert step["loss"] == pytest.approx(packed["loss"], rel=1e-5)
         assert step["tokens"] == packed["tokens"]
         assert step["padded_tokens"] > packed["padded_tokens"]
+        assert 0 < step["data_seconds"] < step["step_seconds"]
 
 
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
