@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 
 parquet, plot, tensorboard, huggingface = (
     ["pyarrow>=14"],
@@ -20,6 +20,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_namespace_packages(include=["megatron.blending*", "megatron.packing*", "megatron.sft*"]),
+    # Optional: without a C++ compiler the same loops run in Python, with the same results.
+    ext_modules=[
+        Extension(
+            "megatron.packing._placement",
+            sources=["megatron/packing/placement.cpp"],
+            extra_compile_args=["-O2", "-std=c++17"],
+            optional=True,
+        )
+    ],
     install_requires=[
         "torch>=2.10",
         "megatron-core==0.16.1",

@@ -1,59 +1,297 @@
 """pure. What no schedule can be better than, to start schedulers from and to judge them by.
 
-Invariant, tested by brute force: a bound is never above the optimum.
+Invariant, tested by brute force: a bound is never above the optimum of the schedules that leave no pack empty, unless
+there are fewer sequences than packs. All is exact in integers (see `work`), rounded towards the weaker bound.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.step_time import StepModel
+from megatron.packing.work import Work
 
-def rank_cost_lower_bound(costs: npt.NDArray[np.float64], num_ranks: int) -> float:
-    """A cost that the costliest rank reaches in every schedule of sequences with these `costs` (float64 [N]).
+IntArray = npt.NDArray[np.int64]
+
+_NUM_BOUNDS = 64
+"""Numbers of microbatches that are bounded one by one; a weaker bound holds for all that follow."""
+_NUM_LARGE = 1024
+"""Costs of sequences that the bound for pipelines looks at."""
+_NUM_ROWS = 64
+"""Microbatches, the costliest ones, that the bound for ranks that meet looks at one by one."""
+
+
+class MicrobatchBound(NamedTuple):
+    """No schedule of so many microbatches per rank takes less than `time`."""
+
+    time: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBound:
+    """Lower bounds of the modelled step time (`StepModel.time_of`), in its unit."""
+
+    time: int
+    """No schedule takes less."""
+    min_microbatches: int
+    """No schedule has fewer per rank."""
+    by_microbatches: tuple[MicrobatchBound, ...]
+    """Numbers of microbatches from the fewest on, the lowest bound first."""
+
+
+def step_bound(work: Work, num_ranks: int, capacity: int, multiple: int, model: StepModel) -> StepBound:
+    """The least over all numbers of microbatches of what a step with that many takes at the least. O(N log N)."""
+    fewest = microbatch_lower_bound(work.length, num_ranks, capacity, multiple)
+    if work.cost.size == 0:
+        time = work.fixed * (fewest + model.num_stages - 1)
+        return StepBound(time=time, min_microbatches=fewest, by_microbatches=(MicrobatchBound(time, fewest),))
+    bounds: _RankBounds | _MeetingBounds
+    bounds = (_MeetingBounds if model.ranks_meet else _RankBounds)(work, num_ranks, capacity, model.num_stages)
+    numbers = range(fewest, fewest + _NUM_BOUNDS * multiple, multiple)
+    found: list[MicrobatchBound] = []
+    least = bounds.of_all_from(numbers[-1] + multiple)
+    for quick, number in sorted((bounds.quick(number), number) for number in numbers):
+        if found and quick >= found[0].time:
+            found.append(MicrobatchBound(quick, number))
+            continue
+        found.append(MicrobatchBound(bounds.of(number), number))
+        found.sort()
+    return StepBound(time=min(least, found[0].time), min_microbatches=fewest, by_microbatches=tuple(sorted(found)))
+
+
+def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
+    """A cost that the costliest rank reaches in every schedule of sequences of these costs (int64 [N], descending).
 
     The largest of: the mean over ranks; the costliest sequence; and for each k, the pigeonhole bound: of the k *
-    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them. 0.0 without
-    sequences. O(N log N).
+    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them. 0 without
+    sequences.
     """
-    if costs.size == 0:
-        return 0.0
-    descending = np.sort(costs)[::-1]
-    mean = math.fsum(descending) / num_ranks
-    cheapest = np.arange(
-        num_ranks, costs.size, num_ranks
-    )  # position of the (k * num_ranks + 1)-th costliest, k = 1, 2, ...
-    sums = np.concatenate([[0.0], np.cumsum(descending)])
+    if cost.size == 0:
+        return 0
+    sums = np.concatenate(([0], np.cumsum(cost)))
+    # Position of the (k * num_ranks + 1)-th costliest, k = 1, 2, ...
+    cheapest = np.arange(num_ranks, cost.size, num_ranks)
     k = np.arange(1, cheapest.size + 1)
     pigeonhole = sums[cheapest + 1] - sums[cheapest - k]
-    return float(max(mean, descending[0], pigeonhole.max(initial=0.0)))
+    return max(-(-int(sums[-1]) // num_ranks), int(cost[0]), int(pigeonhole.max(initial=0)))
 
 
-def microbatch_lower_bound(lengths: npt.NDArray[np.int64], num_ranks: int, capacity: int, multiple: int) -> int:
+def microbatch_lower_bound(length: IntArray, num_ranks: int, capacity: int, multiple: int) -> int:
     """Microbatches per rank that every schedule needs, a positive multiple of `multiple`, for packs of at most
     `capacity` tokens.
 
-    `lengths` is int64 [N], each in 1..capacity. Bound L2 of Martello and Toth, "Lower bounds and reduction procedures
+    `length` is int64 [N], each in 1..capacity. Bound L2 of Martello and Toth, "Lower bounds and reduction procedures
     for the bin packing problem" (1990). O(N log N).
     """
-    packs = _pack_lower_bound(np.sort(lengths), capacity) if lengths.size else 0
+    packs = int(packs_needed(np.sort(length)[::-1], capacity).max(initial=0))
     return max(1, math.ceil(packs / (num_ranks * multiple))) * multiple
 
 
-def _pack_lower_bound(ascending: npt.NDArray[np.int64], capacity: int) -> int:
-    """Packs that sequences of these lengths need: the largest of one bound for each threshold t up to capacity / 2.
+def packs_needed(length: IntArray, capacity: int) -> IntArray:
+    """Packs of at most `capacity` tokens that the i longest sequences need at the least, i = 1 ... N, int64 [N].
 
-    Two sequences longer than capacity / 2 never share a pack. One longer than capacity - t has no room for t tokens, so
-    sequences of t to capacity / 2 tokens fit only beside those in between, or into packs of their own.
+    `length` is int64 [N], descending, each in 1..capacity. Let t be the shortest of those i. Two sequences longer than
+    capacity / 2 never share a pack; one longer than capacity - t has no room for t tokens, so that those of t to
+    capacity / 2 tokens fit only beside the ones in between, or into packs of their own (Martello and Toth); and no
+    pack holds more than capacity / t of them.
     """
-    sums = np.concatenate([[0], np.cumsum(ascending)])
-    first_large = int(np.searchsorted(ascending, capacity // 2, side="right"))
-    thresholds = np.concatenate([[0], ascending[:first_large]])
-    first_small = np.searchsorted(ascending, thresholds, side="left")
-    first_alone = np.searchsorted(ascending, capacity - thresholds, side="right")
-    room_beside_large = (first_alone - first_large) * capacity - (sums[first_alone] - sums[first_large])
-    overflow = np.maximum(sums[first_large] - sums[first_small] - room_beside_large, 0)
-    packs = ascending.size - first_large + -(-overflow // capacity)
-    return int(packs.max())
+    sums = np.concatenate(([0], np.cumsum(length)))
+    count = np.arange(1, length.size + 1)
+    num_large = np.minimum(int(np.searchsorted(-length, -(capacity // 2))), count)
+    num_alone = np.minimum(np.searchsorted(-length, -(capacity - length)), num_large)
+    room_beside_large = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
+    overflow = np.maximum(sums[1:] - sums[num_large] - room_beside_large, 0)
+    packs = np.maximum(num_large + -(-overflow // capacity), -(-count // (capacity // np.maximum(length, 1))))
+    return np.maximum.accumulate(packs)
+
+
+class _RankBounds:
+    """Where ranks meet at the end of the step: `max over ranks of (sum of its packs + (stages - 1) * its costliest)`.
+
+    T is that time without the fixed costs, which are the same in every schedule of M microbatches.
+    """
+
+    def __init__(self, work: Work, num_ranks: int, capacity: int, num_stages: int) -> None:
+        self._work, self._ranks, self._capacity, self._more = work, num_ranks, capacity, num_stages - 1
+        self._sums = np.concatenate(([0], np.cumsum(work.cost)))
+        self._rank_cost = rank_cost_lower_bound(work.cost, num_ranks)
+        self._costliest = int(work.cost[0])
+        self._tokens_beside_longest = int(work.length[1:].sum())
+        self._shortest_sums = np.concatenate(([0], np.cumsum(work.cost[::-1])))
+        self._of_any_number = self._least_that_holds(max(self._rank_cost, self._costliest * num_stages), None)
+
+    def of_all_from(self, num_microbatches: int) -> int:
+        """Of this number of microbatches and all above it."""
+        return self._of_any_number + self._fixed(num_microbatches)
+
+    def quick(self, num_microbatches: int) -> int:
+        """At most `of`."""
+        # The costliest rank's costliest pack has at least its mean.
+        balanced = self._rank_cost + -(-self._more * self._rank_cost // num_microbatches)
+        forced = self._forced_beside_longest(num_microbatches)
+        if self._every_pack_is_used(num_microbatches):
+            forced = max(forced, int(self._shortest_sums[num_microbatches - 1]))
+        longest = self._costliest * (self._more + 1) + forced
+        return max(balanced, longest, self._of_any_number) + self._fixed(num_microbatches)
+
+    def of(self, num_microbatches: int) -> int:
+        """Of this number of microbatches."""
+        time = max(self.quick(num_microbatches) - self._fixed(num_microbatches), self._gathered(num_microbatches))
+        return self._least_that_holds(time, num_microbatches) + self._fixed(num_microbatches)
+
+    def _least_that_holds(self, time: int, num_microbatches: int | None) -> int:
+        """`time`, or a later one that no schedule is quicker than."""
+        if self._more == 0 or self._holds(time, num_microbatches):
+            return time
+        low, high = time, time + (time >> 6) + 1
+        while not self._holds(high, num_microbatches):
+            low, high = high, high + 2 * (high - time)
+        while high - low > max(low >> 12, 1):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._holds(middle, num_microbatches) else (middle, high)
+        return low + 1
+
+    def _fixed(self, num_microbatches: int) -> int:
+        return self._work.fixed * (num_microbatches + self._more)
+
+    def _forced_beside_longest(self, num_microbatches: int) -> int:
+        """Cost that the rank of the longest sequence holds besides, as all the others together have too few packs."""
+        tokens = self._tokens_beside_longest - (self._ranks - 1) * num_microbatches * self._capacity
+        if tokens <= 0:
+            return 0
+        # The least cost of so many tokens is that of the shortest sequences; the last of them counts in part.
+        ascending, cost = self._work.length[:0:-1], self._work.cost[:0:-1]
+        last = int(np.searchsorted(np.cumsum(ascending), tokens))
+        before = int(ascending[:last].sum())
+        return int(cost[:last].sum()) + int(cost[last]) * (tokens - before) // int(ascending[last])
+
+    def _every_pack_is_used(self, num_microbatches: int) -> bool:
+        return self._work.cost.size >= self._ranks * num_microbatches
+
+    def _gathered(self, num_microbatches: int) -> int:
+        """Cost of the costliest rank where each must hold a sequence per pack.
+
+        The i costliest sequences are on some s ranks, which hold s * M sequences at the least: those, and others that
+        cost no less than the cheapest ones. The costliest of the s ranks has at least the mean.
+        """
+        if not self._every_pack_is_used(num_microbatches):
+            return 0
+        cost = self._work.cost
+        if cost.size == 2 * self._ranks and num_microbatches == 2:  # pairs: the costliest with the cheapest is best
+            return int((cost[: self._ranks] + cost[: self._ranks - 1 : -1]).max())
+        best = 0
+        for num_costliest in {1 << power for power in range(self._ranks.bit_length())} | {self._ranks}:
+            ranks = np.arange(-(-num_costliest // num_microbatches), num_costliest + 1)
+            others = np.maximum(ranks * num_microbatches - num_costliest, 0)
+            costs = -(-(self._sums[num_costliest] + self._shortest_sums[others]) // ranks)
+            # More ranks than i can't hold one of them each; fewer may not hold them all: the least of all counts.
+            fewest = cost.size - (self._ranks - 1) * num_microbatches
+            best = max(best, int(costs[ranks * fewest >= num_costliest].min()))
+        return best
+
+    def _holds(self, time: int, num_microbatches: int | None) -> bool:
+        """Whether ranks that each end within `time` could hold all sequences, were these divisible.
+
+        A rank whose costliest pack is c holds at most time - (stages - 1) c; c is at least its costliest sequence, and
+        if the rank is full at least the mean of its packs, m = time / (M + stages - 1); m = 0 for None, any number. Of
+        the sequences of cost b or more, a rank that has any holds a limited cost and a limited number, which tells how
+        many ranks have some: each of them loses (stages - 1)(b - m).
+        """
+        more = self._more
+        mean, room = 0, self._ranks * time
+        if num_microbatches is not None:
+            mean = -(-time // (num_microbatches + more))
+            room = self._ranks * (time * num_microbatches // (num_microbatches + more) + 1)
+        cost = self._work.cost
+        num_large = int(np.searchsorted(-cost, -mean))
+        if num_large:
+            # Between two of the costs that are looked at, as many ranks lose as at the higher one.
+            count = np.unique(np.linspace(1, num_large, _NUM_LARGE, dtype=np.int64)) if num_large > _NUM_LARGE else None
+            count = np.arange(1, num_large + 1) if count is None else count
+            large = cost[count - 1]
+            room_beside = time - more * large
+            if room_beside[0] < large[0]:
+                return False
+            most = room_beside // large
+            if num_microbatches is not None and self._every_pack_is_used(num_microbatches):
+                most = np.minimum(most, cost.size - (self._ranks - 1) * num_microbatches)
+            ranks = np.maximum(-(-self._sums[count] // room_beside), -(-count // most))
+            if ranks.max() > self._ranks:
+                return False
+            steps = large - np.append(large[1:], min(mean, int(large[-1])))
+            room -= more * int((ranks * steps).sum())
+        return room >= int(self._sums[-1])
+
+
+class _MeetingBounds:
+    """Where ranks meet at every microbatch: `sum of the microbatches' costliest packs + (stages - 1) * the costliest`.
+
+    With the packs in descending order of cost, those at places 1, D + 1, 2 D + 1 ... cost no more, in sum, than the
+    costliest of the microbatches, however the packs are arranged.
+    """
+
+    def __init__(self, work: Work, num_ranks: int, capacity: int, num_stages: int) -> None:
+        self._work, self._ranks, self._more = work, num_ranks, num_stages - 1
+        self._costs = np.concatenate(([0], np.cumsum(work.cost)))
+        self._mean = -(-int(self._costs[-1]) // num_ranks)
+        tokens = np.concatenate(([0], np.cumsum(work.length)))
+        needed = packs_needed(work.length, capacity)
+        # Of the packs at places 1, D + 1, ...: what those before can hold at the most, the longest sequences; and the
+        # costliest sequence that one of these or a later one must hold.
+        before = np.arange(_NUM_ROWS) * num_ranks
+        self._held_before = np.array([self._most_cost(tokens, int(packs) * capacity) for packs in before])
+        self._sequence = self._cost_at(np.searchsorted(needed, before + 1))
+        self._of_any_number = self._sum_of(self._sequence, int(self._costs[-1]) - self._held_before)
+
+    def of_all_from(self, num_microbatches: int) -> int:
+        """Of this number of microbatches and all above it."""
+        return self._of_any_number + self._more * int(self._work.cost[0]) + self._fixed(num_microbatches)
+
+    def quick(self, num_microbatches: int) -> int:
+        """At most `of`."""
+        mean = -(-self._more * self._mean // num_microbatches)
+        return max(self.of_all_from(num_microbatches), self._mean + mean + self._fixed(num_microbatches))
+
+    def of(self, num_microbatches: int) -> int:
+        """Of this number of microbatches."""
+        rows = min(num_microbatches, _NUM_ROWS)
+        held, sequence = self._held_before[:rows], self._sequence[:rows]
+        before = np.arange(rows) * self._ranks
+        spare = self._work.cost.size - self._ranks * num_microbatches
+        if spare >= 0:
+            # Every pack holds a sequence: those before hold at most one each and the spare ones.
+            held = np.minimum(held, self._costs[np.minimum(before + spare * (before > 0), self._work.cost.size)])
+            sequence = np.maximum(sequence, self._cost_at(before + spare))
+        left = int(self._costs[-1]) - held
+        packs_left = self._ranks * num_microbatches - before
+        costliest = np.maximum(sequence, -(-left // packs_left))
+        best = self._sum_of(costliest, left)
+        largest = max(int(costliest[0]), -(-best // num_microbatches))
+        return best + self._more * largest + self._fixed(num_microbatches)
+
+    def _sum_of(self, costliest: IntArray, left: IntArray) -> int:
+        """Of the microbatches' costliest packs, of which the first are at least `costliest`: the first of them take at
+        least their sum; the others share out what those can't hold.
+        """
+        sums = np.concatenate(([0], np.cumsum(costliest)))
+        return max(int((sums[:-1] + -(-left // self._ranks)).max()), int(sums[-1]))
+
+    def _fixed(self, num_microbatches: int) -> int:
+        return self._work.fixed * (num_microbatches + self._more)
+
+    def _cost_at(self, index: IntArray) -> IntArray:
+        return np.append(self._work.cost, 0)[np.minimum(index, self._work.cost.size)]
+
+    def _most_cost(self, tokens: IntArray, room: int) -> int:
+        """Cost of so many tokens at the most: that of the longest sequences, the last of them in part."""
+        last = int(np.searchsorted(tokens, room, side="right")) - 1
+        if last >= self._work.cost.size:
+            return int(self._costs[-1])
+        part = -(-int(self._work.cost[last]) * (room - int(tokens[last])) // int(self._work.length[last]))
+        return int(self._costs[last]) + part

@@ -1,7 +1,8 @@
-"""pure: FLOPs of a sequence, which schedulers balance and from which reports compute model FLOPs utilisation.
+"""pure: cost of a pack, which schedulers balance, and from which reports compute model FLOPs utilisation.
 
-A sequence of L tokens costs `linear * L + quadratic * L^2`: matrix products over tokens, and causal attention over
-pairs of tokens. Packing changes neither term, so two sums over a batch, of L and of L^2, give its FLOPs exactly.
+A sequence of L tokens costs `linear * L + quadratic * L^2` FLOPs: matrix products over tokens, and causal attention
+over pairs of tokens. Packing changes neither term, so two sums over a batch, of L and of L^2, give its FLOPs exactly.
+A microbatch costs `fixed` besides, whatever it holds.
 """
 
 from __future__ import annotations
@@ -14,34 +15,42 @@ import numpy.typing as npt
 
 # A matrix product of n multiply-adds is 2n FLOPs forward; its backward is two products of that size.
 _FLOPS_PER_MULTIPLY_ADD = 3 * 2
+# A microbatch moves each weight through memory whatever it holds: read in bfloat16 forward and backward (2 + 2 bytes),
+# its gradient added to in float32 (4 + 4 bytes). Meanwhile an accelerator could have done so many FLOPs per byte (A100
+# 156, H200 206, H100 295, B200 281). `calibrate` measures what it is on the device at hand.
+_BYTES_PER_WEIGHT = 2 + 2 + 4 + 4
+_FLOPS_PER_BYTE = 256
 
 
 @dataclass(frozen=True)
-class SequenceCost:
-    """FLOPs of forward plus backward of one sequence as a polynomial of its length: `linear * L + quadratic * L^2`.
+class PackCost:
+    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2) + fixed` over its sequences' lengths L.
 
-    Never falls as sequences grow: `linear` must be above 0, `quadratic` at least 0. Schedulers use only the ratio of
-    the two.
+    In FLOPs, or any other unit: schedulers use only the ratios. Never falls as sequences grow: `linear` must be above
+    0, the others at least 0.
     """
 
     linear: float
     quadratic: float
+    fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.linear < math.inf and 0 <= self.quadratic < math.inf):
-            raise ValueError(f"a sequence cost needs linear > 0 and quadratic >= 0, both finite, but is {self}")
+        if not (0 < self.linear < math.inf and 0 <= self.quadratic < math.inf and 0 <= self.fixed < math.inf):
+            raise ValueError(f"a pack cost needs linear > 0, quadratic >= 0 and fixed >= 0, all finite, but is {self}")
 
-    def __call__(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """FLOPs of each of `lengths` (tokens, int64, any shape), float64 of the same shape."""
+    def of_sequences(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Cost of each sequence of `lengths` (tokens, int64, any shape), float64 of the same shape."""
         tokens = lengths.astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
     def of_batch(self, num_tokens: int, square_sum: int) -> float:
-        """FLOPs of a batch from the sums of its sequences' lengths and of their squares (exact integers)."""
+        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths and of their squares (exact
+        integers); `fixed`, which is time but not work, is left out.
+        """
         return self.linear * num_tokens + self.quadratic * square_sum
 
 
-def gpt_sequence_cost(
+def gpt_pack_cost(
     *,
     num_layers: int,
     hidden_size: int,
@@ -55,13 +64,14 @@ def gpt_sequence_cost(
     moe_router_topk: int = 2,
     moe_ffn_hidden_size: int | None = None,
     moe_shared_expert_intermediate_size: int | None = None,
-) -> SequenceCost:
-    """FLOPs of one sequence through a GPT, named as megatron-core's TransformerConfig names its fields.
+) -> PackCost:
+    """FLOPs of a pack through a GPT, whose arguments are named as megatron-core's TransformerConfig names its fields.
 
-    Counts the matrix products that the model needs, forward and backward: attention projections, MLP or the experts
-    that a token is routed to, router, output layer, and causal attention as the L^2/2 pairs it may see. Not counted:
-    embedding look-up, norms, activations, and what activation recomputation repeats. With `num_experts`, every layer
-    is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size` unless given.
+    `linear` and `quadratic` count the matrix products that the model needs, forward and backward: attention
+    projections, MLP or the experts that a token is routed to, router, output layer, and causal attention as the L^2/2
+    pairs it may see. Not counted: embedding look-up, norms, activations, and what activation recomputation repeats.
+    `fixed` is what an accelerator could do while it moves the weights through its memory. With `num_experts`, every
+    layer is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size` unless given.
     """
     query_size = num_attention_heads * kv_channels
     key_value_size = 2 * num_query_groups * kv_channels
@@ -69,16 +79,20 @@ def gpt_sequence_cost(
 
     matrices_per_mlp = 3 if swiglu else 2
     if num_experts is None:
-        mlp = matrices_per_mlp * hidden_size * ffn_hidden_size
+        mlp = weights_of_mlp = matrices_per_mlp * hidden_size * ffn_hidden_size
     else:
         routed = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size)
         shared = moe_shared_expert_intermediate_size or 0
         mlp = matrices_per_mlp * hidden_size * (routed + shared) + hidden_size * num_experts
+        idle = (num_experts - moe_router_topk) * (moe_ffn_hidden_size or ffn_hidden_size)
+        weights_of_mlp = mlp + matrices_per_mlp * hidden_size * idle
 
     multiply_adds_per_token = num_layers * (attention + mlp) + hidden_size * vocab_size
+    num_weights = num_layers * (attention + weights_of_mlp) + hidden_size * vocab_size
     # Scores and their product with the values: two products over half of the L^2 pairs.
     multiply_adds_per_square = num_layers * 2 * query_size / 2
-    return SequenceCost(
+    return PackCost(
         linear=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token),
         quadratic=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_square),
+        fixed=float(_BYTES_PER_WEIGHT * _FLOPS_PER_BYTE * num_weights),
     )

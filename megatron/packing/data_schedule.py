@@ -42,12 +42,13 @@ from megatron.packing.lengths import (
     gather_table,
 )
 from megatron.packing.pack import layout_microbatch, pack
-from megatron.packing.plan import StepPlan
 from megatron.packing.redistribute import redistribute, share_with_peers
 from megatron.packing.sample import Sample, decode, num_words
-from megatron.packing.schedule import Schedule, ScheduleRequest, check_schedule, get_scheduler
+from megatron.packing.schedule import Schedule, ScheduleRequest, check_schedule
+from megatron.packing.schedulers import get_scheduler
 from megatron.packing.settings import PackingSettings
 from megatron.packing.stats import PackingStats, packing_stats
+from megatron.packing.step_plan import StepPlan
 
 GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
 Microbatch = dict[str, Any]
@@ -223,15 +224,15 @@ def _schedule(
         capacity=settings.capacity,
         microbatch_multiple=settings.microbatch_multiple,
         cost=settings.cost,
+        model=settings.model,
     )
     schedule = get_scheduler(settings.scheduler)(request)
     check_schedule(request, schedule)
     stats = packing_stats(
-        length=table.length,
+        request=request,
         schedule=schedule,
+        length=table.length,
         alignment=settings.alignment,
-        cost=settings.cost,
-        capacity=settings.capacity,
         num_dropped=dropped,
         num_cut=cut,
     )

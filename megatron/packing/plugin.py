@@ -36,7 +36,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing.schedule import SCHEDULERS, get_scheduler
+from megatron.packing.schedulers import SCHEDULERS, get_scheduler
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
@@ -59,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "help": "pack sequences into microbatches without padding between them (THD)",
         },
         "--sequence-packing-scheduler": {
-            "choices": tuple(SCHEDULERS),
-            "help": "how sequences are given to ranks and microbatches (default: default, balanced by cost)",
+            "metavar": "NAME",
+            "help": f"how sequences are given to ranks and microbatches: {', '.join(SCHEDULERS)}, or a function of "
+            "yours as module:function (default: default, the least modelled step time)",
         },
         "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
         "--over-length-policy": {

@@ -8,8 +8,9 @@ from typing import Literal
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.cost import PackCost, gpt_pack_cost
 from megatron.packing.layout import Alignment
+from megatron.packing.step_time import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class PackingSettings:
     """What decides how a global batch is packed, besides its lengths; equal on all ranks."""
 
     scheduler: str
-    """A name in `schedule.SCHEDULERS`."""
+    """A name in `schedulers.SCHEDULERS`, or module:function."""
     alignment: Alignment
     capacity: int
     """Tokens that a pack may hold, whole alignment units."""
@@ -25,7 +26,9 @@ class PackingSettings:
     """What happens to a sample that no pack can hold."""
     microbatch_multiple: int
     """The number of microbatches must be a multiple of it (interleaved pipelines)."""
-    cost: SequenceCost
+    cost: PackCost
+    model: StepModel
+    """How data-parallel ranks and pipeline stages wait for one another."""
 
     @classmethod
     def of(
@@ -55,13 +58,19 @@ class PackingSettings:
             capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
             over_length_policy=getattr(config, "sequence_packing_over_length", "error"),
             microbatch_multiple=multiple,
-            cost=getattr(config, "sequence_cost", None) or cost_of(config),
+            cost=getattr(config, "pack_cost", None) or cost_of(config),
+            model=StepModel(
+                num_stages=groups.pp.size(),
+                num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
+                stage_group=multiple,
+                ranks_meet=groups.dp.size() > 1 and _experts_span_ranks(config, groups),
+            ),
         )
 
 
-def cost_of(config: TransformerConfig, vocab_size: int = 0) -> SequenceCost:
-    """FLOPs of a sequence of GPTModel; without a `vocab_size`, which no config tells, the output layer is left out."""
-    return gpt_sequence_cost(
+def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
+    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out."""
+    return gpt_pack_cost(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -75,3 +84,14 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> SequenceCost:
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
     )
+
+
+def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:
+    """Whether data-parallel ranks exchange tokens in every layer, and so wait for the slowest at each microbatch.
+
+    Expert parallel takes the ranks of tensor and of context parallel first.
+    """
+    if config.num_moe_experts is None:
+        return False
+    expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+    return expert_ranks > groups.tp.size() * groups.cp.size()

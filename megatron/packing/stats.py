@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megatron.packing.bounds import rank_cost_lower_bound
-from megatron.packing.cost import SequenceCost
 from megatron.packing.layout import Alignment
-from megatron.packing.schedule import Schedule
+from megatron.packing.movement import tokens_moved
+from megatron.packing.schedule import Schedule, ScheduleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +31,24 @@ class PackingStats:
     """Tokens that a pack may hold."""
     num_dropped: int
     num_cut: int
-    max_rank_cost: float
-    """FLOPs of the most loaded data-parallel rank, by the schedulers' cost model."""
-    cost_lower_bound: float
-    """No schedule's most loaded rank has less."""
+    num_moved_tokens: int
+    """Of sequences that another rank computes than the one that drew them; padding included."""
+    step_cost: float
+    """Modelled time of the step (see `step_time`), in the cost model's unit: pipelines simulated."""
+    step_cost_bound: float
+    """No schedule takes less; in pipelines, no schedule of even packs."""
+    bubble: float
+    """Share of the modelled time, over all data-parallel ranks and stages, in which nothing is computed."""
 
     @property
     def balance(self) -> float:
-        """Most loaded rank over the lower bound; 1 cannot be beaten."""
-        return self.max_rank_cost / self.cost_lower_bound if self.cost_lower_bound else 1.0
+        """Modelled time over the bound: 1 cannot be beaten, but by pipelines whose first and last packs are small."""
+        return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
+
+    @property
+    def moved(self) -> float:
+        """Share of the tokens that change ranks."""
+        return self.num_moved_tokens / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def fill(self) -> float:
@@ -74,32 +82,33 @@ def _bits(value: int | float) -> int:
 
 def packing_stats(
     *,
-    length: np.ndarray,
+    request: ScheduleRequest,
     schedule: Schedule,
+    length: np.ndarray,
     alignment: Alignment,
-    cost: SequenceCost,
-    capacity: int,
     num_dropped: int,
     num_cut: int,
 ) -> PackingStats:
-    """Account for a scheduled global batch; `length` int64 [N] are the real lengths."""
-    num_packs = schedule.num_ranks * schedule.num_microbatches
-    pack_of = schedule.rank * schedule.num_microbatches + schedule.microbatch
-    occupied = np.zeros(num_packs, dtype=np.int64)
-    np.add.at(occupied, pack_of, alignment.padded_length(length))
+    """Account for a scheduled global batch; `length` int64 [N] are the real lengths of the request's sequences."""
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    occupied = np.zeros(num_ranks * num_microbatches, dtype=np.int64)
+    np.add.at(occupied, schedule.pack, request.lengths)
     computed = np.maximum(-(-occupied // alignment.pack), 1) * alignment.pack
-    costs = cost(length)
-    rank_costs = np.bincount(schedule.rank, weights=costs, minlength=schedule.num_ranks)
+    work, model = request.work, request.model
+    costs = work.pack_costs(schedule.pack[work.order], num_ranks, num_microbatches)
+    time = model.simulated_time_of(costs)
     return PackingStats(
         num_sequences=len(length),
         num_tokens=int(length.sum()),
         square_sum=sum(value * value for value in length.tolist()),
         num_padded_tokens=int(computed.sum()),
-        num_microbatches=schedule.num_microbatches,
-        num_ranks=schedule.num_ranks,
-        capacity=capacity,
+        num_microbatches=num_microbatches,
+        num_ranks=num_ranks,
+        capacity=request.capacity,
         num_dropped=num_dropped,
         num_cut=num_cut,
-        max_rank_cost=float(rank_costs.max()),
-        cost_lower_bound=float(rank_cost_lower_bound(costs, schedule.num_ranks)),
+        num_moved_tokens=tokens_moved(request.lengths, request.source_rank, schedule.rank),
+        step_cost=time * work.unit / model.num_stages,
+        step_cost_bound=request.bound.time * work.unit / model.num_stages,
+        bubble=1 - int(costs.sum()) / (time * num_ranks) if time else 0.0,
     )

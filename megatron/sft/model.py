@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from megatron.packing.cost import SequenceCost
+from megatron.packing.cost import PackCost
 from megatron.packing.get_batch import transformer_engine_installed
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.settings import cost_of
@@ -36,7 +36,7 @@ class Training(NamedTuple):
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    cost: SequenceCost
+    cost: PackCost
     """FLOPs of a sequence: what packs are balanced by, and TFLOP/s counted with."""
 
 
@@ -44,7 +44,7 @@ def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> 
     """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    transformer_config.sequence_cost = cost  # type: ignore[attr-defined]  # read by PackingSettings
+    transformer_config.pack_cost = cost  # type: ignore[attr-defined]  # read by PackingSettings
     model = build_model(config, transformer_config, vocab_size, device)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)

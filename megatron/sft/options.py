@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from megatron.packing.schedulers import get_scheduler
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -209,8 +211,9 @@ class PackingConfig:
 
     sequence_packing: bool = False
     """Pack sequences into microbatches without padding between them (THD)."""
-    sequence_packing_scheduler: Literal["default", "empty", "dp_balanced"] | None = None
-    """How sequences are given to ranks and microbatches (default: default, balanced by cost)."""
+    sequence_packing_scheduler: str | None = None
+    """How sequences are given to ranks and microbatches: default, empty, dp_balanced, or a function of yours as
+    module:function (default: default, the least modelled step time)."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
     over_length_policy: Literal["error", "truncate", "drop"] = "error"
@@ -221,6 +224,8 @@ class PackingConfig:
             if getattr(self, name) is not None and not self.sequence_packing:
                 raise ValueError(f"{_flag(name)} needs --sequence-packing")
         _in_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
+        if self.sequence_packing_scheduler is not None:
+            get_scheduler(self.sequence_packing_scheduler)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -285,8 +285,10 @@ class Trainer:
             capacity=capacity,
             num_dropped=0,
             num_cut=0,
-            max_rank_cost=1.0,
-            cost_lower_bound=1.0,
+            num_moved_tokens=0,
+            step_cost=1.0,
+            step_cost_bound=1.0,
+            bubble=0.0,
         )
 
     def _save(self, log: RunLog | None) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.packing.cost import SequenceCost, gpt_sequence_cost
+from megatron.packing.cost import PackCost, gpt_pack_cost
 
 TINY = {
     "num_layers": 3,
@@ -22,23 +22,23 @@ def test_dense_gpt_by_hand():
     linear = 6 * (3 * (200 + 200 + 200 + 210) + 10 * 100)
     # Scores and values: 2 products of 20 multiply-adds for each of L^2/2 pairs, in 3 layers.
     quadratic = 6 * 3 * 2 * 20 / 2
-    assert gpt_sequence_cost(**TINY, swiglu=True) == SequenceCost(linear, quadratic) == SequenceCost(20580.0, 360.0)
-    assert gpt_sequence_cost(**TINY, swiglu=False).linear == 6 * (3 * (600 + 140) + 1000)
+    assert gpt_pack_cost(**TINY, swiglu=True) == PackCost(linear, quadratic) == PackCost(20580.0, 360.0)
+    assert gpt_pack_cost(**TINY, swiglu=False).linear == 6 * (3 * (600 + 140) + 1000)
 
 
 def test_mixture_of_experts_by_hand():
     """Counting all experts instead of those a token meets would inflate the reported FLOPs many times."""
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
-    cost = gpt_sequence_cost(**TINY, swiglu=True, **experts, moe_shared_expert_intermediate_size=6)
+    cost = gpt_pack_cost(**TINY, swiglu=True, **experts, moe_shared_expert_intermediate_size=6)
     assert cost.linear == 6 * (3 * (600 + 3 * 10 * (2 * 4 + 6) + 10 * 8) + 1000)
-    without_shared = gpt_sequence_cost(**TINY, swiglu=True, num_experts=8, moe_router_topk=1)
+    without_shared = gpt_pack_cost(**TINY, swiglu=True, num_experts=8, moe_router_topk=1)
     assert without_shared.linear == 6 * (3 * (600 + 3 * 10 * 7 + 10 * 8) + 1000)
 
 
 def test_batch_from_sums_equals_sum_of_sequences():
     """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the sequences."""
     lengths = np.array([1, 5, 128, 4000])
-    cost = SequenceCost(3.0, 0.5)
+    cost = PackCost(3.0, 0.5)
     assert cost(lengths).tolist() == [3.5, 27.5, 8576.0, 8012000.0]
     assert cost.of_batch(int(lengths.sum()), int((lengths**2).sum())) == cost(lengths).sum()
 
@@ -47,4 +47,4 @@ def test_batch_from_sums_equals_sum_of_sequences():
 def test_cost_that_could_fall_is_refused(linear, quadratic):
     """Schedulers place the costliest first and count on it being the longest."""
     with pytest.raises(ValueError, match="linear > 0 and quadratic >= 0"):
-        SequenceCost(linear, quadratic)
+        PackCost(linear, quadratic)

@@ -9,17 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packing.bounds import microbatch_lower_bound, rank_cost_lower_bound
-from megatron.packing.cost import SequenceCost
-from megatron.packing.schedule import (
-    SCHEDULERS,
-    CapacityError,
-    Schedule,
-    ScheduleRequest,
-    check_schedule,
-    get_scheduler,
-)
+from megatron.packing.cost import PackCost
+from megatron.packing.schedule import CapacityError, Schedule, ScheduleRequest, check_schedule
+from megatron.packing.schedulers import SCHEDULERS, get_scheduler
 
-COST = SequenceCost(linear=1.0, quadratic=1 / 8192)
+COST = PackCost(linear=1.0, quadratic=1 / 8192)
 
 
 def request(lengths, num_ranks, capacity, *, microbatch_multiple=1, per_draw=1) -> ScheduleRequest:

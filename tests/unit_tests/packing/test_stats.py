@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.packing.cost import SequenceCost
+from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment
 from megatron.packing.schedule import Schedule
 from megatron.packing.stats import PackingStats, packing_stats
@@ -24,7 +24,7 @@ def array(*values) -> np.ndarray:
 def account(lengths, rank, microbatch, num_ranks=2, num_microbatches=2, **changed) -> PackingStats:
     options: dict[str, Any] = {
         "alignment": Alignment(sequence=4, pack=8),
-        "cost": SequenceCost(linear=1.0, quadratic=0.5),
+        "cost": PackCost(linear=1.0, quadratic=0.5),
         "capacity": 16,
         "num_dropped": 0,
         "num_cut": 0,

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.packing.cost import SequenceCost
+from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
-from megatron.packing.plan import StepPlan
 from megatron.packing.sample import LABELS_EXPLICIT
 from megatron.packing.schedule import Schedule
 from megatron.packing.stats import packing_stats
+from megatron.packing.step_plan import StepPlan
 
 ALIGNMENT = Alignment(sequence=4, pack=8)
 
@@ -24,7 +24,7 @@ def plans(lengths, kinds, rank, microbatch, num_ranks, num_microbatches) -> list
         length=length,
         schedule=schedule,
         alignment=ALIGNMENT,
-        cost=SequenceCost(linear=0.1, quadratic=1 / 3),
+        cost=PackCost(linear=0.1, quadratic=1 / 3),
         capacity=64,
         num_dropped=0,
         num_cut=0,

@@ -1,0 +1,354 @@
+"""pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, pipelines, rows of packs.
+
+A placement is int64 [N] in the order of the Work, rank * num_microbatches + microbatch of each sequence; no pack is
+over capacity. Functions that try several ways yield each, for the caller to take the quickest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.placement import first_fit, split, spread, trade
+from megatron.packing.step_time import StepModel
+from megatron.packing.work import Work, stable_order
+
+IntArray = npt.NDArray[np.int64]
+
+_MAX_BISECTIONS = 8
+_FINEST_BISECTION = 2048
+"""Bisection ends at this part of a cost."""
+_HEAD = 8
+"""Sequences per rank, the costliest, that bisection is about."""
+
+
+class Effort:
+    """How much more may be tried: counted in sequences placed, so that it is the same on every machine."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._left = num_sequences
+
+    def part(self, divisor: int) -> Effort:
+        """A part of what is left, taken from it."""
+        part = Effort(self._left // divisor)
+        self._left -= part._left
+        return part
+
+    def spend(self, num_sequences: int) -> bool:
+        """Whether so many may still be placed; counts them."""
+        self._left -= num_sequences
+        return self._left >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Where sequences may go."""
+
+    num_ranks: int
+    num_microbatches: int
+    capacity: int
+    effort: Effort = field(repr=False)
+
+
+def even_ranks(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArray]:
+    """Ranks of even cost. `tight`: a placement of as few packs as can be found, to begin with where nothing else fits;
+    None where these are too many as well.
+    """
+    pack = spread(
+        *(work.cost, work.length),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+    )
+    best = tight if pack is None else pack
+    if best is None:
+        return
+    yield best
+    for pack in _bisected(
+        *(work.cost, work.length, _largest(work.cost, best // room.num_microbatches)),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+        effort=room.effort,
+    ):
+        best = pack
+        yield pack
+    best = best.copy()
+    trade(
+        *(work.cost, work.length, best),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+    )
+    yield best
+
+
+def _bisected(
+    cost: IntArray,
+    length: IntArray,
+    high: int,
+    *,
+    num_ranks: int,
+    packs_per_rank: int,
+    capacity: int,
+    effort: Effort,
+) -> Iterator[IntArray]:
+    """Placements whose costliest rank is ever cheaper, all below `high`.
+
+    The sequences that make ranks uneven, the costliest, go to the first rank that they fit in at the cost that is
+    tried; the others are spread over what they leave.
+    """
+    low = max(-(-int(cost.sum()) // num_ranks), int(cost[0]))
+    head = min(cost.size, _HEAD * num_ranks)
+    head = cost.size if 2 * head > cost.size else head
+    first_fits = partial(first_fit, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    spreads = partial(spread, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    for _ in range(_MAX_BISECTIONS):
+        if high - low <= low // _FINEST_BISECTION or not effort.spend((head + cost.size) // 2):
+            return
+        limit = (low + high) // 2
+        pack, _ = first_fits(cost[:head], length[:head], limit=limit)
+        if pack.min() >= 0 and head < cost.size:
+            loads = np.bincount(pack // packs_per_rank, weights=cost[:head], minlength=num_ranks).astype(np.int64)
+            tokens = np.bincount(pack, weights=length[:head], minlength=num_ranks * packs_per_rank).astype(np.int64)
+            tail = spreads(cost[head:], length[head:], loads=loads, tokens=tokens)
+            pack = pack if tail is None else np.concatenate((pack, tail))
+        if pack.size < cost.size or pack.min() < 0 or (largest := _largest(cost, pack // packs_per_rank)) >= high:
+            low = limit + 1
+        else:
+            high = largest
+            yield pack
+
+
+def _even_packs(cost: IntArray, length: IntArray, num_packs: int, capacity: int, effort: Effort) -> IntArray | None:
+    """Packs of even cost: the number of each sequence's; None where capacity is too tight."""
+    best = spread(cost, length, num_ranks=num_packs, capacity=capacity)
+    return _evener(cost, length, best, num_packs, capacity, effort)
+
+
+def _evener(
+    cost: IntArray, length: IntArray, best: IntArray | None, num_packs: int, capacity: int, effort: Effort
+) -> IntArray | None:
+    """Packs whose costliest is no costlier than in `best`."""
+    fair = max(-(-int(cost.sum()) // num_packs), int(cost[0]))
+    high = 2 * fair if best is None else _largest(cost, best)
+    for pack in _bisected(cost, length, high, num_ranks=num_packs, packs_per_rank=1, capacity=capacity, effort=effort):
+        best = pack
+    return best
+
+
+def even_pipelines(work: Work, room: Room, tight: IntArray | None, num_stages: int, low: int) -> Iterator[IntArray]:
+    """Pipelines of even time, which takes `low` at the least. `tight` as in `even_ranks`."""
+    fixed = work.fixed * (room.num_microbatches + num_stages - 1)
+    num_packs = room.num_ranks * room.num_microbatches
+    low -= fixed
+    high: int | None = None
+
+    def gathered(time: int) -> IntArray | None:
+        found = _costliest_gathered(work, room, num_stages - 1, time)
+        return None if found is None else _resplit(work, found, room)
+
+    def time_of(pack: IntArray) -> int:
+        costs = work.pack_costs(pack, room.num_ranks, room.num_microbatches)
+        return StepModel(num_stages=num_stages).time_of(costs) - fixed
+
+    pack = gathered(low + (low >> 4))
+    if pack is not None:
+        high = time_of(pack)
+        yield pack
+    packs = spread(work.cost, work.length, num_ranks=num_packs, capacity=room.capacity)
+    pack = tight if packs is None else deal(work.cost, packs, room.num_ranks, room.num_microbatches)
+    if pack is not None:
+        pack = _resplit(work, pack, room)
+        high = time_of(pack) if high is None else min(high, time_of(pack))
+        yield pack
+    if high is None:
+        return
+    if int(work.cost[0]) * (room.num_microbatches + num_stages - 1) > low:
+        pack = _costliest_first(work, room, num_stages - 1, low)
+        if pack is not None:
+            high = min(high, time_of(pack))
+            yield pack
+    for _ in range(_MAX_BISECTIONS):
+        if high - low <= low // _FINEST_BISECTION or not room.effort.spend(2 * work.cost.size):
+            break
+        time = (low + high) // 2
+        pack = gathered(time)
+        if pack is None:
+            low = time + 1
+        else:
+            high = min(time, time_of(pack))
+            yield pack
+    packs = _evener(work.cost, work.length, packs, num_packs, room.capacity, room.effort)
+    if packs is not None:
+        yield _resplit(work, deal(work.cost, packs, room.num_ranks, room.num_microbatches), room)
+
+
+def _costliest_first(work: Work, room: Room, more: int, time: int) -> IntArray | None:
+    """Pipelines of `more` + 1 stages that each end after about `time`, or somewhat more: sequences that cost more than
+    a fair pack on as few ranks as hold them, the others spread over what that leaves of all ranks' time.
+    """
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    low, high = time, 2 * time
+    best = None
+    for _ in range(_MAX_BISECTIONS):
+        limit = low if best is None and low == time else (low + high) // 2
+        fair_pack = limit // (num_microbatches + more)
+        head = int(np.searchsorted(-work.cost, -fair_pack))
+        pack, _ = first_fit(
+            *(work.cost[:head], work.length[:head]),
+            limit=fair_pack * num_microbatches,
+            ceiling=limit,
+            overhead=more,
+            num_ranks=num_ranks,
+            packs_per_rank=num_microbatches,
+            capacity=room.capacity,
+        )
+        if pack.min(initial=0) < 0:
+            low = limit + 1
+        else:
+            best, high = (pack, head, fair_pack), limit
+        if high - low <= low >> 7:
+            break
+    if best is None:
+        return None
+    pack, head, fair_pack = best
+    rank = pack // num_microbatches
+    costliest = np.full(num_ranks, fair_pack, np.int64)
+    np.maximum.at(costliest, rank, work.cost[:head])
+    loads = np.bincount(rank, weights=work.cost[:head], minlength=num_ranks).astype(np.int64) + more * costliest
+    tokens = np.bincount(pack, weights=work.length[:head], minlength=num_ranks * num_microbatches).astype(np.int64)
+    rest = spread(
+        *(work.cost[head:], work.length[head:]),
+        num_ranks=num_ranks,
+        packs_per_rank=num_microbatches,
+        capacity=room.capacity,
+        loads=loads,
+        tokens=tokens,
+    )
+    return None if rest is None else _resplit(work, np.concatenate((pack, rest)), room)
+
+
+def _costliest_gathered(work: Work, room: Room, more: int, time: int) -> IntArray | None:
+    """Pipelines of `more` + 1 stages that each end within about `time`: the costliest sequences on the first ranks,
+    even packs on the others.
+    """
+    num_microbatches = room.num_microbatches
+    pack, in_use = first_fit(
+        *(work.cost, work.length),
+        num_ranks=room.num_ranks,
+        packs_per_rank=num_microbatches,
+        capacity=room.capacity,
+        limit=time * num_microbatches // (num_microbatches + more),
+        ceiling=time,
+        overhead=more,
+        opens_above=time // (num_microbatches + more),  # costlier than a fair pack
+    )
+    rest = np.flatnonzero(pack < 0)
+    if rest.size == 0:
+        return pack
+    if in_use == room.num_ranks:
+        return None
+    cost, length = work.cost[rest], work.length[rest]
+    limit = (time - -(-int(cost.sum()) // (room.num_ranks - in_use))) // more
+    if limit < cost[0]:
+        return None
+    num_packs = (room.num_ranks - in_use) * num_microbatches
+    even, _ = first_fit(cost, length, num_ranks=num_packs, capacity=room.capacity, limit=limit)
+    if even.min() < 0:
+        return None
+    pack[rest] = in_use * num_microbatches + deal(cost, even, room.num_ranks - in_use, num_microbatches)
+    return pack
+
+
+def _resplit(work: Work, pack: IntArray, room: Room) -> IntArray:
+    """Each rank's sequences split anew into even packs, where that lowers its costliest pack."""
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    ones = np.ones(num_microbatches, np.int64)
+    other, failed = split_ranks(work, pack, num_ranks, room.capacity, ones)
+    costliest = work.pack_costs(pack, num_ranks, num_microbatches).max(axis=1)
+    costliest_of_other = work.pack_costs(other, num_ranks, num_microbatches).max(axis=1)
+    return np.where((failed | (costliest_of_other >= costliest))[pack // num_microbatches], pack, other)
+
+
+def split_ranks(
+    work: Work, pack: IntArray, num_ranks: int, capacity: int, weights: IntArray
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Each rank's sequences split anew, into packs in proportion to `weights` [M]; and the ranks that stay as they
+    were, for capacity is too tight, bool [num_ranks].
+    """
+    rank = pack // weights.size
+    by_rank = stable_order(rank)
+    starts = np.searchsorted(rank[by_rank], np.arange(num_ranks + 1))
+    position, _ = split(starts, work.cost[by_rank], work.length[by_rank], capacity=capacity, weights=weights)
+    failed = np.zeros(num_ranks, np.bool_)
+    failed[rank[by_rank[position < 0]]] = True
+    other = np.empty_like(pack)
+    other[by_rank] = rank[by_rank] * weights.size + position
+    return np.where(failed[rank], pack, other), failed
+
+
+def even_rows(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArray]:
+    """Microbatches whose packs cost the same on all ranks. `tight` as in `even_ranks`."""
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    pack = np.full(work.cost.size, -1, np.int64)
+    rests = [np.arange(work.cost.size)]  # the sequences left after so many full rows
+    while rests[-1].size and len(rests) <= num_microbatches:
+        rest, row = rests[-1], len(rests) - 1
+        cost = work.cost[rest]
+        if int(cost[0]) * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
+            break
+        column, _ = first_fit(cost, work.length[rest], num_ranks=num_ranks, capacity=room.capacity, limit=int(cost[0]))
+        placed = column >= 0
+        pack[rest[placed]] = column[placed] * num_microbatches + row
+        rests.append(rest[~placed])
+    last = len(rests) - 1
+    for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
+        rest, num_left = rests[num_full], num_microbatches - num_full
+        if rest.size == 0:
+            yield _in_rows(work, pack, num_ranks, num_microbatches)
+            continue
+        # Rows about as costly as the costliest sequence left, or all rows that there are.
+        fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
+        for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
+            even = None
+            if room.effort.spend(rest.size):
+                even = _even_packs(work.cost[rest], work.length[rest], num_ranks * num_rows, room.capacity, room.effort)
+            if even is not None:
+                rows, columns = np.divmod(even, num_ranks)
+                way = pack.copy()
+                way[rest] = columns * num_microbatches + num_full + rows
+                yield _in_rows(work, way, num_ranks, num_microbatches)
+    if tight is not None:
+        yield _in_rows(work, tight, num_ranks, num_microbatches)
+
+
+def _in_rows(work: Work, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
+    """The packs arranged so that those of like cost meet, the costliest first."""
+    costs = work.pack_costs(pack, num_ranks, num_microbatches).ravel()
+    place = np.empty_like(costs)
+    place[stable_order(-costs)] = np.arange(costs.size)
+    row, column = np.divmod(place[pack], num_ranks)
+    return column * num_microbatches + row
+
+
+def deal(cost: IntArray, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
+    """Whole packs dealt to ranks of even cost: the placement of their sequences."""
+    pack_costs = np.bincount(pack, weights=cost, minlength=num_ranks * num_microbatches).astype(np.int64)
+    by_cost = stable_order(-pack_costs)
+    ones = np.ones(by_cost.size, np.int64)
+    rank = spread(pack_costs[by_cost], ones, num_ranks=num_ranks, capacity=num_microbatches)
+    assert rank is not None, "as many places as packs"
+    by_rank = stable_order(rank)
+    place = np.empty_like(rank)
+    place[by_cost[by_rank]] = np.arange(rank.size)  # each rank has num_microbatches of them
+    return place[pack]
+
+
+def _largest(cost: IntArray, part: IntArray) -> int:
+    """Cost of the costliest part."""
+    return int(np.bincount(part, weights=cost).max())

@@ -1,0 +1,269 @@
+// The inner loops of placement.py, with the same results to the last bit: integers only, ties broken by number.
+// Plain C functions over int64 arrays, called through ctypes; no Python headers are needed to build them.
+
+#include <algorithm>
+#include <cstdint>
+#include <queue>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Int = int64_t;
+using Tokens = std::pair<Int, Int>;                 // tokens of a pack, its number
+using Load = std::pair<Int, Int>;                   // cost of a rank, its number
+using Waiting = std::tuple<Int, Int, Int>;          // tokens of the emptiest pack, cost of the rank, its number
+
+template <class T>
+using MinHeap = std::priority_queue<T, std::vector<T>, std::greater<T>>;
+
+// The packs of all ranks; of each rank the emptiest is at hand.
+class Packs {
+ public:
+  Packs(Int num_ranks, Int packs_per_rank, const Int* tokens) : per_rank_(packs_per_rank), heap_(num_ranks * packs_per_rank) {
+    for (Int pack = 0; pack < num_ranks * packs_per_rank; ++pack) heap_[pack] = {tokens ? tokens[pack] : 0, pack};
+    if (tokens)
+      for (Int rank = 0; rank < num_ranks; ++rank)
+        std::make_heap(first(rank), first(rank) + per_rank_, std::greater<Tokens>());
+  }
+  Int least(Int rank) const { return heap_[rank * per_rank_].first; }
+  Int add(Int rank, Int length) {  // to the emptiest pack, whose number is returned
+    Tokens* heap = first(rank);
+    Tokens grown = {heap[0].first + length, heap[0].second};
+    Int at = 0;
+    for (Int child = 1; child < per_rank_; child = 2 * at + 1) {
+      if (child + 1 < per_rank_ && heap[child + 1] < heap[child]) ++child;
+      if (grown < heap[child]) break;
+      heap[at] = heap[child];
+      at = child;
+    }
+    heap[at] = grown;
+    return grown.second;
+  }
+
+ private:
+  Tokens* first(Int rank) { return heap_.data() + rank * per_rank_; }
+  Int per_rank_;
+  std::vector<Tokens> heap_;
+};
+
+Int spread_over(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
+                const Int* loads, const Int* tokens, Int* pack) {
+  Packs packs(num_ranks, packs_per_rank, tokens);
+  std::vector<Load> initial(num_ranks);
+  for (Int rank = 0; rank < num_ranks; ++rank) initial[rank] = {loads ? loads[rank] : 0, rank};
+  MinHeap<Load> cheapest(std::greater<Load>(), std::move(initial));
+  MinHeap<Waiting> waiting;
+  for (Int i = 0; i < n; ++i) {
+    const Int most = capacity - length[i];
+    while (!waiting.empty() && std::get<0>(waiting.top()) <= most) {
+      cheapest.push({std::get<1>(waiting.top()), std::get<2>(waiting.top())});
+      waiting.pop();
+    }
+    while (!cheapest.empty() && packs.least(cheapest.top().second) > most) {
+      const auto [load, rank] = cheapest.top();
+      cheapest.pop();
+      waiting.push({packs.least(rank), load, rank});
+    }
+    if (cheapest.empty()) return 0;
+    const auto [load, rank] = cheapest.top();
+    cheapest.pop();
+    cheapest.push({load + cost[i], rank});
+    pack[i] = packs.add(rank, length[i]);
+  }
+  return 1;
+}
+
+// Rooms of the ranks in use, in cost and in tokens; finds the first with room for both.
+class Rooms {
+ public:
+  explicit Rooms(Int num_ranks) {
+    while (size_ < num_ranks) size_ *= 2;
+    cost_.assign(2 * size_, -1);
+    tokens_.assign(2 * size_, -1);
+  }
+  Int first(Int cost, Int tokens) const {
+    Int node = 1;
+    while (true) {
+      if (cost_[node] >= cost && tokens_[node] >= tokens) {
+        if (node >= size_) return node - size_;
+        node *= 2;
+      } else {
+        while (node & 1) {
+          if (node == 1) return -1;
+          node /= 2;
+        }
+        ++node;
+      }
+    }
+  }
+  Int cost(Int rank) const { return cost_[size_ + rank]; }
+  void set(Int rank, Int cost, Int tokens) {
+    Int node = size_ + rank;
+    cost_[node] = cost;
+    tokens_[node] = tokens;
+    for (node /= 2; node; node /= 2) {
+      const Int most_cost = std::max(cost_[2 * node], cost_[2 * node + 1]);
+      const Int most_tokens = std::max(tokens_[2 * node], tokens_[2 * node + 1]);
+      if (cost_[node] == most_cost && tokens_[node] == most_tokens) break;
+      cost_[node] = most_cost;
+      tokens_[node] = most_tokens;
+    }
+  }
+
+ private:
+  Int size_ = 1;
+  std::vector<Int> cost_, tokens_;
+};
+
+}  // namespace
+
+extern "C" {
+
+Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
+           const Int* loads, const Int* tokens, Int* pack) {
+  return spread_over(n, cost, length, num_ranks, packs_per_rank, capacity, loads, tokens, pack);
+}
+
+Int split(Int num_ranks, const Int* starts, const Int* cost, const Int* length, Int packs_per_rank, Int capacity,
+          const Int* weights, Int* pack) {
+  Int sum_of_weights = 0, heaviest = 0, failed = 0;
+  for (Int m = 0; m < packs_per_rank; ++m) {
+    sum_of_weights += weights[m];
+    heaviest = std::max(heaviest, weights[m]);
+  }
+  std::vector<Int> loads(packs_per_rank);
+  for (Int rank = 0; rank < num_ranks; ++rank) {
+    const Int start = starts[rank], n = starts[rank + 1] - start;
+    Int total = 0;
+    for (Int i = start; i < start + n; ++i) total += cost[i];
+    for (Int m = 0; m < packs_per_rank; ++m) loads[m] = (heaviest - weights[m]) * (total / sum_of_weights);
+    if (!spread_over(n, cost + start, length + start, packs_per_rank, 1, capacity, loads.data(), nullptr, pack + start)) {
+      std::fill(pack + start, pack + start + n, Int(-1));
+      ++failed;
+    }
+  }
+  return failed;
+}
+
+Int first_fit(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
+              Int ceiling, Int overhead, Int opens_above, Int* pack) {
+  Packs packs(num_ranks, packs_per_rank, nullptr);
+  Rooms rooms(num_ranks);
+  Int in_use = 0;
+  for (Int i = 0; i < n; ++i) {
+    Int rank = rooms.first(cost[i], length[i]);
+    Int room;
+    if (rank >= 0) {
+      room = rooms.cost(rank);
+    } else {
+      room = std::min(limit, ceiling - overhead * cost[i]);
+      if (in_use == num_ranks || cost[i] <= opens_above || room < cost[i] || capacity < length[i]) {
+        pack[i] = -1;
+        continue;
+      }
+      rank = in_use++;
+    }
+    pack[i] = packs.add(rank, length[i]);
+    rooms.set(rank, room - cost[i], capacity - packs.least(rank));
+  }
+  return in_use;
+}
+
+Int best_fit(Int n, const Int* length, Int capacity, Int* pack) {
+  std::set<std::pair<Int, Int>> rooms;  // room of a pack, its number
+  Int num_packs = 0;
+  for (Int i = 0; i < n; ++i) {
+    const auto found = rooms.lower_bound({length[i], 0});
+    std::pair<Int, Int> chosen = {capacity, num_packs};
+    if (found == rooms.end()) {
+      ++num_packs;
+    } else {
+      chosen = *found;
+      rooms.erase(found);
+    }
+    rooms.insert({chosen.first - length[i], chosen.second});
+    pack[i] = chosen.second;
+  }
+  return num_packs;
+}
+
+void keep(Int n, const Int* cost, const Int* length, const Int* home, Int num_ranks, Int packs_per_rank, Int capacity,
+          Int limit, Int* pack) {
+  Packs packs(num_ranks, packs_per_rank, nullptr);
+  std::vector<Int> loads(num_ranks, 0);
+  for (Int i = 0; i < n; ++i) {
+    const Int rank = home[i];
+    if (loads[rank] + cost[i] > limit || packs.least(rank) + length[i] > capacity) {
+      pack[i] = -1;
+    } else {
+      loads[rank] += cost[i];
+      pack[i] = packs.add(rank, length[i]);
+    }
+  }
+}
+
+void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int partners,
+           Int budget, Int* pack) {
+  std::vector<std::vector<Int>> held(num_ranks);
+  std::vector<Int> loads(num_ranks, 0), tokens(num_ranks * packs_per_rank, 0), counts(num_ranks * packs_per_rank, 0);
+  for (Int i = 0; i < n; ++i) {
+    const Int rank = pack[i] / packs_per_rank;
+    held[rank].push_back(i);
+    loads[rank] += cost[i];
+    tokens[pack[i]] += length[i];
+    ++counts[pack[i]];
+  }
+  std::vector<Load> by_load(num_ranks);
+  partners = std::min(partners, num_ranks);
+  while (true) {
+    Int giver = 0;
+    for (Int rank = 0; rank < num_ranks; ++rank) {
+      by_load[rank] = {loads[rank], rank};
+      if (loads[rank] > loads[giver]) giver = rank;
+    }
+    std::partial_sort(by_load.begin(), by_load.begin() + partners, by_load.end());
+    Int best = loads[giver], given = -1, taken = -1, taker = -1, place = -1;
+    for (Int p = 0; p < partners; ++p) {
+      const Int other = by_load[p].second;
+      const Int gap = loads[giver] - loads[other];
+      if (gap < 2) break;
+      budget -= static_cast<Int>(held[giver].size() * (held[other].size() + 1));
+      if (budget < 0) return;
+      Int emptiest = other * packs_per_rank;
+      for (Int q = emptiest; q < (other + 1) * packs_per_rank; ++q)
+        if (tokens[q] < tokens[emptiest]) emptiest = q;
+      for (const Int i : held[giver]) {
+        const Int alone = std::max(loads[giver] - cost[i], loads[other] + cost[i]);
+        if (alone < best && counts[pack[i]] > 1 && tokens[emptiest] + length[i] <= capacity)
+          best = alone, given = i, taken = -1, taker = other, place = emptiest;
+        for (const Int j : held[other]) {
+          const Int difference = cost[i] - cost[j];
+          const Int both = std::max(loads[giver] - difference, loads[other] + difference);
+          if (both < best && tokens[pack[i]] - length[i] + length[j] <= capacity &&
+              tokens[pack[j]] - length[j] + length[i] <= capacity)
+            best = both, given = i, taken = j, taker = other, place = pack[j];
+        }
+      }
+    }
+    if (given < 0) return;
+    const auto hand_over = [&](Int i, Int from, Int to, Int to_pack) {
+      held[from].erase(std::find(held[from].begin(), held[from].end(), i));
+      held[to].push_back(i);
+      loads[from] -= cost[i];
+      loads[to] += cost[i];
+      tokens[pack[i]] -= length[i];
+      --counts[pack[i]];
+      tokens[to_pack] += length[i];
+      ++counts[to_pack];
+      pack[i] = to_pack;
+    };
+    const Int from_pack = pack[given];
+    hand_over(given, giver, taker, place);
+    if (taken >= 0) hand_over(taken, taker, giver, from_pack);
+  }
+}
+
+}  // extern "C"
