@@ -7,9 +7,10 @@ their names, and return per step the loss and all gradients as full tensors, in 
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -18,9 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -60,16 +63,29 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rank's part of a full tensor: `dim` None for all of it; `gated` for [gates; values] halves, each cut on its
-    own.
+class Place:
+    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for [gates; values] halves,
+    each cut on its own.
     """
 
-    tensor: Tensor
     dim: int | None
     index: int
     count: int
     gated: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a parameter's gradient: all of it, or the shard that its distributed optimizer steps."""
+
+    place: Place
+    shape: tuple[int, ...]
+    """Of the parameter on this rank."""
+    values: Tensor
+    """Its elements from number `start` on, flat."""
+    start: int
+    sharers: tuple[int, ...]
+    """Ranks whose pieces make up the parameter's gradient, this one included."""
 
 
 def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
@@ -227,12 +243,8 @@ def train_packed(
             num_microbatches=len(draws),
             seq_length=config.model.seq_length,
             micro_batch_size=1,
-            force_all_reduce=True,  # whole gradients on every rank also with the distributed optimizer
         )
-        # Overlapped, the distributed optimizer leaves each rank its shard only; the next step's loss shows the rest.
-        whole = not (config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce)
-        pieces = dict(_pieces([unwrap_model(chunk) for chunk in model])) if whole else {}
-        steps.append((_global_loss(losses), pieces))
+        steps.append((_global_loss(losses), dict(_pieces(model, optimizer))))
         optimizer.step()
         scheduler.step(increment=config.training.global_batch_size)
     parallel_state.destroy_model_parallel()
@@ -240,30 +252,55 @@ def train_packed(
 
 
 def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]], relative: float = 1e-12) -> list[Step]:
-    """Full tensors from all ranks' pieces; replicas must agree."""
+    """Full tensors from all ranks' pieces; replicas must agree, and shards hold each element exactly once."""
     steps = []
     for number in range(len(per_rank[0])):
         loss = per_rank[0][number][0]
         assert all(rank[number][0] == loss for rank in per_rank), "ranks report different losses"
-        found: dict[str, dict[int, Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for rank in per_rank:
             for name, piece in rank[number][1].items():
-                earlier = found.setdefault(name, {}).setdefault(piece.index, piece)
-                difference = (earlier.tensor - piece.tensor).abs().max().item()
-                assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
-        steps.append(Step(loss, {name: _join(pieces) for name, pieces in found.items()}))
+                pieces.setdefault(name, []).append(piece)
+        steps.append(Step(loss, {name: _assembled(name, found, relative) for name, found in pieces.items()}))
     return steps
 
 
+def _assembled(name: str, pieces: Sequence[Piece], relative: float) -> Tensor:
+    """The full gradient of the parameter `name`."""
+    replicas: dict[tuple[Place, tuple[int, ...]], list[Piece]] = {}
+    for piece in pieces:
+        replicas.setdefault((piece.place, piece.sharers), []).append(piece)
+    found: dict[Place, Tensor] = {}
+    for (place, _), shards in replicas.items():
+        tensor = _of_shards(name, shards)
+        difference = (found.setdefault(place, tensor) - tensor).abs().max().item()
+        assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
+    return _join(found)
+
+
+def _of_shards(name: str, shards: Sequence[Piece]) -> Tensor:
+    """One replica from its shards."""
+    in_order = sorted((shard for shard in shards if shard.values.numel()), key=lambda shard: shard.start)
+    end = 0
+    for shard in in_order:
+        assert shard.start == end, f"the shards of {name} hold element {min(shard.start, end)} not once"
+        end += shard.values.numel()
+    (shape,) = {shard.shape for shard in shards}
+    assert end == math.prod(shape), f"the shards of {name} end after {end} elements of {math.prod(shape)}"
+    return torch.cat([shard.values for shard in in_order]).view(shape)
+
+
 def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
-    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry."""
-    worst = 0.0
+    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry; NaN if one is."""
+    found = []
     for step, expected in zip(steps, reference, strict=True):
-        worst = max(worst, abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+        found.append(abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+        assert step.gradients.keys() == expected.gradients.keys()
         for name, gradient in step.gradients.items():
             wanted = expected.gradients[name]
-            worst = max(worst, (gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
-    return worst
+            assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
+            found.append((gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
+    return torch.tensor(found).max().item()  # Python's max would pass over a NaN
 
 
 def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: float) -> None:
@@ -271,7 +308,7 @@ def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: floa
     for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):
         difference = abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30)
         assert difference <= relative, f"step {number}: loss {step.loss!r}, not {expected.loss!r} ({difference:.1e})"
-        assert not step.gradients or step.gradients.keys() == expected.gradients.keys()
+        assert step.gradients.keys() == expected.gradients.keys()
         for name, gradient in step.gradients.items():
             wanted = expected.gradients[name]
             assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
@@ -322,9 +359,31 @@ def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
             parameter.copy_(_cut(whole, place))
 
 
-def _pieces(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Piece]]:
-    for name, parameter, place in _places(chunks):
-        yield name, replace(place, tensor=_gradient(parameter).detach().clone())
+def _pieces(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Piece]]:
+    """This rank's piece of the gradient of each of its parameters, as the optimizer will take it."""
+    for chunk in model:
+        for name, parameter, place in _places([unwrap_model(chunk)]):
+            start, end, sharers = _shard(parameter, chunk, optimizer)
+            values = _gradient(parameter).flatten()[start:end].detach().clone()
+            yield name, Piece(place, tuple(parameter.shape), values, start, sharers)
+
+
+def _shard(
+    parameter: torch.nn.Parameter, chunk: DistributedDataParallel, optimizer: MegatronOptimizer
+) -> tuple[int, int, tuple[int, ...]]:
+    """The first element of a parameter that this rank's optimizer steps, the end of them, and the ranks that share it.
+
+    The distributed optimizer leaves the gradient of the other elements unreduced, or reduced in part.
+    """
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return 0, parameter.numel(), (dist.get_rank(),)
+    (buffer,) = (b for b in chunk.buffers + chunk.expert_parallel_buffers if parameter in b.param_index_map)
+    sharers = tuple(dist.get_process_group_ranks(buffer.data_parallel_group))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parameter in part.model_param_gbuf_map:
+            elements = part._get_model_param_range_map(parameter)["param"]
+            return elements.start, elements.end, sharers
+    return 0, 0, sharers
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
@@ -334,8 +393,8 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient
 
 
-def _places(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Piece]]:
-    """Each parameter of this rank with its global name and where its tensor stands in the full one."""
+def _places(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
+    """Each parameter of this rank with its global name and its place in the full tensor."""
     for chunk in chunks:
         layers = chunk.decoder.layers
         for local_name, parameter in chunk.named_parameters():
@@ -351,7 +410,7 @@ def _places(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Piece]]:
             gated = chunk.config.gated_linear_unit and "linear_fc1" in name
             dim = parameter.partition_dim if is_cut else None
             index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-            yield name, parameter, Piece(parameter, dim, index, count, gated)
+            yield name, parameter, Place(dim, index, count, gated)
 
 
 def _first_expert(chunk: Any) -> int:
@@ -362,20 +421,20 @@ def _first_expert(chunk: Any) -> int:
     return rank * ((chunk.config.num_moe_experts or 0) // size)
 
 
-def _cut(whole: Tensor, place: Piece) -> Tensor:
+def _cut(whole: Tensor, place: Place) -> Tensor:
     if place.dim is None:
         return whole
     parts = whole.chunk(2, place.dim) if place.gated else (whole,)
     return torch.cat([part.chunk(place.count, place.dim)[place.index] for part in parts], place.dim)
 
 
-def _join(pieces: dict[int, Piece]) -> Tensor:
-    first = pieces[0]
+def _join(parts: dict[Place, Tensor]) -> Tensor:
+    first = next(iter(parts))
+    in_order = [parts[replace(first, index=index)] for index in range(first.count)]
     if first.dim is None:
-        return first.tensor
-    in_order: Iterable[Tensor] = [pieces[index].tensor for index in range(first.count)]
+        return in_order[0]
     if not first.gated:
-        return torch.cat(list(in_order), first.dim)
+        return torch.cat(in_order, first.dim)
     halves = [tensor.chunk(2, first.dim) for tensor in in_order]
     return torch.cat([half[which] for which in (0, 1) for half in halves], first.dim)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import lru_cache
 
 import pytest
+import torch
 
 from tests.functional_tests.layouts import COVERING, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
+    Piece,
+    Place,
     Step,
     assemble,
     assert_same,
@@ -37,6 +41,27 @@ def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
     """A wrong group, shard, mask or scale would train on, only worse: nothing else notices."""
     steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, BATCHES))
     assert_same(steps, reference(layout.model), relative=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"), [((0, 3), "element 2 not once"), ((0, 1), "element 1 not once"), ((0,), "end after 2")]
+)
+def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], message: str) -> None:
+    """Elements that no rank reduced would be compared with nothing."""
+    place = Place(dim=None, index=0, count=1, gated=False)
+    pieces = [Piece(place, (2, 2), torch.ones(2), start, sharers=(0, 1)) for start in starts]
+    with pytest.raises(AssertionError, match=message):
+        assemble([[(0.0, {"weight": piece})] for piece in pieces])
+
+
+def test_the_distributed_optimizer_shares_gradients_out() -> None:
+    """Were each rank said to hold all of its gradients, ranks would be compared with themselves."""
+    ranks = run_ranks(train_packed, 2, Layout(data=2, model="experts", optimizer="overlapped").flags, BATCHES[:1])
+    pieces = [rank[0][1] for rank in ranks]
+    dense = [name for name in pieces[0] if "experts" not in name]
+    held = [sum(rank[name].values.numel() for name in dense) for rank in pieces]
+    assert min(held) > 0
+    assert sum(held) == sum(math.prod(pieces[0][name].shape) for name in dense)
 
 
 def test_the_matrix_is_as_large_as_promised() -> None:
