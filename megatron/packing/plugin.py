@@ -36,6 +36,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron.packing import load_balancing
 from megatron.packing.schedule import SCHEDULERS, get_scheduler
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
@@ -146,13 +147,14 @@ class PackingSchedule:
         for chunk in chunks:
             self._check_once(chunk)
         _check_groups(arguments.get("pg_collection"))
-        is_packed = _is_packed(data_iterator)
-        return (self.plain if is_packed else self._packed)(
-            data_iterator=data_iterator,
-            model=model,
-            forward_step_func=_checking_loss(forward_step_func),
-            **arguments,
-        )
+        run = self.plain if _is_packed(data_iterator) else self._packed
+        with load_balancing.installed():
+            return run(
+                data_iterator=data_iterator,
+                model=model,
+                forward_step_func=_checking_loss(forward_step_func),
+                **arguments,
+            )
 
     def _check_once(self, chunk: torch.nn.Module) -> None:
         if chunk not in self._checked:

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -60,6 +62,8 @@ class Step(NamedTuple):
 
     loss: float
     gradients: Tensors
+    router_logits: Tensor = torch.empty(0)
+    """[tokens times layers, experts]; of the reference only, in its order."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
     return samples
 
 
+Weights = Literal["random", "routed"]
 Placement = Literal["even", "last rank"]
 Shape = Literal["plain", "padded", "packed"]
 
@@ -153,7 +158,10 @@ def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: i
 
 
 def train_one_by_one(
-    text: str, batches: Sequence[Sequence[EncodedSample]], dtype: torch.dtype = torch.float64
+    text: str,
+    batches: Sequence[Sequence[EncodedSample]],
+    dtype: torch.dtype = torch.float64,
+    weights: Weights = "random",
 ) -> list[Step]:
     """The reference; in a world of one process. Gradients of the sequences are added in float64 whatever `dtype` is."""
     config = options(text, batches, 1)
@@ -172,7 +180,8 @@ def train_one_by_one(
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
         position_embedding_type=config.model.position_embedding_type,
     )
-    _set_weights([model])
+    _set_weights([model], weights)
+    router_logits = _note_router_logits(model)
     if config.training.bf16:
         model = model.bfloat16()
     parameters = dict(model.named_parameters())
@@ -187,7 +196,8 @@ def train_one_by_one(
         gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
         num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
+        for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
+            further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         for sample in batch:
             tokens, labels = (torch.from_numpy(x).unsqueeze(0) for x in (sample.tokens, sample.labels))
             positions = torch.arange(tokens.shape[1]).unsqueeze(0)
@@ -200,7 +210,8 @@ def train_one_by_one(
             for name, parameter in parameters.items():
                 gradients[name] += _gradient(parameter)
                 parameter.grad = None
-        steps.append(Step(loss, gradients))
+        steps.append(Step(loss, gradients, torch.cat(router_logits) if router_logits else torch.empty(0)))
+        router_logits.clear()
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         optimizer.step()
@@ -214,6 +225,7 @@ def train_packed(
     placement: Placement = "even",
     shape: Shape = "plain",
     dtype: torch.dtype = torch.float64,
+    weights: Weights = "random",
 ) -> list[tuple[float, dict[str, Piece]]]:
     """The product in the layout of `text`, on this rank: per step the global loss, and this rank's pieces of
     gradients.
@@ -222,7 +234,7 @@ def train_packed(
     _prepare(config, dtype)
     transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
-    _set_weights([unwrap_model(chunk) for chunk in model])
+    _set_weights([unwrap_model(chunk) for chunk in model], weights)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
@@ -332,7 +344,8 @@ def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
 def _keep_double() -> None:
     """Float64 also where megatron-core says float32: cross entropy, router, the distributed optimizer."""
     LanguageModule.compute_language_model_loss = _cross_entropy  # type: ignore[method-assign]
-    cpu_support.rewrite(moe_utils.topk_routing_with_score_function, {}, {"float32": "float64"})
+    for function in (moe_utils.topk_routing_with_score_function, moe_utils.compute_routing_scores_for_aux_loss):
+        cpu_support.rewrite(function, {}, {"float32": "float64"})
     for function in (
         DistributedOptimizer._build_model_and_main_param_groups.__func__,
         DistributedOptimizer._copy_model_grads_to_main_grads,
@@ -346,7 +359,7 @@ def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tens
     return losses.view(whole.shape[:2]).transpose(0, 1).contiguous()
 
 
-def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
+def _set_weights(chunks: Sequence[Any], weights: Weights) -> None:
     for name, parameter, place in _places(chunks):
         shape = list(parameter.shape)
         if place.dim is not None:
@@ -355,8 +368,38 @@ def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
         whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
             1.0 if re.search("norm.*weight", name) else 0.0
         )
+        if weights == "routed":
+            _route(name, whole, chunks[0].config.num_moe_experts)
         with torch.no_grad():
             parameter.copy_(_cut(whole, place))
+
+
+def _route(name: str, whole: Tensor, num_experts: int) -> None:
+    """Let a token's embedding decide which experts it goes to, by a margin that no rounding crosses.
+
+    Its first elements rank the experts, each token by another permutation; they outweigh what layers add to them, and
+    the router looks at little else.
+    """
+    if name == "embedding.word_embeddings.weight":
+        ranks = torch.tensor(list(permutations(range(num_experts))), dtype=torch.float64)
+        whole[:, :num_experts] = 8 * (ranks - ranks.mean())[torch.arange(len(whole)) % len(ranks)]
+    if name.endswith("router.weight"):
+        whole *= 0.2
+        whole[:, :num_experts] += 0.5 * torch.eye(num_experts)
+
+
+def _note_router_logits(model: torch.nn.Module) -> list[Tensor]:
+    """A list that grows by each router's logits in each forward pass."""
+    noted: list[Tensor] = []
+
+    def note(module: Any, inputs: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            noted.append(module.gating(inputs[0]).flatten(0, -2).double())
+
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(note)
+    return noted
 
 
 def _pieces(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Piece]]:
