@@ -223,6 +223,12 @@ def _check_config(config: Any) -> None:
             not config.overlap_moe_expert_parallel_comm,
             "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
         ),
+        (
+            None in (config.num_moe_experts, config.mtp_num_layers)
+            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
+            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
+            "padding",
+        ),
     ]
     for holds, demand in demands:
         if not holds:

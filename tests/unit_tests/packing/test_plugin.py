@@ -248,6 +248,8 @@ REFUSED = [
     ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
+    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
+    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, "moe_z_loss_coeff=None"),
 ]
 
 
