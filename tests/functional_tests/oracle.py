@@ -103,7 +103,14 @@ def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
     return samples
 
 
-Weights = Literal["random", "routed"]
+class Numbers(NamedTuple):
+    """What a run computes in, and which weights it starts from (`routed`: see `_route`; of experts only)."""
+
+    dtype: torch.dtype = torch.float64
+    weights: Literal["random", "routed"] = "random"
+
+
+EXACT = Numbers()
 Placement = Literal["even", "last rank"]
 Shape = Literal["plain", "padded", "packed"]
 
@@ -157,16 +164,11 @@ def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: i
     return parse_config([*common.split(), *text.split()], world_size)
 
 
-def train_one_by_one(
-    text: str,
-    batches: Sequence[Sequence[EncodedSample]],
-    dtype: torch.dtype = torch.float64,
-    weights: Weights = "random",
-) -> list[Step]:
-    """The reference; in a world of one process. Gradients of the sequences are added in float64 whatever `dtype` is."""
+def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numbers: Numbers = EXACT) -> list[Step]:
+    """The reference; in a world of one process. Gradients of the sequences are added in float64 in any case."""
     config = options(text, batches, 1)
-    _prepare(config, dtype)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    _prepare(config, numbers.dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     block_spec = get_gpt_decoder_block_spec(
         transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
     )
@@ -180,7 +182,7 @@ def train_one_by_one(
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
         position_embedding_type=config.model.position_embedding_type,
     )
-    _set_weights([model], weights)
+    _set_weights([model], numbers)
     router_logits = _note_router_logits(model)
     if config.training.bf16:
         model = model.bfloat16()
@@ -224,17 +226,16 @@ def train_packed(
     batches: Sequence[Sequence[EncodedSample]],
     placement: Placement = "even",
     shape: Shape = "plain",
-    dtype: torch.dtype = torch.float64,
-    weights: Weights = "random",
+    numbers: Numbers = EXACT,
 ) -> list[tuple[float, dict[str, Piece]]]:
     """The product in the layout of `text`, on this rank: per step the global loss, and this rank's pieces of
     gradients.
     """
     config = options(text, batches, dist.get_world_size())
-    _prepare(config, dtype)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    _prepare(config, numbers.dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
-    _set_weights([unwrap_model(chunk) for chunk in model], weights)
+    _set_weights([unwrap_model(chunk) for chunk in model], numbers)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
@@ -359,7 +360,7 @@ def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tens
     return losses.view(whole.shape[:2]).transpose(0, 1).contiguous()
 
 
-def _set_weights(chunks: Sequence[Any], weights: Weights) -> None:
+def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
     for name, parameter, place in _places(chunks):
         shape = list(parameter.shape)
         if place.dim is not None:
@@ -368,7 +369,7 @@ def _set_weights(chunks: Sequence[Any], weights: Weights) -> None:
         whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
             1.0 if re.search("norm.*weight", name) else 0.0
         )
-        if weights == "routed":
+        if numbers.weights == "routed":
             _route(name, whole, chunks[0].config.num_moe_experts)
         with torch.no_grad():
             parameter.copy_(_cut(whole, place))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import lru_cache
 
 import pytest
 import torch
 
-from tests.functional_tests.layouts import COVERING, MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import CHOSEN, COVERING, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
     Piece,
     Place,
@@ -28,7 +27,6 @@ LENGTHS = (
     (64, 64, 7, 7, 19, 50, 3, 11, 22, 8, 31, 4),
 )
 BATCHES = [sequences(step, lengths) for step, lengths in enumerate(LENGTHS)]
-ALL = os.environ.get("LAYOUTS") == "all"
 
 
 @lru_cache(maxsize=8)
@@ -36,7 +34,7 @@ def reference(model: str) -> tuple[Step, ...]:
     return tuple(run_ranks(train_one_by_one, 1, MODELS[model], BATCHES)[0])
 
 
-@pytest.mark.parametrize("layout", MATRIX if ALL else COVERING, ids=str)
+@pytest.mark.parametrize("layout", CHOSEN, ids=str)
 def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
     """A wrong group, shard, mask or scale would train on, only worse: nothing else notices."""
     steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, BATCHES))
