@@ -2,16 +2,14 @@
 torch's Adam.
 
 `train_packed` runs the same sequences through the product in some layout. Both start from weights that are functions of
-their names, and return per step the loss and all gradients as full tensors, in float64.
+their names, and tell per step the loss and all gradients; `assemble` makes full tensors of what the ranks told.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
@@ -19,11 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -51,45 +47,19 @@ from megatron.sft.model import (
     connect,
     padded_vocab_size,
 )
+from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96
 CPU = torch.device("cpu")
-Tensors = dict[str, Tensor]
 
 
 class Step(NamedTuple):
     """One step's loss and gradients, full tensors by global name."""
 
     loss: float
-    gradients: Tensors
+    gradients: dict[str, Tensor]
     router_logits: Tensor = torch.empty(0)
     """[tokens times layers, experts]; of the reference only, in its order."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for [gates; values] halves,
-    each cut on its own.
-    """
-
-    dim: int | None
-    index: int
-    count: int
-    gated: bool
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a rank has of a parameter's gradient: all of it, or the shard that its distributed optimizer steps."""
-
-    place: Place
-    shape: tuple[int, ...]
-    """Of the parameter on this rank."""
-    values: Tensor
-    """Its elements from number `start` on, flat."""
-    start: int
-    sharers: tuple[int, ...]
-    """Ranks whose pieces make up the parameter's gradient, this one included."""
 
 
 def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
@@ -210,7 +180,7 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numb
             weighted.backward()
             loss += weighted.item()
             for name, parameter in parameters.items():
-                gradients[name] += _gradient(parameter)
+                gradients[name] += gradient_of(parameter)
                 parameter.grad = None
         steps.append(Step(loss, gradients, torch.cat(router_logits) if router_logits else torch.empty(0)))
         router_logits.clear()
@@ -257,7 +227,7 @@ def train_packed(
             seq_length=config.model.seq_length,
             micro_batch_size=1,
         )
-        steps.append((_global_loss(losses), dict(_pieces(model, optimizer))))
+        steps.append((_global_loss(losses), dict(pieces_of(model, optimizer))))
         optimizer.step()
         scheduler.step(increment=config.training.global_batch_size)
     parallel_state.destroy_model_parallel()
@@ -274,33 +244,8 @@ def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]], relative:
         for rank in per_rank:
             for name, piece in rank[number][1].items():
                 pieces.setdefault(name, []).append(piece)
-        steps.append(Step(loss, {name: _assembled(name, found, relative) for name, found in pieces.items()}))
+        steps.append(Step(loss, {name: whole_of(name, found, relative) for name, found in pieces.items()}))
     return steps
-
-
-def _assembled(name: str, pieces: Sequence[Piece], relative: float) -> Tensor:
-    """The full gradient of the parameter `name`."""
-    replicas: dict[tuple[Place, tuple[int, ...]], list[Piece]] = {}
-    for piece in pieces:
-        replicas.setdefault((piece.place, piece.sharers), []).append(piece)
-    found: dict[Place, Tensor] = {}
-    for (place, _), shards in replicas.items():
-        tensor = _of_shards(name, shards)
-        difference = (found.setdefault(place, tensor) - tensor).abs().max().item()
-        assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
-    return _join(found)
-
-
-def _of_shards(name: str, shards: Sequence[Piece]) -> Tensor:
-    """One replica from its shards."""
-    in_order = sorted((shard for shard in shards if shard.values.numel()), key=lambda shard: shard.start)
-    end = 0
-    for shard in in_order:
-        assert shard.start == end, f"the shards of {name} hold element {min(shard.start, end)} not once"
-        end += shard.values.numel()
-    (shape,) = {shard.shape for shard in shards}
-    assert end == math.prod(shape), f"the shards of {name} end after {end} elements of {math.prod(shape)}"
-    return torch.cat([shard.values for shard in in_order]).view(shape)
 
 
 def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
@@ -361,7 +306,7 @@ def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tens
 
 
 def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
-    for name, parameter, place in _places(chunks):
+    for name, parameter, place in places_of(chunks):
         shape = list(parameter.shape)
         if place.dim is not None:
             shape[place.dim] *= place.count
@@ -372,7 +317,7 @@ def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
         if numbers.weights == "routed":
             _route(name, whole, chunks[0].config.num_moe_experts)
         with torch.no_grad():
-            parameter.copy_(_cut(whole, place))
+            parameter.copy_(cut(whole, place))
 
 
 def _route(name: str, whole: Tensor, num_experts: int) -> None:
@@ -401,86 +346,6 @@ def _note_router_logits(model: torch.nn.Module) -> list[Tensor]:
         if isinstance(module, TopKRouter):
             module.register_forward_pre_hook(note)
     return noted
-
-
-def _pieces(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Piece]]:
-    """This rank's piece of the gradient of each of its parameters, as the optimizer will take it."""
-    for chunk in model:
-        for name, parameter, place in _places([unwrap_model(chunk)]):
-            start, end, sharers = _shard(parameter, chunk, optimizer)
-            values = _gradient(parameter).flatten()[start:end].detach().clone()
-            yield name, Piece(place, tuple(parameter.shape), values, start, sharers)
-
-
-def _shard(
-    parameter: torch.nn.Parameter, chunk: DistributedDataParallel, optimizer: MegatronOptimizer
-) -> tuple[int, int, tuple[int, ...]]:
-    """The first element of a parameter that this rank's optimizer steps, the end of them, and the ranks that share it.
-
-    The distributed optimizer leaves the gradient of the other elements unreduced, or reduced in part.
-    """
-    if not chunk.ddp_config.use_distributed_optimizer:
-        return 0, parameter.numel(), (dist.get_rank(),)
-    (buffer,) = (b for b in chunk.buffers + chunk.expert_parallel_buffers if parameter in b.param_index_map)
-    sharers = tuple(dist.get_process_group_ranks(buffer.data_parallel_group))
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if parameter in part.model_param_gbuf_map:
-            elements = part._get_model_param_range_map(parameter)["param"]
-            return elements.start, elements.end, sharers
-    return 0, 0, sharers
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    gradient = getattr(parameter, "main_grad", None)
-    if gradient is None:
-        gradient = parameter.grad
-    return torch.zeros_like(parameter) if gradient is None else gradient
-
-
-def _places(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
-    """Each parameter of this rank with its global name and its place in the full tensor."""
-    for chunk in chunks:
-        layers = chunk.decoder.layers
-        for local_name, parameter in chunk.named_parameters():
-            name = local_name
-            if match := re.match(r"decoder\.layers\.(\d+)(.*)", name):
-                name = f"decoder.layers.{layers[int(match[1])].layer_number - 1}{match[2]}"
-            if match := re.match(r"(.*local_experts)\.(\d+)(.*)", name):
-                name = f"{match[1]}.{_first_expert(chunk) + int(match[2])}{match[3]}"
-            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"
-            is_cut = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
-            count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
-            gated = chunk.config.gated_linear_unit and "linear_fc1" in name
-            dim = parameter.partition_dim if is_cut else None
-            index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-            yield name, parameter, Place(dim, index, count, gated)
-
-
-def _first_expert(chunk: Any) -> int:
-    size, rank = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    return rank * ((chunk.config.num_moe_experts or 0) // size)
-
-
-def _cut(whole: Tensor, place: Place) -> Tensor:
-    if place.dim is None:
-        return whole
-    parts = whole.chunk(2, place.dim) if place.gated else (whole,)
-    return torch.cat([part.chunk(place.count, place.dim)[place.index] for part in parts], place.dim)
-
-
-def _join(parts: dict[Place, Tensor]) -> Tensor:
-    first = next(iter(parts))
-    in_order = [parts[replace(first, index=index)] for index in range(first.count)]
-    if first.dim is None:
-        return in_order[0]
-    if not first.gated:
-        return torch.cat(in_order, first.dim)
-    halves = [tensor.chunk(2, first.dim) for tensor in in_order]
-    return torch.cat([half[which] for which in (0, 1) for half in halves], first.dim)
 
 
 def _global_loss(losses: list[Any]) -> float:

@@ -10,8 +10,6 @@ import torch
 
 from tests.functional_tests.layouts import CHOSEN, COVERING, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
-    Piece,
-    Place,
     Step,
     assemble,
     assert_same,
@@ -19,6 +17,7 @@ from tests.functional_tests.oracle import (
     train_one_by_one,
     train_packed,
 )
+from tests.functional_tests.pieces import Piece, Place
 from tests.functional_tests.ranks import run_ranks
 
 LENGTHS = (
