@@ -1,6 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make test   unit and functional tests
-# make layouts  every layout against the oracle (make test: a part that covers each pair of features)
+# make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make check  format, lint, types
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 	$(VENV)/bin/pytest tests/unit_tests tests/functional_tests
 
 layouts: $(VENV)/.dev
-	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py
+	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)

@@ -36,6 +36,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron.packing import load_balancing
 from megatron.packing.schedulers import SCHEDULERS, get_scheduler
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
@@ -147,13 +148,14 @@ class PackingSchedule:
         for chunk in chunks:
             self._check_once(chunk)
         _check_groups(arguments.get("pg_collection"))
-        is_packed = _is_packed(data_iterator)
-        return (self.plain if is_packed else self._packed)(
-            data_iterator=data_iterator,
-            model=model,
-            forward_step_func=_checking_loss(forward_step_func),
-            **arguments,
-        )
+        run = self.plain if _is_packed(data_iterator) else self._packed
+        with load_balancing.installed():
+            return run(
+                data_iterator=data_iterator,
+                model=model,
+                forward_step_func=_checking_loss(forward_step_func),
+                **arguments,
+            )
 
     def _check_once(self, chunk: torch.nn.Module) -> None:
         if chunk not in self._checked:
@@ -221,6 +223,12 @@ def _check_config(config: Any) -> None:
         (
             not config.overlap_moe_expert_parallel_comm,
             "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
+        ),
+        (
+            None in (config.num_moe_experts, config.mtp_num_layers)
+            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
+            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
+            "padding",
         ),
     ]
     for holds, demand in demands:

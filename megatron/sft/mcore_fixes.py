@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from megatron.packing import load_balancing
+
 
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
     _load_distributed_adam()
+    load_balancing.install()
 
 
 def _define_te_general_gemm() -> None:

@@ -117,6 +117,11 @@ class ModelConfig:
             raise ValueError(
                 "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is constant"
             )
+        if self.num_experts is not None and self.mtp_num_layers is not None and self.moe_aux_loss_coeff:
+            raise ValueError(
+                f"--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is {self.moe_aux_loss_coeff}: "
+                "megatron-core's layers of multi-token prediction would balance padding, too"
+            )
 
     @property
     def resolved_kv_channels(self) -> int:

@@ -2,11 +2,13 @@
 
 `MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of up to 8
 processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING` is the part of it that
-every test run does: each pair of features that occurs together in the matrix occurs in it.
+every test run does: each pair of features that occurs together in the matrix occurs in it. `CHOSEN` is what this run
+does: the matrix where the environment says LAYOUTS=all.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
@@ -140,3 +142,4 @@ def _covering(layouts: Sequence[Layout]) -> list[Layout]:
 
 MATRIX = _matrix()
 COVERING = _covering(MATRIX)
+CHOSEN = MATRIX if os.environ.get("LAYOUTS") == "all" else COVERING

@@ -2,16 +2,15 @@
 torch's Adam.
 
 `train_packed` runs the same sequences through the product in some layout. Both start from weights that are functions of
-their names, and return per step the loss and all gradients as full tensors, in float64.
+their names, and tell per step the loss and all gradients; `assemble` makes full tensors of what the ranks told.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -46,30 +47,19 @@ from megatron.sft.model import (
     connect,
     padded_vocab_size,
 )
+from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96
 CPU = torch.device("cpu")
-Tensors = dict[str, Tensor]
 
 
 class Step(NamedTuple):
     """One step's loss and gradients, full tensors by global name."""
 
     loss: float
-    gradients: Tensors
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rank's part of a full tensor: `dim` None for all of it; `gated` for [gates; values] halves, each cut on its
-    own.
-    """
-
-    tensor: Tensor
-    dim: int | None
-    index: int
-    count: int
-    gated: bool
+    gradients: dict[str, Tensor]
+    router_logits: Tensor = torch.empty(0)
+    """[tokens times layers, experts]; of the reference only, in its order."""
 
 
 def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
@@ -83,6 +73,14 @@ def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
     return samples
 
 
+class Numbers(NamedTuple):
+    """What a run computes in, and which weights it starts from (`routed`: see `_route`; of experts only)."""
+
+    dtype: torch.dtype = torch.float64
+    weights: Literal["random", "routed"] = "random"
+
+
+EXACT = Numbers()
 Placement = Literal["even", "last rank"]
 Shape = Literal["plain", "padded", "packed"]
 
@@ -136,13 +134,11 @@ def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: i
     return parse_config([*common.split(), *text.split()], world_size)
 
 
-def train_one_by_one(
-    text: str, batches: Sequence[Sequence[EncodedSample]], dtype: torch.dtype = torch.float64
-) -> list[Step]:
-    """The reference; in a world of one process. Gradients of the sequences are added in float64 whatever `dtype` is."""
+def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numbers: Numbers = EXACT) -> list[Step]:
+    """The reference; in a world of one process. Gradients of the sequences are added in float64 in any case."""
     config = options(text, batches, 1)
-    _prepare(config, dtype)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    _prepare(config, numbers.dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     block_spec = get_gpt_decoder_block_spec(
         transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
     )
@@ -156,7 +152,8 @@ def train_one_by_one(
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
         position_embedding_type=config.model.position_embedding_type,
     )
-    _set_weights([model])
+    _set_weights([model], numbers)
+    router_logits = _note_router_logits(model)
     if config.training.bf16:
         model = model.bfloat16()
     parameters = dict(model.named_parameters())
@@ -171,7 +168,8 @@ def train_one_by_one(
         gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
         num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
+        for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
+            further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         for sample in batch:
             tokens, labels = (torch.from_numpy(x).unsqueeze(0) for x in (sample.tokens, sample.labels))
             positions = torch.arange(tokens.shape[1]).unsqueeze(0)
@@ -182,9 +180,10 @@ def train_one_by_one(
             weighted.backward()
             loss += weighted.item()
             for name, parameter in parameters.items():
-                gradients[name] += _gradient(parameter)
+                gradients[name] += gradient_of(parameter)
                 parameter.grad = None
-        steps.append(Step(loss, gradients))
+        steps.append(Step(loss, gradients, torch.cat(router_logits) if router_logits else torch.empty(0)))
+        router_logits.clear()
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         optimizer.step()
@@ -197,16 +196,16 @@ def train_packed(
     batches: Sequence[Sequence[EncodedSample]],
     placement: Placement = "even",
     shape: Shape = "plain",
-    dtype: torch.dtype = torch.float64,
+    numbers: Numbers = EXACT,
 ) -> list[tuple[float, dict[str, Piece]]]:
     """The product in the layout of `text`, on this rank: per step the global loss, and this rank's pieces of
     gradients.
     """
     config = options(text, batches, dist.get_world_size())
-    _prepare(config, dtype)
-    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    _prepare(config, numbers.dtype)
+    transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     model = build_model(config, transformer_config, VOCAB_SIZE, CPU)
-    _set_weights([unwrap_model(chunk) for chunk in model])
+    _set_weights([unwrap_model(chunk) for chunk in model], numbers)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
@@ -227,12 +226,8 @@ def train_packed(
             num_microbatches=len(draws),
             seq_length=config.model.seq_length,
             micro_batch_size=1,
-            force_all_reduce=True,  # whole gradients on every rank also with the distributed optimizer
         )
-        # Overlapped, the distributed optimizer leaves each rank its shard only; the next step's loss shows the rest.
-        whole = not (config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce)
-        pieces = dict(_pieces([unwrap_model(chunk) for chunk in model])) if whole else {}
-        steps.append((_global_loss(losses), pieces))
+        steps.append((_global_loss(losses), dict(pieces_of(model, optimizer))))
         optimizer.step()
         scheduler.step(increment=config.training.global_batch_size)
     parallel_state.destroy_model_parallel()
@@ -240,30 +235,30 @@ def train_packed(
 
 
 def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]], relative: float = 1e-12) -> list[Step]:
-    """Full tensors from all ranks' pieces; replicas must agree."""
+    """Full tensors from all ranks' pieces; replicas must agree, and shards hold each element exactly once."""
     steps = []
     for number in range(len(per_rank[0])):
         loss = per_rank[0][number][0]
         assert all(rank[number][0] == loss for rank in per_rank), "ranks report different losses"
-        found: dict[str, dict[int, Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for rank in per_rank:
             for name, piece in rank[number][1].items():
-                earlier = found.setdefault(name, {}).setdefault(piece.index, piece)
-                difference = (earlier.tensor - piece.tensor).abs().max().item()
-                assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
-        steps.append(Step(loss, {name: _join(pieces) for name, pieces in found.items()}))
+                pieces.setdefault(name, []).append(piece)
+        steps.append(Step(loss, {name: whole_of(name, found, relative) for name, found in pieces.items()}))
     return steps
 
 
 def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
-    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry."""
-    worst = 0.0
+    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry; NaN if one is."""
+    found = []
     for step, expected in zip(steps, reference, strict=True):
-        worst = max(worst, abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+        found.append(abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
+        assert step.gradients.keys() == expected.gradients.keys()
         for name, gradient in step.gradients.items():
             wanted = expected.gradients[name]
-            worst = max(worst, (gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
-    return worst
+            assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
+            found.append((gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
+    return torch.tensor(found).max().item()  # Python's max would pass over a NaN
 
 
 def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: float) -> None:
@@ -271,7 +266,7 @@ def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: floa
     for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):
         difference = abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30)
         assert difference <= relative, f"step {number}: loss {step.loss!r}, not {expected.loss!r} ({difference:.1e})"
-        assert not step.gradients or step.gradients.keys() == expected.gradients.keys()
+        assert step.gradients.keys() == expected.gradients.keys()
         for name, gradient in step.gradients.items():
             wanted = expected.gradients[name]
             assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
@@ -295,7 +290,8 @@ def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
 def _keep_double() -> None:
     """Float64 also where megatron-core says float32: cross entropy, router, the distributed optimizer."""
     LanguageModule.compute_language_model_loss = _cross_entropy  # type: ignore[method-assign]
-    cpu_support.rewrite(moe_utils.topk_routing_with_score_function, {}, {"float32": "float64"})
+    for function in (moe_utils.topk_routing_with_score_function, moe_utils.compute_routing_scores_for_aux_loss):
+        cpu_support.rewrite(function, {}, {"float32": "float64"})
     for function in (
         DistributedOptimizer._build_model_and_main_param_groups.__func__,
         DistributedOptimizer._copy_model_grads_to_main_grads,
@@ -309,8 +305,8 @@ def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tens
     return losses.view(whole.shape[:2]).transpose(0, 1).contiguous()
 
 
-def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    for name, parameter, place in _places(chunks):
+def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
+    for name, parameter, place in places_of(chunks):
         shape = list(parameter.shape)
         if place.dim is not None:
             shape[place.dim] *= place.count
@@ -318,66 +314,38 @@ def _set_weights(chunks: Sequence[torch.nn.Module]) -> None:
         whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
             1.0 if re.search("norm.*weight", name) else 0.0
         )
+        if numbers.weights == "routed":
+            _route(name, whole, chunks[0].config.num_moe_experts)
         with torch.no_grad():
-            parameter.copy_(_cut(whole, place))
+            parameter.copy_(cut(whole, place))
 
 
-def _pieces(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Piece]]:
-    for name, parameter, place in _places(chunks):
-        yield name, replace(place, tensor=_gradient(parameter).detach().clone())
+def _route(name: str, whole: Tensor, num_experts: int) -> None:
+    """Let a token's embedding decide which experts it goes to, by a margin that no rounding crosses.
+
+    Its first elements rank the experts, each token by another permutation; they outweigh what layers add to them, and
+    the router looks at little else.
+    """
+    if name == "embedding.word_embeddings.weight":
+        ranks = torch.tensor(list(permutations(range(num_experts))), dtype=torch.float64)
+        whole[:, :num_experts] = 8 * (ranks - ranks.mean())[torch.arange(len(whole)) % len(ranks)]
+    if name.endswith("router.weight"):
+        whole *= 0.2
+        whole[:, :num_experts] += 0.5 * torch.eye(num_experts)
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    gradient = getattr(parameter, "main_grad", None)
-    if gradient is None:
-        gradient = parameter.grad
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def _note_router_logits(model: torch.nn.Module) -> list[Tensor]:
+    """A list that grows by each router's logits in each forward pass."""
+    noted: list[Tensor] = []
 
+    def note(module: Any, inputs: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            noted.append(module.gating(inputs[0]).flatten(0, -2).double())
 
-def _places(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Piece]]:
-    """Each parameter of this rank with its global name and where its tensor stands in the full one."""
-    for chunk in chunks:
-        layers = chunk.decoder.layers
-        for local_name, parameter in chunk.named_parameters():
-            name = local_name
-            if match := re.match(r"decoder\.layers\.(\d+)(.*)", name):
-                name = f"decoder.layers.{layers[int(match[1])].layer_number - 1}{match[2]}"
-            if match := re.match(r"(.*local_experts)\.(\d+)(.*)", name):
-                name = f"{match[1]}.{_first_expert(chunk) + int(match[2])}{match[3]}"
-            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"
-            is_cut = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
-            count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
-            gated = chunk.config.gated_linear_unit and "linear_fc1" in name
-            dim = parameter.partition_dim if is_cut else None
-            index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
-            yield name, parameter, Piece(parameter, dim, index, count, gated)
-
-
-def _first_expert(chunk: Any) -> int:
-    size, rank = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    return rank * ((chunk.config.num_moe_experts or 0) // size)
-
-
-def _cut(whole: Tensor, place: Piece) -> Tensor:
-    if place.dim is None:
-        return whole
-    parts = whole.chunk(2, place.dim) if place.gated else (whole,)
-    return torch.cat([part.chunk(place.count, place.dim)[place.index] for part in parts], place.dim)
-
-
-def _join(pieces: dict[int, Piece]) -> Tensor:
-    first = pieces[0]
-    if first.dim is None:
-        return first.tensor
-    in_order: Iterable[Tensor] = [pieces[index].tensor for index in range(first.count)]
-    if not first.gated:
-        return torch.cat(list(in_order), first.dim)
-    halves = [tensor.chunk(2, first.dim) for tensor in in_order]
-    return torch.cat([half[which] for which in (0, 1) for half in halves], first.dim)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(note)
+    return noted
 
 
 def _global_loss(losses: list[Any]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import math
 from functools import lru_cache
 
 import pytest
+import torch
 
-from tests.functional_tests.layouts import COVERING, MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import CHOSEN, COVERING, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
     Step,
     assemble,
@@ -16,6 +17,7 @@ from tests.functional_tests.oracle import (
     train_one_by_one,
     train_packed,
 )
+from tests.functional_tests.pieces import Piece, Place
 from tests.functional_tests.ranks import run_ranks
 
 LENGTHS = (
@@ -24,7 +26,6 @@ LENGTHS = (
     (64, 64, 7, 7, 19, 50, 3, 11, 22, 8, 31, 4),
 )
 BATCHES = [sequences(step, lengths) for step, lengths in enumerate(LENGTHS)]
-ALL = os.environ.get("LAYOUTS") == "all"
 
 
 @lru_cache(maxsize=8)
@@ -32,11 +33,32 @@ def reference(model: str) -> tuple[Step, ...]:
     return tuple(run_ranks(train_one_by_one, 1, MODELS[model], BATCHES)[0])
 
 
-@pytest.mark.parametrize("layout", MATRIX if ALL else COVERING, ids=str)
+@pytest.mark.parametrize("layout", CHOSEN, ids=str)
 def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
     """A wrong group, shard, mask or scale would train on, only worse: nothing else notices."""
     steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, BATCHES))
     assert_same(steps, reference(layout.model), relative=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"), [((0, 3), "element 2 not once"), ((0, 1), "element 1 not once"), ((0,), "end after 2")]
+)
+def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], message: str) -> None:
+    """Elements that no rank reduced would be compared with nothing."""
+    place = Place(dim=None, index=0, count=1, gated=False)
+    pieces = [Piece(place, (2, 2), torch.ones(2), start, sharers=(0, 1)) for start in starts]
+    with pytest.raises(AssertionError, match=message):
+        assemble([[(0.0, {"weight": piece})] for piece in pieces])
+
+
+def test_the_distributed_optimizer_shares_gradients_out() -> None:
+    """Were each rank said to hold all of its gradients, ranks would be compared with themselves."""
+    ranks = run_ranks(train_packed, 2, Layout(data=2, model="experts", optimizer="overlapped").flags, BATCHES[:1])
+    pieces = [rank[0][1] for rank in ranks]
+    dense = [name for name in pieces[0] if "experts" not in name]
+    held = [sum(rank[name].values.numel() for name in dense) for rank in pieces]
+    assert min(held) > 0
+    assert sum(held) == sum(math.prod(pieces[0][name].shape) for name in dense)
 
 
 def test_the_matrix_is_as_large_as_promised() -> None:

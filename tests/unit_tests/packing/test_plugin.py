@@ -13,10 +13,12 @@ import torch
 from megatron.core import datasets, parallel_state, pipeline_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import data_schedule, get_batch, plugin
 from megatron.packing.data_schedule import PackedIterator
+from megatron.packing.load_balancing import AtLeastOneToken
 
 NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")
 
@@ -194,6 +196,27 @@ def test_models_without_packing_pass_through(calls: list[dict[str, Any]]) -> Non
     assert calls[0]["forward_step_func"] is forward_step
 
 
+def test_empty_packs_are_balanced_while_a_step_runs(calls: list[dict[str, Any]]) -> None:
+    """An empty pack would make every gradient of a model of experts NaN; another model's router is not ours."""
+    name, found = "get_tokens_per_expert_and_token_count", []
+    plain = getattr(router, name)
+
+    def forward_step_of_experts(data_iterator: Any, model: Any) -> Any:
+        found.append(isinstance(getattr(router, name), AtLeastOneToken))
+        return forward_step(data_iterator, model)
+
+    config = make_config()
+    plugin.install(config)
+    get_forward_backward_func()(
+        data_iterator=PackedIterator([]),
+        model=Model(config),
+        forward_step_func=forward_step_of_experts,
+        num_microbatches=1,
+    )
+    assert found == [True]
+    assert getattr(router, name) is plain
+
+
 def test_an_iterator_that_the_script_wrapped_is_not_packed_again(calls: list[dict[str, Any]]) -> None:
     """Packs would be packed as if they were sequences, with their padding as tokens."""
     config = make_config()
@@ -225,6 +248,8 @@ REFUSED = [
     ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
+    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
+    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, "moe_z_loss_coeff=None"),
 ]
 
 

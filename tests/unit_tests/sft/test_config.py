@@ -269,6 +269,12 @@ CONTRADICTIONS = [
         1,
         ["--moe-router-topk 1 needs --moe-router-pre-softmax"],
     ),
+    (
+        "--disable-bias-linear --num-experts 4 --mtp-num-layers 1 --position-embedding-type rope "
+        "--moe-aux-loss-coeff 0.01",
+        1,
+        ["--moe-aux-loss-coeff must be 0 with --mtp-num-layers", "is 0.01"],
+    ),
     ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]

@@ -1,0 +1,150 @@
+"""A rank's part of each parameter and of its gradient, and full tensors from the parts of all ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for [gates; values] halves,
+    each cut on its own.
+    """
+
+    dim: int | None
+    index: int
+    count: int
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a parameter's gradient: all of it, or the shard that its distributed optimizer steps."""
+
+    place: Place
+    shape: tuple[int, ...]
+    """Of the parameter on this rank."""
+    values: Tensor
+    """Its elements from number `start` on, flat."""
+    start: int
+    sharers: tuple[int, ...]
+    """Ranks whose pieces make up the parameter's gradient, this one included."""
+
+
+def pieces_of(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Piece]]:
+    """This rank's piece of the gradient of each of its parameters, as the optimizer will take it."""
+    for chunk in model:
+        for name, parameter, place in places_of([unwrap_model(chunk)]):
+            start, end, sharers = _shard(parameter, chunk, optimizer)
+            values = gradient_of(parameter).flatten()[start:end].detach().clone()
+            yield name, Piece(place, tuple(parameter.shape), values, start, sharers)
+
+
+def _shard(
+    parameter: torch.nn.Parameter, chunk: DistributedDataParallel, optimizer: MegatronOptimizer
+) -> tuple[int, int, tuple[int, ...]]:
+    """The first element of a parameter that this rank's optimizer steps, the end of them, and the ranks that share it.
+
+    The distributed optimizer leaves the gradient of the other elements unreduced, or reduced in part.
+    """
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return 0, parameter.numel(), (dist.get_rank(),)
+    (buffer,) = (b for b in chunk.buffers + chunk.expert_parallel_buffers if parameter in b.param_index_map)
+    sharers = tuple(dist.get_process_group_ranks(buffer.data_parallel_group))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parameter in part.model_param_gbuf_map:
+            elements = part._get_model_param_range_map(parameter)["param"]
+            return elements.start, elements.end, sharers
+    return 0, 0, sharers
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> Tensor:
+    """Zeros where nothing has depended on the parameter."""
+    gradient = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def places_of(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
+    """Each parameter of this rank with its global name and its place in the full tensor."""
+    for chunk in chunks:
+        layers = chunk.decoder.layers
+        for local_name, parameter in chunk.named_parameters():
+            name = local_name
+            if match := re.match(r"decoder\.layers\.(\d+)(.*)", name):
+                name = f"decoder.layers.{layers[int(match[1])].layer_number - 1}{match[2]}"
+            if match := re.match(r"(.*local_experts)\.(\d+)(.*)", name):
+                name = f"{match[1]}.{_first_expert(chunk) + int(match[2])}{match[3]}"
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            is_cut = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
+            count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
+            gated = chunk.config.gated_linear_unit and "linear_fc1" in name
+            dim = parameter.partition_dim if is_cut else None
+            index = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
+            yield name, parameter, Place(dim, index, count, gated)
+
+
+def _first_expert(chunk: Any) -> int:
+    size, rank = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    return rank * ((chunk.config.num_moe_experts or 0) // size)
+
+
+def cut(whole: Tensor, place: Place) -> Tensor:
+    """What of the full tensor stands at `place`."""
+    if place.dim is None:
+        return whole
+    parts = whole.chunk(2, place.dim) if place.gated else (whole,)
+    return torch.cat([part.chunk(place.count, place.dim)[place.index] for part in parts], place.dim)
+
+
+def _join(parts: dict[Place, Tensor]) -> Tensor:
+    first = next(iter(parts))
+    in_order = [parts[replace(first, index=index)] for index in range(first.count)]
+    if first.dim is None:
+        return in_order[0]
+    if not first.gated:
+        return torch.cat(in_order, first.dim)
+    halves = [tensor.chunk(2, first.dim) for tensor in in_order]
+    return torch.cat([half[which] for which in (0, 1) for half in halves], first.dim)
+
+
+def whole_of(name: str, pieces: Sequence[Piece], relative: float) -> Tensor:
+    """The full gradient of `name`. Replicas must agree, and shards hold each element exactly once."""
+    replicas: dict[tuple[Place, tuple[int, ...]], list[Piece]] = {}
+    for piece in pieces:
+        replicas.setdefault((piece.place, piece.sharers), []).append(piece)
+    found: dict[Place, Tensor] = {}
+    for (place, _), shards in replicas.items():
+        tensor = _of_shards(name, shards)
+        difference = (found.setdefault(place, tensor) - tensor).abs().max().item()
+        assert difference <= relative, f"replicas of the gradient of {name} differ by {difference:.1e}"
+    return _join(found)
+
+
+def _of_shards(name: str, shards: Sequence[Piece]) -> Tensor:
+    """One replica from its shards."""
+    in_order = sorted((shard for shard in shards if shard.values.numel()), key=lambda shard: shard.start)
+    end = 0
+    for shard in in_order:
+        assert shard.start == end, f"the shards of {name} hold element {min(shard.start, end)} not once"
+        end += shard.values.numel()
+    (shape,) = {shard.shape for shard in shards}
+    assert end == math.prod(shape), f"the shards of {name} end after {end} elements of {math.prod(shape)}"
+    return torch.cat([shard.values for shard in in_order]).view(shape)
