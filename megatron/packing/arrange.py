@@ -33,6 +33,8 @@ def arrange(
     rank's sequences split in the best way found. int64 [N] in the order of `work`: rank * num_microbatches +
     microbatch.
     """
+    if pack.size <= num_ranks:
+        return pack
     costs = work.pack_costs(pack, num_ranks, num_microbatches)
     if model.num_stages == 1:
         # Where ranks meet, the rows are in this order already.

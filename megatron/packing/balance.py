@@ -95,6 +95,10 @@ class _Search:
     def best(self) -> _Found:
         """First a quick placement for each number of microbatches, then better ones where the quick one is best."""
         best: _Found | None = None
+        if self._work.cost.size <= self._request.num_ranks:  # each alone on a rank: no schedule is better
+            number = self._request.bound.min_microbatches
+            pack = np.arange(self._work.cost.size) * number
+            return _Found(self._time_of(pack, number), number, pack)
         begun = []
         quick_effort = self._effort.part(3)
         for bound, number in self._promising():

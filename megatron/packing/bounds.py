@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,10 @@ from megatron.packing.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_NUM_BOUNDS = 64
-"""Numbers of microbatches that are bounded one by one; a weaker bound holds for all that follow."""
+_NUM_SINGLE = 32
+"""Numbers of microbatches that are bounded one by one."""
+_NUM_SPANS = 24
+"""Spans of numbers of microbatches that follow, each a quarter longer than the one before it; the last has no end."""
 _NUM_LARGE = 1024
 """Costs of sequences that the bound for pipelines looks at."""
 _NUM_ROWS = 64
@@ -42,7 +45,9 @@ class StepBound:
     min_microbatches: int
     """No schedule has fewer per rank."""
     by_microbatches: tuple[MicrobatchBound, ...]
-    """Numbers of microbatches from the fewest on, the lowest bound first."""
+    """Numbers of microbatches from the fewest on, with gaps, the lowest bound first; each bound holds up to the next
+    number.
+    """
 
 
 def step_bound(work: Work, num_ranks: int, capacity: int, multiple: int, model: StepModel) -> StepBound:
@@ -53,16 +58,33 @@ def step_bound(work: Work, num_ranks: int, capacity: int, multiple: int, model: 
         return StepBound(time=time, min_microbatches=fewest, by_microbatches=(MicrobatchBound(time, fewest),))
     bounds: _RankBounds | _MeetingBounds
     bounds = (_MeetingBounds if model.ranks_meet else _RankBounds)(work, num_ranks, capacity, model.num_stages)
-    numbers = range(fewest, fewest + _NUM_BOUNDS * multiple, multiple)
+    spans = sorted((bounds.quick(span), span) for span in _spans(fewest, multiple))
     found: list[MicrobatchBound] = []
-    least = bounds.of_all_from(numbers[-1] + multiple)
-    for quick, number in sorted((bounds.quick(number), number) for number in numbers):
-        if found and quick >= found[0].time:
-            found.append(MicrobatchBound(quick, number))
-            continue
-        found.append(MicrobatchBound(bounds.of(number), number))
+    for quick, span in spans:
+        rival = found[0].time if found else None
+        time = quick if rival is not None and quick >= rival else bounds.of(span, rival)
+        found.append(MicrobatchBound(time, span.first))
         found.sort()
-    return StepBound(time=min(least, found[0].time), min_microbatches=fewest, by_microbatches=tuple(sorted(found)))
+    return StepBound(time=found[0].time, min_microbatches=fewest, by_microbatches=tuple(found))
+
+
+class _Span(NamedTuple):
+    """Numbers of microbatches from `first` to `last`; None: any from `first` on."""
+
+    first: int
+    last: int | None
+
+    @property
+    def is_single(self) -> bool:
+        return self.first == self.last
+
+
+def _spans(fewest: int, multiple: int) -> list[_Span]:
+    singles = [_Span(number, number) for number in range(fewest, fewest + _NUM_SINGLE * multiple, multiple)]
+    firsts = [singles[-1].first + multiple]
+    for _ in range(_NUM_SPANS - 1):
+        firsts.append(firsts[-1] + -(-firsts[-1] // (4 * multiple)) * multiple)
+    return singles + [_Span(a, b - multiple) for a, b in pairwise(firsts)] + [_Span(firsts[-1], None)]
 
 
 def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
@@ -124,41 +146,47 @@ class _RankBounds:
         self._costliest = int(work.cost[0])
         self._tokens_beside_longest = int(work.length[1:].sum())
         self._shortest_sums = np.concatenate(([0], np.cumsum(work.cost[::-1])))
-        self._of_any_number = self._least_that_holds(max(self._rank_cost, self._costliest * num_stages), None)
+        any_number = _Span(work.cost.size + 1, None)
+        self._of_any_number = 0
+        self._of_any_number = self._least_that_holds(self.quick(any_number) - self._fixed(any_number), None, any_number)
 
-    def of_all_from(self, num_microbatches: int) -> int:
-        """Of this number of microbatches and all above it."""
-        return self._of_any_number + self._fixed(num_microbatches)
-
-    def quick(self, num_microbatches: int) -> int:
+    def quick(self, span: _Span) -> int:
         """At most `of`."""
         # The costliest rank's costliest pack has at least its mean.
-        balanced = self._rank_cost + -(-self._more * self._rank_cost // num_microbatches)
-        forced = self._forced_beside_longest(num_microbatches)
-        if self._every_pack_is_used(num_microbatches):
-            forced = max(forced, int(self._shortest_sums[num_microbatches - 1]))
+        mean = 0 if span.last is None else -(-self._more * self._rank_cost // span.last)
+        forced = 0 if span.last is None else self._forced_beside_longest(span.last)
+        if self._every_pack_is_used(span.last):
+            forced = max(forced, int(self._shortest_sums[span.first - 1]))
         longest = self._costliest * (self._more + 1) + forced
-        return max(balanced, longest, self._of_any_number) + self._fixed(num_microbatches)
+        return max(self._rank_cost + mean, longest, self._of_any_number) + self._fixed(span)
 
-    def of(self, num_microbatches: int) -> int:
-        """Of this number of microbatches."""
-        time = max(self.quick(num_microbatches) - self._fixed(num_microbatches), self._gathered(num_microbatches))
-        return self._least_that_holds(time, num_microbatches) + self._fixed(num_microbatches)
+    def of(self, span: _Span, rival: int | None) -> int:
+        """Of these numbers of microbatches; `rival` where it is not below that."""
+        time, fixed = self.quick(span) - self._fixed(span), self._fixed(span)
+        if span.is_single:
+            time = max(time, self._gathered(span.first))
+        if rival is None:
+            return self._least_that_holds(time, None, span) + fixed
+        if time >= rival - fixed or not self._holds(rival - fixed, span):
+            return max(time + fixed, rival)
+        return self._least_that_holds(time, rival - fixed, span) + fixed
 
-    def _least_that_holds(self, time: int, num_microbatches: int | None) -> int:
-        """`time`, or a later one that no schedule is quicker than."""
-        if self._more == 0 or self._holds(time, num_microbatches):
+    def _least_that_holds(self, time: int, high: int | None, span: _Span) -> int:
+        """`time`, or a later one that no schedule is quicker than; `high` is known to hold."""
+        if self._more == 0 or self._holds(time, span):
             return time
-        low, high = time, time + (time >> 6) + 1
-        while not self._holds(high, num_microbatches):
-            low, high = high, high + 2 * (high - time)
-        while high - low > max(low >> 12, 1):
+        low = time
+        if high is None:
+            high = time + (time >> 6) + 1
+            while not self._holds(high, span):
+                low, high = high, high + 2 * (high - time)
+        while high - low > max(low >> 11, 1):
             middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(middle, num_microbatches) else (middle, high)
+            low, high = (low, middle) if self._holds(middle, span) else (middle, high)
         return low + 1
 
-    def _fixed(self, num_microbatches: int) -> int:
-        return self._work.fixed * (num_microbatches + self._more)
+    def _fixed(self, span: _Span) -> int:
+        return self._work.fixed * (span.first + self._more)
 
     def _forced_beside_longest(self, num_microbatches: int) -> int:
         """Cost that the rank of the longest sequence holds besides, as all the others together have too few packs."""
@@ -171,8 +199,8 @@ class _RankBounds:
         before = int(ascending[:last].sum())
         return int(cost[:last].sum()) + int(cost[last]) * (tokens - before) // int(ascending[last])
 
-    def _every_pack_is_used(self, num_microbatches: int) -> bool:
-        return self._work.cost.size >= self._ranks * num_microbatches
+    def _every_pack_is_used(self, num_microbatches: int | None) -> bool:
+        return num_microbatches is not None and self._work.cost.size >= self._ranks * num_microbatches
 
     def _gathered(self, num_microbatches: int) -> int:
         """Cost of the costliest rank where each must hold a sequence per pack.
@@ -195,19 +223,19 @@ class _RankBounds:
             best = max(best, int(costs[ranks * fewest >= num_costliest].min()))
         return best
 
-    def _holds(self, time: int, num_microbatches: int | None) -> bool:
+    def _holds(self, time: int, span: _Span) -> bool:
         """Whether ranks that each end within `time` could hold all sequences, were these divisible.
 
         A rank whose costliest pack is c holds at most time - (stages - 1) c; c is at least its costliest sequence, and
-        if the rank is full at least the mean of its packs, m = time / (M + stages - 1); m = 0 for None, any number. Of
+        if the rank is full at least the mean of its packs, m = time / (M + stages - 1); m = 0 for any number. Of
         the sequences of cost b or more, a rank that has any holds a limited cost and a limited number, which tells how
         many ranks have some: each of them loses (stages - 1)(b - m).
         """
         more = self._more
         mean, room = 0, self._ranks * time
-        if num_microbatches is not None:
-            mean = -(-time // (num_microbatches + more))
-            room = self._ranks * (time * num_microbatches // (num_microbatches + more) + 1)
+        if span.last is not None:
+            mean = -(-time // (span.last + more))
+            room = self._ranks * (time * span.last // (span.last + more) + 1)
         cost = self._work.cost
         num_large = int(np.searchsorted(-cost, -mean))
         if num_large:
@@ -219,8 +247,8 @@ class _RankBounds:
             if room_beside[0] < large[0]:
                 return False
             most = room_beside // large
-            if num_microbatches is not None and self._every_pack_is_used(num_microbatches):
-                most = np.minimum(most, cost.size - (self._ranks - 1) * num_microbatches)
+            if self._every_pack_is_used(span.last):
+                most = np.minimum(most, cost.size - (self._ranks - 1) * span.first)
             ranks = np.maximum(-(-self._sums[count] // room_beside), -(-count // most))
             if ranks.max() > self._ranks:
                 return False
@@ -249,17 +277,18 @@ class _MeetingBounds:
         self._sequence = self._cost_at(np.searchsorted(needed, before + 1))
         self._of_any_number = self._sum_of(self._sequence, int(self._costs[-1]) - self._held_before)
 
-    def of_all_from(self, num_microbatches: int) -> int:
-        """Of this number of microbatches and all above it."""
-        return self._of_any_number + self._more * int(self._work.cost[0]) + self._fixed(num_microbatches)
-
-    def quick(self, num_microbatches: int) -> int:
+    def quick(self, span: _Span) -> int:
         """At most `of`."""
-        mean = -(-self._more * self._mean // num_microbatches)
-        return max(self.of_all_from(num_microbatches), self._mean + mean + self._fixed(num_microbatches))
+        costliest = int(self._work.cost[0])
+        if span.last is not None:
+            costliest = max(costliest, -(-self._mean // span.last))
+        return self._of_any_number + self._more * costliest + self._fixed(span)
 
-    def of(self, num_microbatches: int) -> int:
-        """Of this number of microbatches."""
+    def of(self, span: _Span, rival: int | None) -> int:
+        """Of these numbers of microbatches; `rival` is not needed."""
+        if not span.is_single:
+            return self.quick(span)
+        num_microbatches = span.first
         rows = min(num_microbatches, _NUM_ROWS)
         held, sequence = self._held_before[:rows], self._sequence[:rows]
         before = np.arange(rows) * self._ranks
@@ -273,7 +302,7 @@ class _MeetingBounds:
         costliest = np.maximum(sequence, -(-left // packs_left))
         best = self._sum_of(costliest, left)
         largest = max(int(costliest[0]), -(-best // num_microbatches))
-        return best + self._more * largest + self._fixed(num_microbatches)
+        return best + self._more * largest + self._fixed(span)
 
     def _sum_of(self, costliest: IntArray, left: IntArray) -> int:
         """Of the microbatches' costliest packs, of which the first are at least `costliest`: the first of them take at
@@ -282,8 +311,8 @@ class _MeetingBounds:
         sums = np.concatenate(([0], np.cumsum(costliest)))
         return max(int((sums[:-1] + -(-left // self._ranks)).max()), int(sums[-1]))
 
-    def _fixed(self, num_microbatches: int) -> int:
-        return self._work.fixed * (num_microbatches + self._more)
+    def _fixed(self, span: _Span) -> int:
+        return self._work.fixed * (span.first + self._more)
 
     def _cost_at(self, index: IntArray) -> IntArray:
         return np.append(self._work.cost, 0)[np.minimum(index, self._work.cost.size)]

@@ -1,8 +1,6 @@
 """pure. The inner loops of schedulers: put sequences, one after the other, on ranks and into packs with room.
 
-Each function exists twice: in placement.cpp, which setup.py builds where there is a C++ compiler, and here in Python.
-Both count in integers and break ties by number, so that they give the same result to the last bit (tested), and ranks
-with and without the compiled form agree.
+Each function exists twice, see `native`: in C++ and here in Python.
 
 All arrays are int64. Sequences come in descending order of cost, which is the descending order of length as well; pack
 numbers are rank * packs_per_rank + position. A sequence goes to the pack of its rank that has the fewest tokens.
@@ -10,15 +8,15 @@ numbers are rank * packs_per_rank + position. A sequence goes to the pack of its
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.packing.native import LIBRARY as _compiled
+from megatron.packing.native import address as _at
 
 IntArray = npt.NDArray[np.int64]
 
@@ -148,44 +146,6 @@ def trade(
         _compiled.trade(
             *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity, partners, budget, _at(pack))
         )
-
-
-def is_compiled() -> bool:
-    """Whether the compiled form is in use."""
-    return _compiled is not None
-
-
-def _at(array: IntArray | None) -> int | None:
-    """Where the array's numbers lie, for C."""
-    if array is None:
-        return None
-    assert array.dtype == np.int64
-    assert array.flags.c_contiguous
-    return array.ctypes.data
-
-
-def _load_compiled() -> Any:
-    """The shared library that setup.py built beside this file; None where it did not."""
-    found = importlib.util.find_spec("megatron.packing._placement")
-    if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
-    number, array = ctypes.c_int64, ctypes.c_void_p
-    signatures: dict[str, list[Any]] = {
-        "spread": [number, array, array, number, number, number, array, array, array],
-        "split": [number, array, array, array, number, number, array, array],
-        "first_fit": [number, array, array, number, number, number, number, number, number, number, array],
-        "best_fit": [number, array, number, array],
-        "keep": [number, array, array, array, number, number, number, number, array],
-        "trade": [number, array, array, number, number, number, number, number, array],
-    }
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None if name in ("keep", "trade") else number
-    return library
-
-
-_compiled = _load_compiled()
 
 
 class _Packs:

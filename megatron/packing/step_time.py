@@ -22,6 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.native import LIBRARY as _compiled
+from megatron.packing.native import address
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -81,7 +84,13 @@ def simulate(pack_costs: IntArray, model: StepModel) -> IntArray:
     In thirds of a pack's cost on one of `num_stages` stages, times `num_stages`: forward takes one of them, backward
     two; sending takes none.
     """
-    end = np.zeros(pack_costs.shape[0], np.int64)
+    num_ranks, num_microbatches = pack_costs.shape
+    end = np.zeros(num_ranks, np.int64)
+    if _compiled is not None:
+        costs = np.ascontiguousarray(pack_costs)
+        shape = (model.num_stages, model.num_virtual_stages, model.stage_group)
+        _compiled.simulate(num_ranks, num_microbatches, address(costs), *shape, address(end))
+        return end
     for timed in timeline(pack_costs, model):
         end = np.maximum(end, timed.end)
     return end

@@ -1,4 +1,5 @@
-// The inner loops of placement.py, with the same results to the last bit: integers only, ties broken by number.
+// The inner loops of placement.py and of step_time.simulate, with the same results to the last bit: integers only, ties
+// broken by number.
 // Plain C functions over int64 arrays, called through ctypes; no Python headers are needed to build them.
 
 #include <algorithm>
@@ -118,9 +119,79 @@ class Rooms {
   std::vector<Int> cost_, tokens_;
 };
 
+// A pass of one model chunk over one microbatch, numbered chunk * num_microbatches + microbatch.
+struct Pass {
+  bool backward;
+  Int number;
+};
+
+// 1F1B, or megatron-core's interleaved 1F1B, of one stage; see step_time._program.
+std::vector<Pass> program_of(Int stage, Int num_stages, Int num_chunks, Int stage_group, Int num_microbatches) {
+  std::vector<Int> forwards, backwards;
+  const Int group = num_chunks == 1 ? num_microbatches : stage_group;
+  for (Int start = 0; start < num_microbatches; start += group)
+    for (Int chunk = 0; chunk < num_chunks; ++chunk)
+      for (Int m = start; m < std::min(start + group, num_microbatches); ++m) {
+        forwards.push_back(chunk * num_microbatches + m);
+        backwards.push_back((num_chunks - 1 - chunk) * num_microbatches + m);
+      }
+  const Int size = static_cast<Int>(forwards.size());
+  Int warmup = num_stages - stage - 1;
+  if (num_chunks > 1) warmup = warmup * 2 + (num_chunks - 1) * stage_group;
+  warmup = std::min(warmup, size);
+  std::vector<Pass> program;
+  for (Int i = 0; i < warmup; ++i) program.push_back({false, forwards[i]});
+  for (Int i = warmup; i < size; ++i) {
+    program.push_back({false, forwards[i]});
+    program.push_back({true, backwards[i - warmup]});
+  }
+  for (Int i = size - warmup; i < size; ++i) program.push_back({true, backwards[i]});
+  return program;
+}
+
 }  // namespace
 
 extern "C" {
+
+void simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stages, Int num_chunks, Int stage_group,
+              Int* end) {
+  std::vector<std::vector<Pass>> programs;
+  for (Int stage = 0; stage < num_stages; ++stage)
+    programs.push_back(program_of(stage, num_stages, num_chunks, stage_group, num_microbatches));
+  const Int places = num_stages * num_chunks, passes = num_chunks * num_microbatches;
+  // When forward and backward end, by place (chunk * num_stages + stage) and microbatch; -1 until they are known.
+  std::vector<Int> forward(places * num_microbatches), backward(places * num_microbatches);
+  std::vector<Int> next(num_stages), free(num_stages);
+  for (Int rank = 0; rank < num_ranks; ++rank) {
+    std::fill(forward.begin(), forward.end(), -1);
+    std::fill(backward.begin(), backward.end(), -1);
+    std::fill(next.begin(), next.end(), 0);
+    std::fill(free.begin(), free.end(), 0);
+    for (Int done = 0; done < 2 * num_stages * passes;) {
+      const Int before = done;
+      for (Int stage = 0; stage < num_stages; ++stage) {
+        const auto& program = programs[stage];
+        for (; next[stage] < static_cast<Int>(program.size()); ++next[stage], ++done) {
+          const Pass pass = program[next[stage]];
+          const Int m = pass.number % num_microbatches;
+          const Int place = pass.number / num_microbatches * num_stages + stage;
+          const Int at = place * num_microbatches + m;
+          Int ready = 0;
+          if (pass.backward)
+            ready = place + 1 == places ? forward[at] : backward[at + num_microbatches];
+          else if (place > 0)
+            ready = forward[at - num_microbatches];
+          if (ready < 0) break;
+          const Int cost = costs[rank * num_microbatches + m] / num_chunks;
+          free[stage] = std::max(free[stage], ready) + (pass.backward ? 2 * cost : cost);
+          (pass.backward ? backward : forward)[at] = free[stage];
+        }
+      }
+      if (done == before) break;  // stages that wait for one another: the Python form says so
+    }
+    end[rank] = *std::max_element(free.begin(), free.end());
+  }
+}
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
            const Int* loads, const Int* tokens, Int* pack) {
