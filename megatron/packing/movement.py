@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.placement import keep, spread
+from megatron.packing.placement import keep, spread, trade
 from megatron.packing.step_time import StepModel
 from megatron.packing.work import Work, stable_order
 
@@ -17,6 +17,8 @@ IntArray = npt.NDArray[np.int64]
 
 _SLACK = (0, 256, 64, 32, 16)
 """Parts of the costliest rank's cost that ranks leave free for what the others can't keep: none, 1/256 ..."""
+_TRADES = 100_000
+"""Pairs of sequences looked at to even out what the others were spread over."""
 _MANY = 1 << 14
 """Sequences for which only one slack is tried."""
 
@@ -40,14 +42,24 @@ def stay_home(
     if model.ranks_meet or model.num_stages > 1:
         return best
     fewest = tokens_moved(work.length, source, best // num_microbatches)
-    limit = int(np.bincount(pack // num_microbatches, weights=work.cost).max())
+    limit = _costliest(work, pack // num_microbatches)
     allowed = max(good_enough - num_microbatches * work.fixed, limit)
     for part in _SLACK if work.cost.size <= _MANY else _SLACK[-1:]:
         other = _keep_and_spread(
             work, source, num_ranks, num_microbatches, capacity, limit - (limit // part if part else 0)
         )
-        if other is None or int(np.bincount(other // num_microbatches, weights=work.cost).max()) > allowed:
+        if other is None:
             continue
+        if _costliest(work, other // num_microbatches) > allowed:
+            trade(
+                *(work.cost, work.length, other),
+                num_ranks=num_ranks,
+                packs_per_rank=num_microbatches,
+                capacity=capacity,
+                budget=_TRADES,
+            )
+            if _costliest(work, other // num_microbatches) > allowed:
+                continue
         if (
             np.bincount(other, minlength=num_ranks * num_microbatches).min()
             == 0
@@ -59,6 +71,11 @@ def stay_home(
         if moved < fewest:
             return other
     return best
+
+
+def _costliest(work: Work, rank: IntArray) -> int:
+    """Cost of the costliest rank."""
+    return int(np.bincount(rank, weights=work.cost).max())
 
 
 def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:

@@ -119,6 +119,13 @@ class Rooms {
   std::vector<Int> cost_, tokens_;
 };
 
+// At most so many of the sequences that a rank holds, of all costs.
+void offer(const std::vector<Int>& held, Int most, std::vector<Int>* offered) {
+  const Int size = static_cast<Int>(held.size()), count = std::min(size, most);
+  offered->clear();
+  for (Int k = 0; k < count; ++k) offered->push_back(held[k * size / count]);
+}
+
 // A pass of one model chunk over one microbatch, numbered chunk * num_microbatches + microbatch.
 struct Pass {
   bool backward;
@@ -277,7 +284,7 @@ void keep(Int n, const Int* cost, const Int* length, const Int* home, Int num_ra
 }
 
 void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int partners,
-           Int budget, Int* pack) {
+           Int traded, Int budget, Int* pack) {
   std::vector<std::vector<Int>> held(num_ranks);
   std::vector<Int> loads(num_ranks, 0), tokens(num_ranks * packs_per_rank, 0), counts(num_ranks * packs_per_rank, 0);
   for (Int i = 0; i < n; ++i) {
@@ -288,6 +295,7 @@ void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_p
     ++counts[pack[i]];
   }
   std::vector<Load> by_load(num_ranks);
+  std::vector<Int> offered, wanted;
   partners = std::min(partners, num_ranks);
   while (true) {
     Int giver = 0;
@@ -301,16 +309,18 @@ void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_p
       const Int other = by_load[p].second;
       const Int gap = loads[giver] - loads[other];
       if (gap < 2) break;
-      budget -= static_cast<Int>(held[giver].size() * (held[other].size() + 1));
+      offer(held[giver], traded, &offered);
+      offer(held[other], traded, &wanted);
+      budget -= static_cast<Int>(offered.size() * (wanted.size() + 1));
       if (budget < 0) return;
       Int emptiest = other * packs_per_rank;
       for (Int q = emptiest; q < (other + 1) * packs_per_rank; ++q)
         if (tokens[q] < tokens[emptiest]) emptiest = q;
-      for (const Int i : held[giver]) {
+      for (const Int i : offered) {
         const Int alone = std::max(loads[giver] - cost[i], loads[other] + cost[i]);
         if (alone < best && counts[pack[i]] > 1 && tokens[emptiest] + length[i] <= capacity)
           best = alone, given = i, taken = -1, taker = other, place = emptiest;
-        for (const Int j : held[other]) {
+        for (const Int j : wanted) {
           const Int difference = cost[i] - cost[j];
           const Int both = std::max(loads[giver] - difference, loads[other] + difference);
           if (both < best && tokens[pack[i]] - length[i] + length[j] <= capacity &&
@@ -321,8 +331,8 @@ void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_p
     }
     if (given < 0) return;
     const auto hand_over = [&](Int i, Int from, Int to, Int to_pack) {
-      held[from].erase(std::find(held[from].begin(), held[from].end(), i));
-      held[to].push_back(i);
+      held[from].erase(std::lower_bound(held[from].begin(), held[from].end(), i));
+      held[to].insert(std::lower_bound(held[to].begin(), held[to].end(), i), i);
       loads[from] -= cost[i];
       loads[to] += cost[i];
       tokens[pack[i]] -= length[i];

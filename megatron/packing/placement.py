@@ -134,17 +134,30 @@ def trade(
     packs_per_rank: int,
     capacity: int,
     partners: int = 8,
+    traded: int = 24,
     budget: int = 200_000,
 ) -> None:
     """Lower the cost of the costliest rank, in place: it gives a sequence to one of the `partners` cheapest ranks, or
     trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
-    `budget` pairs of sequences have been looked at. No pack that holds a sequence is left empty.
+    `budget` pairs of sequences have been looked at. Each rank offers `traded` sequences of all costs. No pack that
+    holds a sequence is left empty.
     """
     if _compiled is None:
-        _trade(cost, length, pack, num_ranks, packs_per_rank, capacity, partners, budget)
+        _trade(cost, length, pack, num_ranks, packs_per_rank, capacity, partners, traded, budget)
     else:
         _compiled.trade(
-            *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity, partners, budget, _at(pack))
+            *(
+                cost.size,
+                _at(cost),
+                _at(length),
+                num_ranks,
+                packs_per_rank,
+                capacity,
+                partners,
+                traded,
+                budget,
+                _at(pack),
+            )
         )
 
 
@@ -305,6 +318,7 @@ def _trade(
     packs_per_rank: int,
     capacity: int,
     partners: int,
+    traded: int,
     budget: int,
 ) -> None:
     costs, lengths, packs = cost.tolist(), length.tolist(), pack.tolist()
@@ -313,7 +327,7 @@ def _trade(
 
     def hand_over(i: int, source: int, target: int, target_pack: int) -> None:
         held[source].remove(i)
-        held[target].append(i)
+        insort(held[target], i)
         loads[source] -= costs[i]
         loads[target] += costs[i]
         tokens[packs[i]] -= lengths[i]
@@ -334,17 +348,18 @@ def _trade(
         for other in nsmallest(partners, range(num_ranks), key=lambda rank: (loads[rank], rank)):
             if load - loads[other] < 2:
                 break
-            budget -= len(held[giver]) * (len(held[other]) + 1)
+            offered, wanted = _offer(held[giver], traded), _offer(held[other], traded)
+            budget -= len(offered) * (len(wanted) + 1)
             if budget < 0:
                 pack[:] = packs
                 return
             first = other * packs_per_rank
             emptiest = min(range(first, first + packs_per_rank), key=tokens.__getitem__)
-            for i in held[giver]:
+            for i in offered:
                 alone = max(load - costs[i], loads[other] + costs[i])
                 if alone < best and counts[packs[i]] > 1 and tokens[emptiest] + lengths[i] <= capacity:
                     best, found = alone, (i, -1, other, emptiest)
-                for j in held[other]:
+                for j in wanted:
                     both = max(load - costs[i] + costs[j], loads[other] + costs[i] - costs[j])
                     if (
                         both < best
@@ -360,3 +375,9 @@ def _trade(
         hand_over(given, giver, taker, place)
         if taken >= 0:
             hand_over(taken, taker, giver, given_pack)
+
+
+def _offer(held: list[int], most: int) -> list[int]:
+    """At most so many of the sequences that a rank holds, of all costs."""
+    count = min(len(held), most)
+    return [held[k * len(held) // count] for k in range(count)]
