@@ -1,0 +1,77 @@
+"""Nothing that a microbatch does reads a device tensor on the host: tensors on "meta" have no values, so that reading
+one is an error. On a GPU it would be a wait for all work queued so far, at each microbatch or even each layer.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing import get_batch as get_batch_module
+from megatron.packing.attention import PackedDotProductAttention
+from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.layout import Alignment, PackLayout
+from megatron.packing.pack import pack
+from megatron.packing.sample import Sample
+from megatron.sft.forward import loss_sum
+from tests.unit_tests.packing.stubs import Ranks
+
+DEVICE = torch.device("meta")
+LENGTHS = (3, 5, 1)
+
+
+@pytest.fixture(autouse=True)
+def on_a_device_without_values(monkeypatch):
+    monkeypatch.setattr(get_batch_module, "device_of", lambda group: DEVICE)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: False)
+
+
+def batch_on_device(context_parallel_size: int, **options: Any) -> Batch:
+    samples = [
+        Sample(torch.arange(n), torch.arange(n), torch.ones(n), torch.arange(n))  # tokens, labels, mask, positions
+        for n in LENGTHS
+    ]
+    unit = 2 * context_parallel_size if context_parallel_size > 1 else 1
+    microbatch = pack(samples, PackLayout.of(LENGTHS, Alignment(sequence=unit, pack=unit)), DEVICE)
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = Ranks(), Ranks(context_parallel_size, 0), Ranks()
+    return get_batch_on_this_rank_for_sequence_packing(iter([microbatch]), pg_collection=groups, **options)
+
+
+def test_reading_a_value_is_an_error():
+    """What the tests below rest on."""
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.ones(2, device=DEVICE).sum().item()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.ones(2, device=DEVICE).nonzero()
+
+
+@pytest.mark.parametrize("context_parallel_size", [1, 2])
+@pytest.mark.parametrize("mtp_on_this_rank", [False, True])
+def test_batch_and_loss_read_nothing(context_parallel_size, mtp_on_this_rank):
+    batch = batch_on_device(context_parallel_size, mtp_on_this_rank=mtp_on_this_rank)
+    for field in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.padding_mask):
+        assert field is not None
+        assert field.device == DEVICE
+    total, num_tokens, logged = loss_sum(batch.loss_mask, torch.empty_like(batch.loss_mask, dtype=torch.bfloat16))
+    assert total.device == num_tokens.device == logged["lm loss"][0].device == DEVICE
+
+
+def test_attention_reads_nothing():
+    """Once per layer, and again in its backward."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, num_query_groups=1, attention_dropout=0.0
+    )
+    groups = ProcessGroupCollection()
+    groups.cp = Ranks()
+    attention = PackedDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    batch = batch_on_device(1)
+    query = torch.empty(sum(LENGTHS), 2, 4, device=DEVICE, requires_grad=True)
+    key, value = (torch.empty(sum(LENGTHS), 1, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    out = attention(query, key, value, None, packed_seq_params=batch.packed_seq_params)
+    assert out.shape == (sum(LENGTHS), 8)
+    out.sum().backward()
+    assert query.grad is not None
