@@ -39,9 +39,9 @@ _GOOD_ENOUGH = 1.0002
 """Times the bound: what is left to gain is less than any cost model is accurate to."""
 _MAX_TRIES = 8
 """Numbers of microbatches tried."""
-_EFFORT = 24
-"""Times that 1,024 sequences may be placed; of more sequences fewer times, as the root of their number."""
-_PIPELINE_EFFORT = 6 * _EFFORT
+_EFFORT = 40
+"""Times that 1,024 sequences may be placed; of more sequences fewer times."""
+_PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
 
 
@@ -87,10 +87,10 @@ class _Search:
         self._request = request
         self._work = request.work
         size = self._work.cost.size
-        only_ranks_matter = request.model == StepModel()
-        passes = (_EFFORT if only_ranks_matter else _PIPELINE_EFFORT) * min((1024 / size) ** 0.5, 1.0)
-        self._effort = Effort(int(passes * size))
-        self._try = size if only_ranks_matter else 3 * size
+        self._only_ranks_matter = request.model == StepModel()
+        passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
+        self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
+        self._try = size if self._only_ranks_matter else 3 * size
 
     def best(self) -> _Found:
         """First a quick placement for each number of microbatches, then better ones where the quick one is best."""
@@ -107,7 +107,10 @@ class _Search:
             if best is not None and not quick_effort.spend(self._try):
                 break
             placements = self._placements(bound, number)
-            found = self._next(placements, number)
+            try:
+                found = self._next(placements, number)
+            except StopIteration:
+                continue
             if found is not None:
                 begun.append((found.time, bound, number, placements))
                 best = found if best is None or found.time < best.time else best
@@ -117,9 +120,18 @@ class _Search:
             best = self._next(self._placements(self._request.bound.time, number), number)
             assert best is not None, "as many places as packs"
             return best
-        for _, bound, number, placements in sorted(begun, key=lambda entry: entry[:3]):
-            while best.time > bound * _GOOD_ENOUGH and (found := self._next(placements, number)) is not None:
-                best = found if found.time < best.time else best
+        begun.sort(key=lambda entry: entry[:3])
+        while begun:
+            time, bound, number, placements = begun.pop(0)
+            if best.time <= bound * _GOOD_ENOUGH:
+                continue
+            try:
+                found = self._next(placements, number)
+            except StopIteration:
+                continue
+            best = found if found is not None and found.time < best.time else best
+            # In turn where capacity decides who gets anywhere; one after the other where placements take long.
+            begun.insert(len(begun) if self._only_ranks_matter else 0, (time, bound, number, placements))
         return best
 
     def _promising(self) -> list[MicrobatchBound]:
@@ -143,8 +155,8 @@ class _Search:
 
         return sorted((ascending[place] for place in places), key=hoped_for)
 
-    def _placements(self, bound: int, num_microbatches: int) -> Iterator[IntArray]:
-        """Some with that many microbatches per rank, a quick one first."""
+    def _placements(self, bound: int, num_microbatches: int) -> Iterator[IntArray | None]:
+        """Some with that many microbatches per rank, a quick one first; None for each attempt that failed."""
         request, work, model = self._request, self._work, self._request.model
         room = Room(
             num_ranks=request.num_ranks,
@@ -152,19 +164,21 @@ class _Search:
             capacity=request.capacity,
             effort=self._effort,
         )
-        packs, num_packs = self._tight
-        tight = None
-        if num_packs <= request.num_ranks * num_microbatches:
-            tight = deal(work.cost, packs, request.num_ranks, num_microbatches)
+
+        def tight() -> IntArray | None:
+            packs, num_packs = self._tight
+            fit = num_packs <= request.num_ranks * num_microbatches
+            return deal(work.cost, packs, request.num_ranks, num_microbatches) if fit else None
+
         if model.ranks_meet:
             return even_rows(work, room, tight)
         if model.num_stages > 1:
             return even_pipelines(work, room, tight, model.num_stages, bound)
         return even_ranks(work, room, tight)
 
-    def _next(self, placements: Iterator[IntArray], num_microbatches: int) -> _Found | None:
-        """The next of them, with no pack left empty."""
-        pack = next(placements, None)
+    def _next(self, placements: Iterator[IntArray | None], num_microbatches: int) -> _Found | None:
+        """The next of them, with no pack left empty; None where an attempt failed. StopIteration at their end."""
+        pack = next(placements)
         if pack is None:
             return None
         _fill_empty_packs(pack, self._request.num_ranks * num_microbatches)

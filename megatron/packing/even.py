@@ -1,12 +1,13 @@
 """pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, pipelines, rows of packs.
 
 A placement is int64 [N] in the order of the Work, rank * num_microbatches + microbatch of each sequence; no pack is
-over capacity. Functions that try several ways yield each, for the caller to take the quickest.
+over capacity. Functions that try several ways yield each, for the caller to take the quickest, and None after each
+attempt that failed, for the caller to turn to something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +25,10 @@ _FINEST_BISECTION = 2048
 """Bisection ends at this part of a cost."""
 _HEAD = 8
 """Sequences per rank, the costliest, that bisection is about."""
+
+
+Tight = Callable[[], IntArray | None]
+"""A placement of as few packs as can be found; None where they are more than there is room for."""
 
 
 class Effort:
@@ -54,17 +59,15 @@ class Room:
     effort: Effort = field(repr=False)
 
 
-def even_ranks(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArray]:
-    """Ranks of even cost. `tight`: a placement of as few packs as can be found, to begin with where nothing else fits;
-    None where these are too many as well.
-    """
+def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Ranks of even cost; from `tight` where capacity is too tight for other ways."""
     pack = spread(
         *(work.cost, work.length),
         num_ranks=room.num_ranks,
         packs_per_rank=room.num_microbatches,
         capacity=room.capacity,
     )
-    best = tight if pack is None else pack
+    best = tight() if pack is None else pack
     if best is None:
         return
     yield best
@@ -75,7 +78,7 @@ def even_ranks(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntAr
         capacity=room.capacity,
         effort=room.effort,
     ):
-        best = pack
+        best = best if pack is None else pack
         yield pack
     best = best.copy()
     trade(
@@ -96,7 +99,7 @@ def _bisected(
     packs_per_rank: int,
     capacity: int,
     effort: Effort,
-) -> Iterator[IntArray]:
+) -> Iterator[IntArray | None]:
     """Placements whose costliest rank is ever cheaper, all below `high`.
 
     The sequences that make ranks uneven, the costliest, go to the first rank that they fit in at the cost that is
@@ -119,6 +122,7 @@ def _bisected(
             pack = pack if tail is None else np.concatenate((pack, tail))
         if pack.size < cost.size or pack.min() < 0 or (largest := _largest(cost, pack // packs_per_rank)) >= high:
             low = limit + 1
+            yield None
         else:
             high = largest
             yield pack
@@ -137,12 +141,12 @@ def _evener(
     fair = max(-(-int(cost.sum()) // num_packs), int(cost[0]))
     high = 2 * fair if best is None else _largest(cost, best)
     for pack in _bisected(cost, length, high, num_ranks=num_packs, packs_per_rank=1, capacity=capacity, effort=effort):
-        best = pack
+        best = best if pack is None else pack
     return best
 
 
-def even_pipelines(work: Work, room: Room, tight: IntArray | None, num_stages: int, low: int) -> Iterator[IntArray]:
-    """Pipelines of even time, which takes `low` at the least. `tight` as in `even_ranks`."""
+def even_pipelines(work: Work, room: Room, tight: Tight, num_stages: int, low: int) -> Iterator[IntArray | None]:
+    """Pipelines of even time, which takes `low` at the least; `tight` as in `even_ranks`."""
     fixed = work.fixed * (room.num_microbatches + num_stages - 1)
     num_packs = room.num_ranks * room.num_microbatches
     low -= fixed
@@ -161,7 +165,7 @@ def even_pipelines(work: Work, room: Room, tight: IntArray | None, num_stages: i
         high = time_of(pack)
         yield pack
     packs = spread(work.cost, work.length, num_ranks=num_packs, capacity=room.capacity)
-    pack = tight if packs is None else deal(work.cost, packs, room.num_ranks, room.num_microbatches)
+    pack = tight() if packs is None else deal(work.cost, packs, room.num_ranks, room.num_microbatches)
     if pack is not None:
         pack = _resplit(work, pack, room)
         high = time_of(pack) if high is None else min(high, time_of(pack))
@@ -292,8 +296,8 @@ def split_ranks(
     return np.where(failed[rank], pack, other), failed
 
 
-def even_rows(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArray]:
-    """Microbatches whose packs cost the same on all ranks. `tight` as in `even_ranks`."""
+def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
     num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
     pack = np.full(work.cost.size, -1, np.int64)
     rests = [np.arange(work.cost.size)]  # the sequences left after so many full rows
@@ -306,10 +310,11 @@ def even_rows(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArr
         placed = column >= 0
         pack[rest[placed]] = column[placed] * num_microbatches + row
         rests.append(rest[~placed])
-    last = len(rests) - 1
+    last, has_any = len(rests) - 1, False
     for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
         rest, num_left = rests[num_full], num_microbatches - num_full
         if rest.size == 0:
+            has_any = True
             yield _in_rows(work, pack, num_ranks, num_microbatches)
             continue
         # Rows about as costly as the costliest sequence left, or all rows that there are.
@@ -322,9 +327,11 @@ def even_rows(work: Work, room: Room, tight: IntArray | None) -> Iterator[IntArr
                 rows, columns = np.divmod(even, num_ranks)
                 way = pack.copy()
                 way[rest] = columns * num_microbatches + num_full + rows
+                has_any = True
                 yield _in_rows(work, way, num_ranks, num_microbatches)
-    if tight is not None:
-        yield _in_rows(work, tight, num_ranks, num_microbatches)
+    placement = None if has_any else tight()
+    if placement is not None:
+        yield _in_rows(work, placement, num_ranks, num_microbatches)
 
 
 def _in_rows(work: Work, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:

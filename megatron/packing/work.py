@@ -67,13 +67,20 @@ class Work:
 
 
 def stable_order(values: IntArray) -> IntArray:
-    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")` in a fifth of the time.
+    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`, several times faster.
 
-    Sorts numbers that hold the value and, in their low bits, the index: for those numpy has vector instructions.
+    numpy sorts 16-bit numbers stably in linear time: by the low half first, then by the high one. Larger numbers are
+    sorted with their index in the low bits, for which it has vector instructions.
     """
-    bits = max(values.size - 1, 1).bit_length()
     smallest = int(values.min(initial=0))
-    if (int(values.max(initial=0)) - smallest).bit_length() + bits > 62:
+    above = values - smallest
+    bits = int(above.max(initial=0)).bit_length()
+    if bits <= 16:
+        return np.argsort(above.astype(np.uint16), kind="stable")
+    if bits <= 32:
+        by_low = np.argsort(above.astype(np.uint16), kind="stable")  # the cast takes the low half
+        return by_low[np.argsort((above >> 16).astype(np.uint16)[by_low], kind="stable")]
+    index_bits = max(values.size - 1, 1).bit_length()
+    if bits + index_bits > 62:
         return np.argsort(values, kind="stable")
-    numbered = np.sort(((values - smallest) << bits) + np.arange(values.size))
-    return numbered & ((1 << bits) - 1)
+    return np.sort((above << index_bits) + np.arange(values.size)) & ((1 << index_bits) - 1)
