@@ -18,6 +18,7 @@ that moves fewer tokens, and `arrange` puts each rank's packs in order.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -39,6 +40,8 @@ _GOOD_ENOUGH = 1.0002
 """Times the bound: what is left to gain is less than any cost model is accurate to."""
 _MAX_TRIES = 8
 """Numbers of microbatches tried."""
+_MORE_ROOM = (115, 140, 200)
+"""Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
 _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
@@ -144,8 +147,10 @@ class _Search:
         ascending = sorted(bounds, key=lambda entry: entry.num_microbatches)
         last = ascending.index(bounds[0])
         places = {round(last * part / (_MAX_TRIES - 3)) for part in range(_MAX_TRIES - 2)}
-        places |= {min(last + 1, len(ascending) - 1), min(last + 2, len(ascending) - 1)}
+        numbers = [entry.num_microbatches for entry in ascending]
         more, work = self._request.model.num_stages - 1, self._work
+        more_room = [bisect_left(numbers, numbers[last] * percent // 100) for percent in _MORE_ROOM if more]
+        places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_room)}
         per_rank = work.cost.size / self._request.num_ranks
 
         def hoped_for(entry: MicrobatchBound) -> tuple[float, int]:
