@@ -67,27 +67,35 @@ def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None
         packs_per_rank=room.num_microbatches,
         capacity=room.capacity,
     )
-    best = tight() if pack is None else pack
-    if best is None:
+    first = tight() if pack is None else pack
+    if first is None:
         return
-    yield best
+    yield first
+    yield _traded(work, room, first)
+    last = first
     for pack in _bisected(
-        *(work.cost, work.length, _largest(work.cost, best // room.num_microbatches)),
+        *(work.cost, work.length, _largest(work.cost, first // room.num_microbatches)),
         num_ranks=room.num_ranks,
         packs_per_rank=room.num_microbatches,
         capacity=room.capacity,
         effort=room.effort,
     ):
-        best = best if pack is None else pack
+        last = last if pack is None else pack
         yield pack
-    best = best.copy()
+    if last is not first:
+        yield _traded(work, room, last)
+
+
+def _traded(work: Work, room: Room, pack: IntArray) -> IntArray:
+    """The same with ranks of uneven cost having traded sequences."""
+    pack = pack.copy()
     trade(
-        *(work.cost, work.length, best),
+        *(work.cost, work.length, pack),
         num_ranks=room.num_ranks,
         packs_per_rank=room.num_microbatches,
         capacity=room.capacity,
     )
-    yield best
+    return pack
 
 
 def _bisected(

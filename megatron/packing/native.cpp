@@ -297,15 +297,16 @@ void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_p
   std::vector<Load> by_load(num_ranks);
   std::vector<Int> offered, wanted;
   partners = std::min(partners, num_ranks);
+  Int asked = partners;
   while (true) {
     Int giver = 0;
     for (Int rank = 0; rank < num_ranks; ++rank) {
       by_load[rank] = {loads[rank], rank};
       if (loads[rank] > loads[giver]) giver = rank;
     }
-    std::partial_sort(by_load.begin(), by_load.begin() + partners, by_load.end());
+    std::partial_sort(by_load.begin(), by_load.begin() + asked, by_load.end());
     Int best = loads[giver], given = -1, taken = -1, taker = -1, place = -1;
-    for (Int p = 0; p < partners; ++p) {
+    for (Int p = 0; p < asked; ++p) {
       const Int other = by_load[p].second;
       const Int gap = loads[giver] - loads[other];
       if (gap < 2) break;
@@ -329,7 +330,12 @@ void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_p
         }
       }
     }
-    if (given < 0) return;
+    if (given < 0) {
+      if (asked == num_ranks) return;
+      asked = num_ranks;
+      continue;
+    }
+    asked = partners;
     const auto hand_over = [&](Int i, Int from, Int to, Int to_pack) {
       held[from].erase(std::lower_bound(held[from].begin(), held[from].end(), i));
       held[to].insert(std::lower_bound(held[to].begin(), held[to].end(), i), i);

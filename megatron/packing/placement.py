@@ -137,8 +137,8 @@ def trade(
     traded: int = 24,
     budget: int = 200_000,
 ) -> None:
-    """Lower the cost of the costliest rank, in place: it gives a sequence to one of the `partners` cheapest ranks, or
-    trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
+    """Lower the cost of the costliest rank, in place: it gives a sequence to one of the `partners` cheapest ranks (if
+    that does not help, to any), or trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
     `budget` pairs of sequences have been looked at. Each rank offers `traded` sequences of all costs. No pack that
     holds a sequence is left empty.
     """
@@ -341,11 +341,12 @@ def _trade(
         loads[at // packs_per_rank] += costs[i]
         tokens[at] += lengths[i]
         counts[at] += 1
+    asked = min(partners, num_ranks)
     while True:
         giver = loads.index(max(loads))
         load = best = loads[giver]
         found = None
-        for other in nsmallest(partners, range(num_ranks), key=lambda rank: (loads[rank], rank)):
+        for other in nsmallest(asked, range(num_ranks), key=lambda rank: (loads[rank], rank)):
             if load - loads[other] < 2:
                 break
             offered, wanted = _offer(held[giver], traded), _offer(held[other], traded)
@@ -367,9 +368,13 @@ def _trade(
                         and tokens[packs[j]] - lengths[j] + lengths[i] <= capacity
                     ):
                         best, found = both, (i, j, other, packs[j])
+        if found is None and asked < num_ranks:
+            asked = num_ranks
+            continue
         if found is None:
             pack[:] = packs
             return
+        asked = min(partners, num_ranks)
         given, taken, taker, place = found
         given_pack = packs[given]
         hand_over(given, giver, taker, place)
