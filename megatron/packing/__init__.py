@@ -4,12 +4,13 @@ The road of one global batch, file by file:
 
     sample         one training sequence: as samples come, and as they travel
     layout         where each sequence of a pack starts and ends
-    cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
-    schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
+    cost           what a pack costs: what schedulers balance, and FLOPs
+    schedule       what a scheduler is asked and answers: which rank and microbatch each sequence goes to
+    schedulers     by name: default (see `balance`), empty, dp_balanced, or the user's own
     settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
     lengths        gather the lengths over data parallel; agree on end of data and on errors
-    plan           what one data-parallel rank does in a step, as numbers
+    step_plan      what one data-parallel rank does in a step, as numbers
     redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers
     pack           samples -> one microbatch; the one place that pads
     data_schedule  wrap_dataloader: the few lines that call the files above
@@ -21,4 +22,14 @@ The road of one global batch, file by file:
     pipeline       the hook on megatron-core's forward-backward functions
     plugin         the hook in a training script of one's own
     stats          tokens, padding, sum of squares, balance
+
+How `default` finds a schedule, pure and in exact integers:
+
+    step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
+    work, bounds   the sequences by cost; what no schedule is quicker than
+    balance        the search over numbers of microbatches
+    even           ways to make ranks, packs and rows of packs even; even_pipelines
+    placement      their inner loops, in C++ where it could be built (native)
+    movement       as good a placement that moves fewer tokens
+    arrange        the order of each rank's packs, and in pipelines their sizes
 """

@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from megatron.packing.arrange import arrange
 from megatron.packing.bounds import MicrobatchBound
-from megatron.packing.even import Effort, Room, deal, even_pipelines, even_ranks, even_rows
+from megatron.packing.even import Effort, Room, deal, even_ranks, even_rows
+from megatron.packing.even_pipelines import even_pipelines
 from megatron.packing.movement import stay_home
 from megatron.packing.placement import best_fit
 from megatron.packing.schedule import Schedule, ScheduleRequest

@@ -1,4 +1,5 @@
-"""pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, pipelines, rows of packs.
+"""pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, rows of packs; pipelines are
+in `even_pipelines`.
 
 A placement is int64 [N] in the order of the Work, rank * num_microbatches + microbatch of each sequence; no pack is
 over capacity. Functions that try several ways yield each, for the caller to take the quickest, and None after each
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.placement import first_fit, split, spread, trade
-from megatron.packing.step_time import StepModel
 from megatron.packing.work import Work, stable_order
 
 IntArray = npt.NDArray[np.int64]
@@ -139,10 +139,10 @@ def _bisected(
 def _even_packs(cost: IntArray, length: IntArray, num_packs: int, capacity: int, effort: Effort) -> IntArray | None:
     """Packs of even cost: the number of each sequence's; None where capacity is too tight."""
     best = spread(cost, length, num_ranks=num_packs, capacity=capacity)
-    return _evener(cost, length, best, num_packs, capacity, effort)
+    return evener_packs(cost, length, best, num_packs, capacity, effort)
 
 
-def _evener(
+def evener_packs(
     cost: IntArray, length: IntArray, best: IntArray | None, num_packs: int, capacity: int, effort: Effort
 ) -> IntArray | None:
     """Packs whose costliest is no costlier than in `best`."""
@@ -151,140 +151,6 @@ def _evener(
     for pack in _bisected(cost, length, high, num_ranks=num_packs, packs_per_rank=1, capacity=capacity, effort=effort):
         best = best if pack is None else pack
     return best
-
-
-def even_pipelines(work: Work, room: Room, tight: Tight, num_stages: int, low: int) -> Iterator[IntArray | None]:
-    """Pipelines of even time, which takes `low` at the least; `tight` as in `even_ranks`."""
-    fixed = work.fixed * (room.num_microbatches + num_stages - 1)
-    num_packs = room.num_ranks * room.num_microbatches
-    low -= fixed
-    high: int | None = None
-
-    def gathered(time: int) -> IntArray | None:
-        found = _costliest_gathered(work, room, num_stages - 1, time)
-        return None if found is None else _resplit(work, found, room)
-
-    def time_of(pack: IntArray) -> int:
-        costs = work.pack_costs(pack, room.num_ranks, room.num_microbatches)
-        return StepModel(num_stages=num_stages).time_of(costs) - fixed
-
-    pack = gathered(low + (low >> 4))
-    if pack is not None:
-        high = time_of(pack)
-        yield pack
-    packs = spread(work.cost, work.length, num_ranks=num_packs, capacity=room.capacity)
-    pack = tight() if packs is None else deal(work.cost, packs, room.num_ranks, room.num_microbatches)
-    if pack is not None:
-        pack = _resplit(work, pack, room)
-        high = time_of(pack) if high is None else min(high, time_of(pack))
-        yield pack
-    if high is None:
-        return
-    if int(work.cost[0]) * (room.num_microbatches + num_stages - 1) > low:
-        pack = _costliest_first(work, room, num_stages - 1, low)
-        if pack is not None:
-            high = min(high, time_of(pack))
-            yield pack
-    for _ in range(_MAX_BISECTIONS):
-        if high - low <= low // _FINEST_BISECTION or not room.effort.spend(2 * work.cost.size):
-            break
-        time = (low + high) // 2
-        pack = gathered(time)
-        if pack is None:
-            low = time + 1
-        else:
-            high = min(time, time_of(pack))
-            yield pack
-    packs = _evener(work.cost, work.length, packs, num_packs, room.capacity, room.effort)
-    if packs is not None:
-        yield _resplit(work, deal(work.cost, packs, room.num_ranks, room.num_microbatches), room)
-
-
-def _costliest_first(work: Work, room: Room, more: int, time: int) -> IntArray | None:
-    """Pipelines of `more` + 1 stages that each end after about `time`, or somewhat more: sequences that cost more than
-    a fair pack on as few ranks as hold them, the others spread over what that leaves of all ranks' time.
-    """
-    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    low, high = time, 2 * time
-    best = None
-    for _ in range(_MAX_BISECTIONS):
-        limit = low if best is None and low == time else (low + high) // 2
-        fair_pack = limit // (num_microbatches + more)
-        head = int(np.searchsorted(-work.cost, -fair_pack))
-        pack, _ = first_fit(
-            *(work.cost[:head], work.length[:head]),
-            limit=fair_pack * num_microbatches,
-            ceiling=limit,
-            overhead=more,
-            num_ranks=num_ranks,
-            packs_per_rank=num_microbatches,
-            capacity=room.capacity,
-        )
-        if pack.min(initial=0) < 0:
-            low = limit + 1
-        else:
-            best, high = (pack, head, fair_pack), limit
-        if high - low <= low >> 7:
-            break
-    if best is None:
-        return None
-    pack, head, fair_pack = best
-    rank = pack // num_microbatches
-    costliest = np.full(num_ranks, fair_pack, np.int64)
-    np.maximum.at(costliest, rank, work.cost[:head])
-    loads = np.bincount(rank, weights=work.cost[:head], minlength=num_ranks).astype(np.int64) + more * costliest
-    tokens = np.bincount(pack, weights=work.length[:head], minlength=num_ranks * num_microbatches).astype(np.int64)
-    rest = spread(
-        *(work.cost[head:], work.length[head:]),
-        num_ranks=num_ranks,
-        packs_per_rank=num_microbatches,
-        capacity=room.capacity,
-        loads=loads,
-        tokens=tokens,
-    )
-    return None if rest is None else _resplit(work, np.concatenate((pack, rest)), room)
-
-
-def _costliest_gathered(work: Work, room: Room, more: int, time: int) -> IntArray | None:
-    """Pipelines of `more` + 1 stages that each end within about `time`: the costliest sequences on the first ranks,
-    even packs on the others.
-    """
-    num_microbatches = room.num_microbatches
-    pack, in_use = first_fit(
-        *(work.cost, work.length),
-        num_ranks=room.num_ranks,
-        packs_per_rank=num_microbatches,
-        capacity=room.capacity,
-        limit=time * num_microbatches // (num_microbatches + more),
-        ceiling=time,
-        overhead=more,
-        opens_above=time // (num_microbatches + more),  # costlier than a fair pack
-    )
-    rest = np.flatnonzero(pack < 0)
-    if rest.size == 0:
-        return pack
-    if in_use == room.num_ranks:
-        return None
-    cost, length = work.cost[rest], work.length[rest]
-    limit = (time - -(-int(cost.sum()) // (room.num_ranks - in_use))) // more
-    if limit < cost[0]:
-        return None
-    num_packs = (room.num_ranks - in_use) * num_microbatches
-    even, _ = first_fit(cost, length, num_ranks=num_packs, capacity=room.capacity, limit=limit)
-    if even.min() < 0:
-        return None
-    pack[rest] = in_use * num_microbatches + deal(cost, even, room.num_ranks - in_use, num_microbatches)
-    return pack
-
-
-def _resplit(work: Work, pack: IntArray, room: Room) -> IntArray:
-    """Each rank's sequences split anew into even packs, where that lowers its costliest pack."""
-    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    ones = np.ones(num_microbatches, np.int64)
-    other, failed = split_ranks(work, pack, num_ranks, room.capacity, ones)
-    costliest = work.pack_costs(pack, num_ranks, num_microbatches).max(axis=1)
-    costliest_of_other = work.pack_costs(other, num_ranks, num_microbatches).max(axis=1)
-    return np.where((failed | (costliest_of_other >= costliest))[pack // num_microbatches], pack, other)
 
 
 def split_ranks(

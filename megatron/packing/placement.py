@@ -138,9 +138,9 @@ def trade(
     budget: int = 200_000,
 ) -> None:
     """Lower the cost of the costliest rank, in place: it gives a sequence to one of the `partners` cheapest ranks (if
-    that does not help, to any), or trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
-    `budget` pairs of sequences have been looked at. Each rank offers `traded` sequences of all costs. No pack that
-    holds a sequence is left empty.
+    that does not help, to any), or trades one for another, whatever lowers the higher cost of the two most; again and
+    again, until nothing does or `budget` pairs of sequences have been looked at. Each rank offers `traded` sequences of
+    all costs. No pack that holds a sequence is left empty.
     """
     if _compiled is None:
         _trade(cost, length, pack, num_ranks, packs_per_rank, capacity, partners, traded, budget)
