@@ -5,6 +5,8 @@ The road of one global batch, file by file:
     sample         one training sequence: as samples come, and as they travel
     layout         where each sequence of a pack starts and ends
     cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
+    fitted_cost    the same in seconds: fitted to measured packs, and its file
+    calibrate      measures the packs (python -m megatron.packing.calibrate)
     schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
     settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
