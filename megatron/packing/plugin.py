@@ -202,10 +202,11 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
             setattr(config, field, value)
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
-    if getattr(arguments, "pack_cost", None) is not None:
+    pack_cost = getattr(arguments, "pack_cost", None)
+    if pack_cost is not None:
         from megatron.packing.settings import measured_cost
 
-        config.pack_cost = measured_cost(read_fitted_cost(arguments.pack_cost), config)
+        config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
 
 
 def _check_config(config: Any) -> None:
