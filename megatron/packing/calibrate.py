@@ -6,8 +6,8 @@
 One process, the whole width of the model, forward and backward passes: of GPTModel with one layer (embedding, output
 layer and loss besides) and of one layer alone, which counts for all layers but one. Packs of one long sequence and of
 several short ones, at several total lengths, tell linear, quadratic and fixed cost apart. Each time is the median of
-several, taken in turns, so that what else the machine does touches all packs alike. Gradients are added up, as in
-training. The optimizer's step and what ranks say to one another are not in it.
+several, taken in turns, so that what else the machine does touches all packs alike. Gradients are added up as in
+training, but in the parameters' own precision. The optimizer's step and what ranks say to one another are not in it.
 """
 
 from __future__ import annotations
