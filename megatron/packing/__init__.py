@@ -5,6 +5,8 @@ The road of one global batch, file by file:
     sample         one training sequence: as samples come, and as they travel
     layout         where each sequence of a pack starts and ends
     cost           what a pack costs: what schedulers balance, and FLOPs
+    fitted_cost    the same in seconds, fitted to measured packs, and its file
+    calibrate      measures the packs (python -m megatron.packing.calibrate)
     schedule       what a scheduler is asked and answers: which rank and microbatch each sequence goes to
     schedulers     by name: default (see `balance`), empty, dp_balanced, or the user's own
     settings       how this run packs, read from megatron-core's config

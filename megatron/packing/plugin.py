@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing import load_balancing
+from megatron.packing.fitted_cost import read_fitted_cost
 from megatron.packing.schedulers import SCHEDULERS, get_scheduler
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
@@ -69,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "choices": ("error", "truncate", "drop"),
             "default": "error",
             "help": "what happens to a sequence that no pack can hold",
+        },
+        "--pack-cost": {
+            "metavar": "FILE",
+            "help": "what python -m megatron.packing.calibrate wrote: schedule by measured times (default: by FLOPs)",
         },
     }
     for flag, settings in options.items():
@@ -176,8 +181,9 @@ def _check_version() -> None:
 
 def _asks_for_packing(arguments: argparse.Namespace) -> bool:
     asks = bool(getattr(arguments, "sequence_packing", False))
-    if not asks and getattr(arguments, "sequence_packing_scheduler", None) is not None:
-        raise ValueError("--sequence-packing-scheduler needs --sequence-packing")
+    for name in ("sequence_packing_scheduler", "pack_cost"):
+        if not asks and getattr(arguments, name, None) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --sequence-packing")
     return asks
 
 
@@ -196,6 +202,11 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
             setattr(config, field, value)
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
+    pack_cost = getattr(arguments, "pack_cost", None)
+    if pack_cost is not None:
+        from megatron.packing.settings import measured_cost
+
+        config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
 
 
 def _check_config(config: Any) -> None:

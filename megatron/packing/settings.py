@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.cost import PackCost, gpt_pack_cost
+from megatron.packing.fitted_cost import FittedCost
 from megatron.packing.layout import Alignment
 from megatron.packing.step_time import StepModel
 
@@ -70,20 +71,42 @@ class PackingSettings:
 
 def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
     """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out."""
-    return gpt_pack_cost(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups or config.num_attention_heads,
-        kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
-        ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size,
-        vocab_size=vocab_size,
-        swiglu=config.gated_linear_unit,
-        num_experts=config.num_moe_experts,
-        moe_router_topk=config.moe_router_topk,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+    return gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+
+
+def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """What decides how long a pack takes on a device, in plain values; without `vocab_size` where it isn't known."""
+    return {
+        **_shape_of(config),
+        **({} if vocab_size is None else {"vocab_size": vocab_size}),
+        "mtp_num_layers": config.mtp_num_layers,
+        "recompute_granularity": config.recompute_granularity,
+        "dtype": str(config.params_dtype).removeprefix("torch."),
+    }
+
+
+def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None) -> PackCost:
+    """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was measured."""
+    fitted.check_model(model_of(config, vocab_size))
+    return fitted.of_rank(
+        tensor_parallel_size=config.tensor_model_parallel_size, context_parallel_size=config.context_parallel_size
     )
+
+
+def _shape_of(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups or config.num_attention_heads,
+        "kv_channels": config.kv_channels or config.hidden_size // config.num_attention_heads,
+        "ffn_hidden_size": config.ffn_hidden_size or 4 * config.hidden_size,
+        "swiglu": config.gated_linear_unit,
+        "num_experts": config.num_moe_experts,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+    }
 
 
 def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:

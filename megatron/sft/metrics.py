@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_SCALARS = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
-    *("microbatches", "fill", "padding", "balance", "data_seconds", "step_seconds"),
+    *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
 )
 
 T = TypeVar("T", "StepMetrics", "Evaluation")
@@ -46,6 +46,10 @@ class StepMetrics:
     """Wall time of the whole step, `data_seconds` included."""
     data_seconds: float
     """Time that the step waited for its data."""
+    passes_seconds: float
+    """Of the forward and backward passes, with the reduction of gradients; without `data_seconds` and optimizer."""
+    predicted_seconds: float
+    """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
     sequences: int
     """Sequences trained on."""
     tokens: int
@@ -60,8 +64,18 @@ class StepMetrics:
     """Tokens that the packs had room for: microbatches * capacity * data-parallel size."""
     microbatches: int
     """Microbatches of each data-parallel rank."""
-    balance: float
-    """Cost of the most loaded rank over the lower bound of any schedule: 1 is perfect."""
+    num_ranks: int
+    """Data-parallel size."""
+    num_stages: int
+    """Pipeline-parallel size."""
+    step_cost: float
+    """Modelled time of the step: in seconds with a fitted cost, else in FLOPs."""
+    step_cost_bound: float
+    """The least that any schedule takes; in pipelines, the least that packs of even size take."""
+    bubble: float
+    """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
+    moved_tokens: int
+    """Of sequences that another data-parallel rank computes than the one that drew them; padding included."""
     tokens_per_second: float
     """Real tokens of all devices together."""
     tflops_per_device: float
@@ -80,6 +94,21 @@ class StepMetrics:
         """Share of the computed tokens that is padding."""
         return 1 - self.tokens / self.padded_tokens
 
+    @property
+    def balance(self) -> float:
+        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven size."""
+        return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
+
+    @property
+    def moved(self) -> float:
+        """Share of the tokens that change data-parallel ranks."""
+        return self.moved_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured time of the passes, less 1; NaN without a prediction."""
+        return self.predicted_seconds / self.passes_seconds - 1 if self.passes_seconds else math.nan
+
     def to_line(self, train_iters: int) -> str:
         """The step as one line of a log."""
         parts = [
@@ -92,9 +121,14 @@ class StepMetrics:
             f"{self.microbatches} microbatches",
             f"fill {self.fill:.1%}",
             f"padding {self.padding:.1%}",
-            f"balance {self.balance:.3f}",
+            *self._schedule_parts(),
             f"data {self.data_seconds * 1000:.1f} ms",
         ]
+        if math.isfinite(self.predicted_seconds):
+            parts.append(
+                f"passes {self.passes_seconds * 1000:.1f} ms, predicted {self.predicted_seconds * 1000:.1f} ms "
+                f"({self.prediction_error:+.1%})"
+            )
         if self.dropped_samples:
             parts.append(f"{self.dropped_samples} dropped")
         if self.cut_samples:
@@ -103,13 +137,22 @@ class StepMetrics:
             parts.append("optimizer step skipped")
         return " | ".join(parts)
 
+    def _schedule_parts(self) -> list[str]:
+        if self.num_stages == 1:
+            parts = [f"balance {self.balance:.4f} of the bound"]
+        else:
+            parts = [f"balance {self.balance:.3f} of even packs", f"bubble {self.bubble:.1%}"]
+        return parts if self.num_ranks == 1 else [*parts, f"moved {self.moved:.0%}"]
+
     def to_postfix(self) -> str:
         """What stands behind a progress bar."""
         return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
 
     def to_json(self) -> str:
         """The step as its line of `metrics.jsonl`."""
-        return json_line("train", **asdict(self), fill=self.fill, padding=self.padding)
+        names = ("fill", "padding", "balance", "moved", "prediction_error")
+        derived = {name: getattr(self, name) for name in names}
+        return json_line("train", **asdict(self), **derived)
 
 
 @dataclass(frozen=True, kw_only=True)

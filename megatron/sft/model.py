@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -26,7 +27,7 @@ from torch.nn.functional import silu
 from megatron.packing.cost import PackCost
 from megatron.packing.get_batch import transformer_engine_installed
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
-from megatron.packing.settings import cost_of
+from megatron.packing.settings import cost_of, measured_cost
 from megatron.sft.config import SFTConfig
 
 
@@ -37,18 +38,34 @@ class Training(NamedTuple):
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     cost: PackCost
-    """FLOPs of a sequence: what packs are balanced by, and TFLOP/s counted with."""
+    """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a fitted cost."""
 
 
 def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
     """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    transformer_config.pack_cost = cost  # type: ignore[attr-defined]  # read by PackingSettings
+    transformer_config.pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost  # type: ignore[attr-defined]  # read by PackingSettings
     model = build_model(config, transformer_config, vocab_size, device)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     return Training(model, optimizer, build_scheduler(config, optimizer), cost)
+
+
+def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost | None:
+    """Seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
+
+    ValueError where the file was measured for another model, or differs between ranks: they would schedule apart.
+    """
+    fitted = config.packing.fitted_cost
+    if fitted is None:
+        return None
+    cost = measured_cost(fitted, transformer_config, padded_vocab_size(vocab_size, config))
+    costs: list[PackCost | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(costs, cost)
+    if any(other != cost for other in costs):
+        raise ValueError(f"--pack-cost {fitted.path} must be the same file on all machines, but differs; copy it")
+    return cost
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from megatron.packing.fitted_cost import FittedCost, read_fitted_cost
 from megatron.packing.schedulers import get_scheduler
 
 
@@ -223,14 +225,23 @@ class PackingConfig:
     """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
     over_length_policy: Literal["error", "truncate", "drop"] = "error"
     """What happens to a sample longer than --seq-length."""
+    pack_cost: str | None = None
+    """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
+    FLOPs)."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
+        for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):
             if getattr(self, name) is not None and not self.sequence_packing:
                 raise ValueError(f"{_flag(name)} needs --sequence-packing")
         _in_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
         if self.sequence_packing_scheduler is not None:
             get_scheduler(self.sequence_packing_scheduler)
+        _ = self.fitted_cost
+
+    @cached_property
+    def fitted_cost(self) -> FittedCost | None:
+        """What the file of --pack-cost says, read once; None without it."""
+        return None if self.pack_cost is None else read_fitted_cost(self.pack_cost)
 
 
 @dataclass(frozen=True, kw_only=True)

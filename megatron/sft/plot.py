@@ -70,11 +70,13 @@ def plot_loss(axes: Any, steps: Sequence[StepMetrics], evaluations: Sequence[Eva
 
 
 def plot_waste(axes: Any, steps: Sequence[StepMetrics], summary: Summary) -> None:
-    """What a step computed in vain, and how much more than the others the most loaded rank had to do."""
+    """What a step computed in vain, and how much longer than it must its schedule takes; in pipelines, the bubble."""
     iterations = [step.iteration for step in steps]
-    plot_series(
-        axes, iterations, [100 * (step.balance - 1) for step in steps], ORANGE, "most loaded rank, over lower bound"
-    )
+    if summary.num_stages == 1:
+        over_bound = [100 * (step.balance - 1) for step in steps]
+        plot_series(axes, iterations, over_bound, ORANGE, "modelled time, over lower bound")
+    else:
+        plot_series(axes, iterations, [100 * step.bubble for step in steps], ORANGE, "bubble, of modelled time")
     plot_series(axes, iterations, [100 * step.padding for step in steps], BLUE, "padding, of tokens computed")
     axes.set(
         xlabel="step", ylabel="percent", title=f"Waste  (without packing, {summary.baseline_padding:.0%} is padding)"

@@ -62,6 +62,18 @@ class Summary:
     """Tokens that the baseline computes for each one computed here."""
     balance_mean: float
     balance_worst: float
+    num_ranks: int
+    """Data-parallel size of the last step."""
+    num_stages: int
+    """Pipeline stages of the last step."""
+    bubble: float
+    """Mean share of the modelled time in which nothing is computed."""
+    moved: float
+    """Share of the tokens that changed data-parallel ranks."""
+    prediction_error: float
+    """Mean absolute error of the predicted time of the passes; NaN where nothing was predicted."""
+    passes_share: float
+    """Share of the steps' time that the passes took."""
     fill: float
     """Share of the packs' capacity that real tokens took."""
     dropped_samples: int
@@ -98,6 +110,12 @@ def summarize(run_dir: Path | str) -> Summary:
         fewer_tokens=ratio(baseline, padded),
         balance_mean=statistics.fmean(step.balance for step in steps),
         balance_worst=max(step.balance for step in steps),
+        num_ranks=steps[-1].num_ranks,
+        num_stages=steps[-1].num_stages,
+        bubble=statistics.fmean(step.bubble for step in steps),
+        moved=ratio(sum(step.moved_tokens for step in steps), tokens),
+        prediction_error=mean_of_finite(abs(step.prediction_error) for step in steps),
+        passes_share=ratio(sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps)),
         fill=ratio(tokens, sum(step.capacity_tokens for step in steps)),
         dropped_samples=sum(step.dropped_samples for step in steps),
         cut_samples=sum(step.cut_samples for step in steps),
@@ -137,7 +155,7 @@ def held_out_changes(evaluations: Sequence[Evaluation]) -> dict[str, Change]:
 
 def table(summary: Summary) -> list[tuple[str, str]]:
     """The report as (what, how much)."""
-    loss, mean, worst = summary.training_loss, summary.balance_mean, summary.balance_worst
+    loss = summary.training_loss
     rows = [
         ("trained", f"{summary.num_steps:,} steps, {summary.num_sequences:,} sequences, {summary.num_tokens:,} tokens"),
         ("training loss", f"{loss.before:.4f} -> {loss.after:.4f}   (means of the first and the last steps)"),
@@ -156,14 +174,30 @@ def table(summary: Summary) -> list[tuple[str, str]]:
             if math.isnan(summary.padding_removed)
             else f"{summary.padding_removed:.1%}, for {summary.fewer_tokens:.2f}x fewer tokens computed",
         ),
-        ("balance", f"{mean:.3f} mean, {worst:.3f} worst   (most loaded rank / lower bound)"),
+        *schedule_rows(summary),
         ("fill", f"{summary.fill:.1%} of the packs' capacity"),
         ("samples", f"{summary.dropped_samples:,} dropped, {summary.cut_samples:,} cut"),
     ]
+    if math.isfinite(summary.prediction_error):
+        share = f"which were {summary.passes_share:.0%} of the time"
+        rows.append(("prediction", f"{summary.prediction_error:.1%} mean absolute error of the passes, {share}"))
     if summary.skipped_steps:
         rows.append(("optimizer", f"{summary.skipped_steps:,} steps skipped, as gradients overflowed"))
     names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in summary.files)
     return [*rows, ("files", f"{summary.run_dir}: {names}")]
+
+
+def schedule_rows(summary: Summary) -> list[tuple[str, str]]:
+    """How good the schedules were, as (what, how much)."""
+    mean, worst = summary.balance_mean, summary.balance_worst
+    if summary.num_stages == 1:
+        rows = [("balance", f"{mean:.4f} mean, {worst:.4f} worst   (modelled step time / lower bound)")]
+    else:
+        even = "modelled step time / least of even packs"
+        rows = [("balance", f"{mean:.3f} mean, {worst:.3f} worst   ({even})"), ("bubble", f"{summary.bubble:.1%} mean")]
+    if summary.num_ranks > 1:
+        rows.append(("moved", f"{summary.moved:.1%} of the tokens, between data-parallel ranks"))
+    return rows
 
 
 def print_report(summary: Summary) -> None:

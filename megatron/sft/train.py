@@ -4,6 +4,7 @@ tells every rank all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
@@ -143,7 +144,10 @@ class Trainer:
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        passes_timer = self._timers("passes", log_level=0)
+        passes_timer.start()
         losses = self._run(data, forward_only=False)
+        passes_timer.stop()
         lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
@@ -160,6 +164,7 @@ class Trainer:
         if log is not None:
             batch = losses.batch if isinstance(losses, PackedLosses) else None
             stats = batch.stats if batch is not None else self._padded_stats(reduced.counts)
+            data_seconds = batch.seconds if batch is not None else self._padded_seconds
             log.step(
                 StepMetrics(
                     iteration=self._progress.iteration,
@@ -169,7 +174,9 @@ class Trainer:
                     grad_norm=float(grad_norm or 0.0),
                     skipped=not succeeded,
                     step_seconds=seconds,
-                    data_seconds=batch.seconds if batch is not None else self._padded_seconds,
+                    data_seconds=data_seconds,
+                    passes_seconds=passes_timer.elapsed() - data_seconds,
+                    predicted_seconds=stats.step_cost if self._config.packing.fitted_cost is not None else math.nan,
                     sequences=stats.num_sequences,
                     tokens=stats.num_tokens,
                     square_sum=stats.square_sum,
@@ -177,7 +184,12 @@ class Trainer:
                     padded_tokens=stats.num_padded_tokens,
                     capacity_tokens=stats.num_ranks * stats.num_microbatches * stats.capacity,
                     microbatches=stats.num_microbatches,
-                    balance=stats.balance,
+                    num_ranks=stats.num_ranks,
+                    num_stages=self._config.parallel.pipeline_model_parallel_size,
+                    step_cost=stats.step_cost,
+                    step_cost_bound=stats.step_cost_bound,
+                    bubble=stats.bubble,
+                    moved_tokens=stats.num_moved_tokens,
                     tokens_per_second=stats.num_tokens / seconds,
                     tflops_per_device=cost.of_batch(stats.num_tokens, stats.square_sum)
                     / (seconds * dist.get_world_size() * 1e12),
@@ -273,7 +285,10 @@ class Trainer:
         return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(*map(int, totals)))
 
     def _padded_stats(self, counts: Counts) -> PackingStats:
-        """The account of a step without packing: each rank computes the same shapes, so the balance is 1."""
+        """The account of a step without packing: each rank computes the same shapes, so the balance is 1, and the
+        bubble that of even microbatches.
+        """
+        idle = self._config.parallel.pipeline_model_parallel_size - 1
         capacity = self._config.training.micro_batch_size * self._config.model.seq_length
         return PackingStats(
             num_sequences=counts.num_sequences,
@@ -288,7 +303,7 @@ class Trainer:
             num_moved_tokens=0,
             step_cost=1.0,
             step_cost_bound=1.0,
-            bubble=0.0,
+            bubble=idle / (self._share.num_draws * (self._config.num_virtual_stages or 1) + idle),
         )
 
     def _save(self, log: RunLog | None) -> None:

@@ -98,8 +98,20 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps on two ranks, never stopped, with a checkpoint at every second."""
     folder = tmp_path_factory.mktemp("whole")
-    train(2, *options(chats, folder))
+    output = train(2, *options(chats, folder))
+    assert " of the bound | moved " in output
+    assert "predicted" not in output  # there is no fitted cost
     return folder
+
+
+@pytest.fixture(scope="module")
+def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cost of MODEL's packs, measured on this machine."""
+    path = tmp_path_factory.mktemp("cost") / "cost.json"
+    shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
+    command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_SECONDS, check=True)
+    return path
 
 
 def options(chats: Path, folder: Path, train_iters: int = 6) -> list[str]:
@@ -130,17 +142,23 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_continues_in_another_layout(chats: Path, whole: Path, tmp_path: Path, layout: str) -> None:
-    """A checkpoint that only its own layout can read ties a run to its machine."""
+def test_continues_in_another_layout(chats: Path, whole: Path, pack_cost: Path, tmp_path: Path, layout: str) -> None:
+    """A checkpoint that only its own layout can read ties a run to its machine. The measured cost decides schedules
+    here: it must be read, predict each step's time, and change no loss.
+    """
     num_processes, flags = LAYOUTS[layout]
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("4")
-    train(num_processes, *options(chats, tmp_path / "run"), *flags.split())
+    output = train(num_processes, *options(chats, tmp_path / "run"), *flags.split(), "--pack-cost", str(pack_cost))
+    assert " ms, predicted " in output
+    assert "mean absolute error of the passes" in output
+    assert ("bubble" in output) == (layout == "pipeline")
     expected, found = steps_of(whole), steps_of(tmp_path / "run")
     assert list(found) == list(expected)
     for iteration in (5, 6):
         assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=1e-5)
         assert found[iteration]["tokens"] == expected[iteration]["tokens"]
+        assert found[iteration]["predicted_seconds"] == found[iteration]["step_cost"] > 0
 
 
 @pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["float32", "bfloat16"])

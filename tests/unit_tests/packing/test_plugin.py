@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -17,8 +18,11 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import data_schedule, get_batch, plugin
+from megatron.packing.cost import PackCost
 from megatron.packing.data_schedule import PackedIterator
+from megatron.packing.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.load_balancing import AtLeastOneToken
+from megatron.packing.settings import model_of
 
 NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")
 
@@ -111,12 +115,29 @@ def test_install_writes_what_the_arguments_say() -> None:
     """An option that does not reach the config is ignored without a word."""
     config = make_config()
     plugin.install(config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop"))
+    assert not hasattr(config, "pack_cost")
     assert config.sequence_packing_scheduler == "default"
     assert config.max_seqlen_per_dp_cp_rank == 32
     assert config.sequence_packing_over_length == "drop"
     other = make_config()
     plugin.install(other)
     assert (other.sequence_packing_scheduler, other.max_seqlen_per_dp_cp_rank) == ("default", 64)
+
+
+def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
+    """Packs would go on being balanced by FLOPs, or by the cost of another model or layout."""
+    config = make_config(tensor_model_parallel_size=2)
+    path = tmp_path / "cost.json"
+    fit = Fit(PackCost(linear=2e-5, quadratic=4e-9, fixed=6e-3), 0.0, 0.0)
+    write_fitted_cost(path, fit, [], {**model_of(config), "vocab_size": 384}, {})
+    plugin.install(config, parse(f"--sequence-packing --pack-cost {path}"))
+    assert config.pack_cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
+    with pytest.raises(
+        ValueError, match=r"cost\.json was measured for another model: num_layers is 2 there, but 3 here"
+    ):
+        plugin.install(make_config(num_layers=3), parse(f"--sequence-packing --pack-cost {path}"))
+    with pytest.raises(ValueError, match="--pack-cost needs --sequence-packing"):
+        plugin.install(make_config(), parse(f"--pack-cost {path}"))
 
 
 def test_install_without_packing_leaves_the_config_alone() -> None:

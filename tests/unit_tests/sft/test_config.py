@@ -253,6 +253,8 @@ CONTRADICTIONS = [
         8,
         ["--seq-length 132", "multiple of 8", "without packing"],
     ),
+    ("--pack-cost cost.json", 1, ["--pack-cost needs --sequence-packing"]),
+    ("--sequence-packing --pack-cost absent.json", 1, ["--pack-cost absent.json cannot be read", "calibrate"]),
     ("--sequence-packing-scheduler empty", 1, ["--sequence-packing-scheduler needs --sequence-packing"]),
     (
         "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4",

@@ -1,6 +1,7 @@
 """What a run writes about its steps, and what is left of it after a kill."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +28,8 @@ STEP = StepMetrics(
     skipped=False,
     step_seconds=0.5,
     data_seconds=0.0125,
+    passes_seconds=0.4,
+    predicted_seconds=math.nan,
     sequences=16,
     tokens=6000,
     square_sum=3_000_000,
@@ -34,7 +37,12 @@ STEP = StepMetrics(
     padded_tokens=6400,
     capacity_tokens=8000,
     microbatches=4,
-    balance=1.02,
+    num_ranks=1,
+    num_stages=1,
+    step_cost=20.4,
+    step_cost_bound=20.0,
+    bubble=0.02,
+    moved_tokens=750,
     tokens_per_second=12_000.0,
     tflops_per_device=0.0312,
     dropped_samples=0,
@@ -59,14 +67,37 @@ def test_derived_shares():
     """Without it padding and unfilled room, the two things that packing is judged by, could be mixed up."""
     assert STEP.fill == 0.75
     assert STEP.padding == 0.0625
+    assert (STEP.balance, STEP.moved) == (pytest.approx(1.02), 0.125)
+    empty = replace(STEP, tokens=0, moved_tokens=0, step_cost=0.0, step_cost_bound=0.0, passes_seconds=0.0)
+    assert (empty.balance, empty.moved, math.isnan(empty.prediction_error)) == (1.0, 0.0, True)
 
 
 def test_log_line():
     """Without it a number could vanish from the log, or stand there in another unit."""
     assert STEP.to_line(200) == (
         "step   7/200 | loss 2.3457 | lr 3.00e-04 | grad norm 0.500 | 12,000 tokens/s | 0.0312 TFLOP/s per device | "
-        "4 microbatches | fill 75.0% | padding 6.2% | balance 1.020 | data 12.5 ms"
+        "4 microbatches | fill 75.0% | padding 6.2% | balance 1.0200 of the bound | data 12.5 ms"
     )
+
+
+LAYOUTS = [
+    ({"num_ranks": 2}, "balance 1.0200 of the bound | moved 12%"),
+    ({"num_stages": 4, "step_cost": 19.06, "bubble": 0.1234}, "balance 0.953 of even packs | bubble 12.3%"),
+    ({"num_ranks": 2, "num_stages": 2}, "balance 1.020 of even packs | bubble 2.0% | moved 12%"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), LAYOUTS)
+def test_log_line_of_a_layout(changes, words):
+    """A pipeline's balance below 1 would look like a broken bound if the line did not say what of."""
+    assert f" | padding 6.2% | {words} | data 12.5 ms" in replace(STEP, **changes).to_line(200)
+
+
+def test_log_line_with_a_prediction():
+    """Without it nobody would see that the fitted cost is of another device."""
+    step = replace(STEP, predicted_seconds=0.38)
+    assert step.to_line(200).endswith(" | data 12.5 ms | passes 400.0 ms, predicted 380.0 ms (-5.0%)")
+    assert step.prediction_error == pytest.approx(-0.05)
 
 
 def test_log_line_tells_what_went_wrong():
@@ -80,12 +111,15 @@ def test_file_reads_back_exactly(tmp_path):
     writer = MetricsWriter(tmp_path / "run", train_iters=10, log_interval=1)
     writer.event("run", iteration=0, seq_length=1024, note=None)
     writer.step(STEP)
-    writer.step(replace(STEP, iteration=8, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    writer.step(
+        replace(STEP, iteration=8, predicted_seconds=0.3, loss=float("nan"), grad_norm=float("inf"), skipped=True)
+    )
     writer.evaluation(Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123))
     writer.close()
     steps, evaluations, events = read_metrics(tmp_path / "run")
     assert steps[0] == STEP
     assert steps[1].skipped
+    assert steps[1].predicted_seconds == 0.3
     assert str((steps[1].loss, steps[1].grad_norm)) == "(nan, nan)"
     assert evaluations == [Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123)]
     assert events == [{"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, "note": None}]
@@ -93,7 +127,10 @@ def test_file_reads_back_exactly(tmp_path):
     assert [json.loads(line, parse_constant=pytest.fail)["kind"] for line in lines] == [
         *("event", "train", "train", "evaluation")
     ]
-    assert json.loads(lines[1])["fill"] == 0.75
+    first = json.loads(lines[1])
+    assert (first["fill"], first["balance"], first["moved"], first["moved_tokens"]) == (0.75, 1.02, 0.125, 750)
+    assert (first["step_cost"], first["step_cost_bound"], first["bubble"]) == (20.4, 20.0, 0.02)
+    assert (first["predicted_seconds"], first["prediction_error"]) == (None, None)
 
 
 def test_killed_run_keeps_its_lines(tmp_path):

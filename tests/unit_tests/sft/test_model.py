@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.packing.cost import PackCost
 from megatron.sft import flags
 from megatron.sft.config import parse_config
 from megatron.sft.flags import FlagError
@@ -259,3 +260,51 @@ def test_sequence_cost_does_not_depend_on_the_layout():
     """The TFLOP/s of two layouts could not be compared."""
     layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     assert sequence_cost(config_of(layout), 1000) == sequence_cost(config_of(), 1000)
+
+
+@pytest.fixture
+def fitted_file(tmp_path):
+    """A file as calibrate writes it for the model of `config_of()` with a vocabulary of 1000."""
+    from megatron.packing.fitted_cost import Fit, write_fitted_cost
+    from megatron.packing.settings import model_of
+    from megatron.sft.model import build_transformer_config
+
+    fit = Fit(PackCost(linear=2e-5, quadratic=4e-9, fixed=6e-3), 0.0, 0.0)
+    model = model_of(build_transformer_config(config_of(), CPU), 1024)
+    write_fitted_cost(tmp_path / "cost.json", fit, [], model, {})
+    return tmp_path / "cost.json"
+
+
+def agreed(arguments, other_ranks, monkeypatch):
+    """What training schedules by, where the other ranks bring these costs."""
+    from megatron.sft import model
+
+    def gather(costs, cost):
+        costs[:] = [cost, *other_ranks]
+
+    monkeypatch.setattr(model.dist, "get_world_size", lambda: 1 + len(other_ranks))
+    monkeypatch.setattr(model.dist, "all_gather_object", gather)
+    config = config_of(arguments)
+    return model.agreed_cost(config, model.build_transformer_config(config, CPU), vocab_size=1000)
+
+
+def test_measured_cost_is_that_of_a_rank(fitted_file, monkeypatch):
+    """A prediction of the whole model's time would be off by the ranks that share it."""
+    arguments = f"--sequence-packing --pack-cost {fitted_file} --tensor-model-parallel-size 2 --context-parallel-size 2"
+    assert agreed(arguments, [], monkeypatch) == PackCost(linear=5e-6, quadratic=1e-9, fixed=3e-3)
+    assert agreed("--sequence-packing", [], monkeypatch) is None
+
+
+def test_measured_cost_of_another_model_is_refused(fitted_file, monkeypatch):
+    """It would schedule, and predict, by the times of a model that this run does not train."""
+    arguments = f"--sequence-packing --pack-cost {fitted_file}"
+    with pytest.raises(
+        ValueError, match=r'hidden_size is 64 there, but 128 here; .*; dtype is "float32" there, but "bf'
+    ):
+        agreed(f"{arguments} --hidden-size 128 --bf16", [], monkeypatch)
+
+
+def test_files_that_differ_between_machines_are_refused(fitted_file, monkeypatch):
+    """Each machine would give sequences to other ranks than its peers expect: a hang, or lost samples."""
+    with pytest.raises(ValueError, match="must be the same file on all machines, but differs; copy it"):
+        agreed(f"--sequence-packing --pack-cost {fitted_file}", [PackCost(1.0, 1.0)], monkeypatch)

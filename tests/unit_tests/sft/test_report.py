@@ -1,6 +1,7 @@
 """The report on a run: its numbers from a run small enough to check by hand, and its picture."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -22,6 +23,8 @@ def step(iteration, **changes):
         "skipped": False,
         "step_seconds": 2.0,
         "data_seconds": 0.1,
+        "passes_seconds": 1.5,
+        "predicted_seconds": math.nan,
         "sequences": 8,
         "tokens": 2000,
         "square_sum": 500_000,
@@ -29,7 +32,12 @@ def step(iteration, **changes):
         "padded_tokens": 2048,
         "capacity_tokens": 4000,
         "microbatches": 2,
-        "balance": 1.0,
+        "num_ranks": 2,
+        "num_stages": 1,
+        "step_cost": 10.0,
+        "step_cost_bound": 10.0,
+        "bubble": 0.0,
+        "moved_tokens": 250,
         "tokens_per_second": 1000.0,
         "tflops_per_device": 0.5,
         "dropped_samples": 0,
@@ -45,7 +53,7 @@ def run_dir(tmp_path):
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
     writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))
     writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
-    writer.step(step(2, balance=1.2, cut_samples=1))
+    writer.step(step(2, step_cost=12.0, cut_samples=1))
     writer.evaluation(Evaluation(iteration=2, split="valid", loss=8.5, num_tokens=100))
     writer.step(step(3, loss=float("nan"), skipped=True))
     writer.step(step(4))
@@ -92,12 +100,29 @@ def test_printed_report(run_dir, capsys):
         "                  5.0% of the time waiting for data",
         "padding           2.3% of the tokens computed, 75.0% without packing",
         "padding removed   99.2%, for 3.91x fewer tokens computed",
-        "balance           1.050 mean, 1.200 worst   (most loaded rank / lower bound)",
+        "balance           1.0500 mean, 1.2000 worst   (modelled step time / lower bound)",
+        "moved             12.5% of the tokens, between data-parallel ranks",
         "fill              50.0% of the packs' capacity",
         "samples           2 dropped, 1 cut",
         "optimizer         1 steps skipped, as gradients overflowed",
         f"files             {run_dir}: metrics.jsonl",
     ]
+
+
+def test_printed_report_of_a_pipeline_with_a_prediction(tmp_path, capsys):
+    """A balance below 1 needs its bubble beside it, and a prediction its error: signs must not cancel in the mean."""
+    writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    pipeline = {"num_ranks": 1, "num_stages": 4}
+    writer.step(step(1, **pipeline, step_cost=9.0, bubble=0.1, predicted_seconds=1.8))
+    writer.step(step(2, **pipeline, step_cost=9.5, bubble=0.2, predicted_seconds=1.35))
+    writer.close()
+    print_report(summarize(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert "balance           0.925 mean, 0.950 worst   (modelled step time / least of even packs)" in lines
+    assert "bubble            15.0% mean" in lines
+    assert "prediction        15.0% mean absolute error of the passes, which were 75% of the time" in lines
+    assert not any(line.startswith("moved") for line in lines)
 
 
 def test_the_padded_run_itself_removes_nothing(tmp_path):
@@ -135,10 +160,13 @@ def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
     assert len(packs_to_draw(wide)) == 64
 
 
+@pytest.mark.parametrize("num_stages", [1, 4])
 @pytest.mark.parametrize("has_packs", [False, True])
-def test_plot_is_a_picture(run_dir, has_packs):
+def test_plot_is_a_picture(run_dir, has_packs, num_stages):
     """Without it a change of matplotlib, or a step whose loss is NaN, would leave `make run` without its picture."""
     pytest.importorskip("matplotlib")
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"num_stages": 1', f'"num_stages": {num_stages}'))
     if has_packs:
         write_packs(run_dir, 4, [[[500, 400], [900]], [[1000], []]])
     report.report(run_dir)
