@@ -1,9 +1,7 @@
 """The inner loops: literal results, and the compiled form equal to the Python form to the bit."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +10,13 @@ import pytest
 from megatron.packing import placement
 from megatron.packing.placement import best_fit, first_fit, keep, split, spread, trade
 
+from .stubs import array, in_python
+
 IntArray = npt.NDArray[np.int64]
 
 needs_compiled = pytest.mark.skipif(
     not placement.is_compiled(), reason="megatron.packing._placement is not compiled (setup.py found no C++ compiler)"
 )
-
-
-@contextmanager
-def in_python() -> Iterator[None]:
-    """The Python form, whatever is compiled."""
-    with mock.patch.object(placement, "_compiled", None):
-        yield
 
 
 @pytest.fixture(params=["python", pytest.param("compiled", marks=needs_compiled)])
@@ -34,10 +27,6 @@ def form(request) -> Iterator[str]:
     else:
         with in_python():
             yield request.param
-
-
-def array(*values: int) -> IntArray:
-    return np.array(values, np.int64)
 
 
 def descending(rng, size: int, longest: int) -> tuple[IntArray, IntArray]:

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from megatron.packing.cost import PackCost
 from megatron.packing.work import Work, stable_order
 
-
-def array(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
+from .stubs import array
 
 
 def test_work_by_hand():
