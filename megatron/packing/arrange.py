@@ -30,8 +30,8 @@ def arrange(
     work: Work, pack: IntArray, *, num_ranks: int, num_microbatches: int, capacity: int, model: StepModel
 ) -> IntArray:
     """`pack` with each rank's microbatches in the best order found and, in pipelines of ranks that don't meet, each
-    rank's sequences split in the best way found. int64 [N] in the order of `work`: rank * num_microbatches +
-    microbatch.
+    rank's sequences split in the best way found; no slower by simulation than `pack`, unless the pipeline is too long
+    to simulate. int64 [N] in the order of `work`: rank * num_microbatches + microbatch.
     """
     if pack.size <= num_ranks:
         return pack
@@ -42,8 +42,11 @@ def arrange(
     profiles = [_profile(num_microbatches, model, first, last) for first, last in _ENDS]
     if model.ranks_meet:
         rows = costs.max(axis=0, keepdims=True)
-        places = [_place_by_cost(rows, _by_weight(profile)) for profile in profiles]
-        best = min(places, key=lambda place: int(_times(rows, place, model)[0]))
+        as_given = np.arange(num_microbatches)[None]
+        places = np.concatenate([as_given, *(_place_by_cost(rows, _by_weight(profile)) for profile in profiles)])
+        placed = np.empty_like(places)
+        np.put_along_axis(placed, places, np.broadcast_to(rows, places.shape), axis=1)
+        best = places[simulate(placed, model).argmin()]
         return _renumber(pack, np.broadcast_to(best, costs.shape))
     best_profile = profiles[2]
     is_short = 2 * model.num_stages * model.num_virtual_stages * num_microbatches <= _MAX_OPERATIONS
@@ -54,7 +57,9 @@ def arrange(
         profiles = [best_profile]
     ways = [_renumber(pack, _place_by_cost(costs, _by_weight(best_profile)))]
     if not is_short:
-        return ways[0]
+        # The profile suits 1F1B; interleaved, it was up to 17 % slower than the order given.
+        return ways[0] if model.num_virtual_stages == 1 else pack
+    ways.append(pack)
     ways += _split_by(work, pack, num_ranks, num_microbatches, capacity, profiles)
     all_costs = [work.pack_costs(way, num_ranks, num_microbatches) for way in ways]
     times = simulate(np.concatenate(all_costs), model).reshape(len(ways), num_ranks)
@@ -111,12 +116,6 @@ def _place_by_cost(costs: IntArray, order: IntArray) -> IntArray:
     by_cost = np.argsort(-costs, axis=1, kind="stable")
     np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
     return place
-
-
-def _times(costs: IntArray, place: IntArray, model: StepModel) -> IntArray:
-    placed = np.empty_like(costs)
-    np.put_along_axis(placed, place, costs, axis=1)
-    return simulate(placed, model)
 
 
 def _renumber(pack: IntArray, place: IntArray) -> IntArray:

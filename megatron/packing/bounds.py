@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -193,11 +194,18 @@ class _RankBounds:
         tokens = self._tokens_beside_longest - (self._ranks - 1) * num_microbatches * self._capacity
         if tokens <= 0:
             return 0
-        # The least cost of so many tokens is that of the shortest sequences; the last of them counts in part.
-        ascending, cost = self._work.length[:0:-1], self._work.cost[:0:-1]
-        last = int(np.searchsorted(np.cumsum(ascending), tokens))
-        before = int(ascending[:last].sum())
-        return int(cost[:last].sum()) + int(cost[last]) * (tokens - before) // int(ascending[last])
+        # The least cost of so many tokens: the last of the sequences that cost least per token counts in part.
+        length, cost = self._cheapest_beside_longest
+        last = int(np.searchsorted(np.cumsum(length), tokens))
+        before = int(length[:last].sum())
+        return int(cost[:last].sum()) + int(cost[last]) * (tokens - before) // int(length[last])
+
+    @cached_property
+    def _cheapest_beside_longest(self) -> tuple[IntArray, IntArray]:
+        """Lengths and costs of all sequences but the longest, the cheapest per token first."""
+        length, cost = self._work.length[1:], self._work.cost[1:]
+        order = _by_cost_per_token(length, cost)[::-1]
+        return length[order], cost[order]
 
     def _every_pack_is_used(self, num_microbatches: int | None) -> bool:
         return num_microbatches is not None and self._work.cost.size >= self._ranks * num_microbatches
@@ -268,12 +276,11 @@ class _MeetingBounds:
         self._work, self._ranks, self._more = work, num_ranks, num_stages - 1
         self._costs = np.concatenate(([0], np.cumsum(work.cost)))
         self._mean = -(-int(self._costs[-1]) // num_ranks)
-        tokens = np.concatenate(([0], np.cumsum(work.length)))
         needed = packs_needed(work.length, capacity)
-        # Of the packs at places 1, D + 1, ...: what those before can hold at the most, the longest sequences; and the
-        # costliest sequence that one of these or a later one must hold.
+        # Of the packs at places 1, D + 1, ...: what those before can hold at the most; and the costliest sequence that
+        # one of these or a later one must hold.
         before = np.arange(_NUM_ROWS) * num_ranks
-        self._held_before = np.array([self._most_cost(tokens, int(packs) * capacity) for packs in before])
+        self._held_before = _most_cost(work, before * capacity)
         self._sequence = self._cost_at(np.searchsorted(needed, before + 1))
         self._of_any_number = self._sum_of(self._sequence, int(self._costs[-1]) - self._held_before)
 
@@ -317,10 +324,24 @@ class _MeetingBounds:
     def _cost_at(self, index: IntArray) -> IntArray:
         return np.append(self._work.cost, 0)[np.minimum(index, self._work.cost.size)]
 
-    def _most_cost(self, tokens: IntArray, room: int) -> int:
-        """Cost of so many tokens at the most: that of the longest sequences, the last of them in part."""
-        last = int(np.searchsorted(tokens, room, side="right")) - 1
-        if last >= self._work.cost.size:
-            return int(self._costs[-1])
-        part = -(-int(self._work.cost[last]) * (room - int(tokens[last])) // int(self._work.length[last]))
-        return int(self._costs[last]) + part
+
+def _most_cost(work: Work, room: IntArray) -> IntArray:
+    """The cost of so many tokens at most, int64 as `room`: that of the sequences that cost most per token, the last in
+    part.
+    """
+    order = _by_cost_per_token(work.length, work.cost)
+    length, cost = np.append(work.length[order], 1), np.append(work.cost[order], 0)
+    ends = np.cumsum(length[:-1])
+    last = np.searchsorted(ends, room, side="right")
+    tokens_left = room - np.append(0, ends)[last]
+    # Products beyond int64 where a sequence is of millions of tokens: Python's integers.
+    parts = [-(-c * t // n) for c, t, n in zip(cost[last].tolist(), tokens_left.tolist(), length[last].tolist())]
+    return np.append(0, np.cumsum(cost))[last] + np.array(parts, np.int64)
+
+
+def _by_cost_per_token(length: IntArray, cost: IntArray) -> IntArray:
+    """The indices that sort sequences by descending cost per token: descending length, but for costs being rounded.
+
+    Float division may swap only what differs by less than a unit in all.
+    """
+    return np.argsort(-(cost / length), kind="stable")

@@ -38,10 +38,13 @@ def stay_home(
 
     source: int64 [N], rank that drew each sequence, in the order of `work`, as is `pack`.
     """
-    best = _trade_ranks(work, source, pack, num_ranks, num_microbatches, model.ranks_meet)
+    renamed = _trade_ranks(work, source, pack, num_ranks, num_microbatches, model.ranks_meet)
+    fewest, best = min(
+        ((tokens_moved(work.length, source, way // num_microbatches), way) for way in (renamed, pack)),
+        key=lambda entry: entry[0],
+    )
     if model.ranks_meet or model.num_stages > 1:
         return best
-    fewest = tokens_moved(work.length, source, best // num_microbatches)
     limit = _costliest(work, pack // num_microbatches)
     allowed = max(good_enough - num_microbatches * work.fixed, limit)
     for part in _SLACK if work.cost.size <= _MANY else _SLACK[-1:]:

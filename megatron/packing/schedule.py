@@ -63,6 +63,11 @@ class ScheduleRequest:
         _check_array("lengths", self.lengths, self.lengths.size, 1, None)
         _check_array("source_rank", self.source_rank, self.lengths.size, 0, self.num_ranks)
         _check_array("source_draw", self.source_draw, self.lengths.size, 0, self.num_draws)
+        if self.model.num_virtual_stages > 1 and self.microbatch_multiple % self.model.stage_group:
+            raise ValueError(
+                f"microbatch_multiple must be a multiple of the model's stage_group, {self.model.stage_group}, "
+                f"in an interleaved pipeline, but is {self.microbatch_multiple}"
+            )
         for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
             raise CapacityError(
                 f"sequence {i} of the global batch (rank {self.source_rank[i]}, draw {self.source_draw[i]}) has "

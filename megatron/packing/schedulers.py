@@ -76,7 +76,7 @@ def _import(name: str) -> Scheduler:
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"--sequence-packing-scheduler {name!r} can't be imported: {error}; give module:function, with the module "
             "on the Python path"

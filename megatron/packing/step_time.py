@@ -9,7 +9,7 @@ cost on one pipeline stage,
     ranks that meet     the same of one rank that runs, at each microbatch, the costliest pack of all ranks
 
 The flow shop is what lower bounds are proven for. A 1F1B pipeline of equal packs takes just as long; with small packs
-first and last it takes less, which `simulate` tells.
+first and last it takes less, and with unequal packs in a bad order more, which `simulate` tells.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class StepModel:
     num_virtual_stages: int = 1
     """Model chunks per rank (interleaved pipelines)."""
     stage_group: int = 1
-    """Microbatches that one chunk runs before the next does (`microbatch_group_size_per_vp_stage`)."""
+    """Microbatches that one chunk runs before the next does (`microbatch_group_size_per_vp_stage`); at least
+    `num_stages` in interleaved pipelines, whose stages would wait for one another for ever with fewer.
+    """
     ranks_meet: bool = False
     """Data-parallel ranks wait for one another at each microbatch, as experts spread over them make them do."""
 
@@ -45,6 +47,11 @@ class StepModel:
         for name in ("num_stages", "num_virtual_stages", "stage_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.num_virtual_stages > 1 and self.stage_group < self.num_stages:
+            raise ValueError(
+                f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved pipeline, "
+                f"but is {self.stage_group}"
+            )
 
     def time_of(self, pack_costs: IntArray) -> int:
         """Modelled time of a step, `num_stages` times over to stay an integer: int64 [ranks, microbatches], with the

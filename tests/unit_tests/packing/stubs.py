@@ -1,6 +1,14 @@
-"""What stands in for megatron-core's objects where one process is enough."""
+"""What stands in for megatron-core's objects where one process is enough, and short ways to write tests' inputs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing import placement
 
 
 @dataclass(frozen=True)
@@ -15,3 +23,14 @@ class Ranks:
 
     def rank(self) -> int:
         return self.mine
+
+
+def array(*values: int) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """The Python form of `placement`, whatever is compiled."""
+    with mock.patch.object(placement, "_compiled", None):
+        yield

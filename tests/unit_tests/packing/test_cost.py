@@ -22,7 +22,8 @@ def test_dense_gpt_by_hand():
     linear = 6 * (3 * (200 + 200 + 200 + 210) + 10 * 100)
     # Scores and values: 2 products of 20 multiply-adds for each of L^2/2 pairs, in 3 layers.
     quadratic = 6 * 3 * 2 * 20 / 2
-    assert gpt_pack_cost(**TINY, swiglu=True) == PackCost(linear, quadratic) == PackCost(20580.0, 360.0)
+    cost = gpt_pack_cost(**TINY, swiglu=True)
+    assert (cost.linear, cost.quadratic) == (linear, quadratic) == (20580.0, 360.0)
     assert gpt_pack_cost(**TINY, swiglu=False).linear == 6 * (3 * (600 + 140) + 1000)
 
 
@@ -39,12 +40,38 @@ def test_batch_from_sums_equals_sum_of_sequences():
     """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the sequences."""
     lengths = np.array([1, 5, 128, 4000])
     cost = PackCost(3.0, 0.5)
-    assert cost(lengths).tolist() == [3.5, 27.5, 8576.0, 8012000.0]
-    assert cost.of_batch(int(lengths.sum()), int((lengths**2).sum())) == cost(lengths).sum()
+    assert cost.of_sequences(lengths).tolist() == [3.5, 27.5, 8576.0, 8012000.0]
+    assert cost.of_batch(int(lengths.sum()), int((lengths**2).sum())) == cost.of_sequences(lengths).sum()
 
 
-@pytest.mark.parametrize(("linear", "quadratic"), [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0)])
-def test_cost_that_could_fall_is_refused(linear, quadratic):
+def test_fixed_cost_by_hand():
+    """What a microbatch costs whatever it holds decides how many there are: 12 bytes of traffic for each weight, and
+    256 FLOPs that could have been done for each byte.
+    """
+    weights = 3 * (600 + 210) + 1000
+    assert gpt_pack_cost(**TINY, swiglu=True).fixed == 12 * 256 * weights
+    # All experts pass through memory, however few of them a token meets.
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
+    weights = 3 * (600 + 3 * 10 * 4 * 8 + 10 * 8) + 1000
+    assert gpt_pack_cost(**TINY, swiglu=True, **experts).fixed == 12 * 256 * weights
+
+
+def test_fixed_cost_is_no_work():
+    """The reported FLOPs are the model's; time that memory takes would inflate utilisation."""
+    lengths = np.array([3, 4])
+    with_fixed, without = PackCost(3.0, 0.5, 1e9), PackCost(3.0, 0.5)
+    assert with_fixed.of_batch(7, 25) == without.of_batch(7, 25) == 33.5
+    assert with_fixed.of_sequences(lengths).tolist() == without.of_sequences(lengths).tolist()
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0), (NAN, 0.0), (1.0, NAN), (INFINITE, 0.0), (1.0, 0.0, -1.0), (1.0, 0.0, NAN)],
+)
+def test_cost_that_could_fall_is_refused(numbers):
     """Schedulers place the costliest first and count on it being the longest."""
-    with pytest.raises(ValueError, match="linear > 0 and quadratic >= 0"):
-        PackCost(linear, quadratic)
+    with pytest.raises(ValueError, match="linear > 0, quadratic >= 0 and fixed >= 0, all finite"):
+        PackCost(*numbers)

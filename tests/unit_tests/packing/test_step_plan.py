@@ -9,7 +9,7 @@ from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
 from megatron.packing.sample import LABELS_EXPLICIT
-from megatron.packing.schedule import Schedule
+from megatron.packing.schedule import Schedule, ScheduleRequest
 from megatron.packing.stats import packing_stats
 from megatron.packing.step_plan import StepPlan
 
@@ -20,16 +20,19 @@ def plans(lengths, kinds, rank, microbatch, num_ranks, num_microbatches) -> list
     """The plan of every rank."""
     length, kind, ranks, microbatches = (np.array(x, dtype=np.int64) for x in (lengths, kinds, rank, microbatch))
     schedule = Schedule(ranks, microbatches, num_ranks, num_microbatches)
-    stats = packing_stats(
-        length=length,
-        schedule=schedule,
-        alignment=ALIGNMENT,
-        cost=PackCost(linear=0.1, quadratic=1 / 3),
-        capacity=64,
-        num_dropped=0,
-        num_cut=0,
-    )
     zeros = np.zeros_like(length)
+    request = ScheduleRequest(
+        lengths=ALIGNMENT.padded_length(length),
+        source_rank=zeros,
+        source_draw=zeros,
+        num_ranks=num_ranks,
+        num_draws=1,
+        capacity=64,
+        cost=PackCost(linear=0.1, quadratic=1 / 3, fixed=0.7),
+    )
+    stats = packing_stats(
+        request=request, schedule=schedule, length=length, alignment=ALIGNMENT, num_dropped=0, num_cut=0
+    )
     table = LengthTable(length=length, kind=kind, draw=zeros, source_rank=zeros, checksums=zeros)
     return [StepPlan.for_rank(r, table, schedule, stats) for r in range(num_ranks)]
 

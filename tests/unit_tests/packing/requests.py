@@ -1,0 +1,88 @@
+"""Requests to schedulers: by hand and at random."""
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from megatron.packing.cost import PackCost
+from megatron.packing.schedule import Schedule, ScheduleRequest
+from megatron.packing.step_time import StepModel
+
+IntArray = npt.NDArray[np.int64]
+
+COST = PackCost(linear=1.0, quadratic=1 / 8192)
+MODELS = (
+    StepModel(),
+    StepModel(num_stages=2),
+    StepModel(num_stages=5),
+    StepModel(num_stages=2, num_virtual_stages=3, stage_group=2),
+    StepModel(ranks_meet=True),
+    StepModel(num_stages=3, ranks_meet=True),
+)
+
+DISTRIBUTIONS = {
+    "lognormal": lambda rng, n: np.clip(np.exp(rng.normal(8.2, 0.6, n)), 1024, 8192),
+    "long tail": lambda rng, n: np.clip(np.exp(rng.normal(6.5, 1.5, n)), 16, 131072),
+    "chat and documents": lambda rng, n: np.where(
+        rng.random(n) < 0.9, np.clip(np.exp(rng.normal(6, 0.8, n)), 16, 8192), rng.uniform(16384, 65536, n)
+    ),
+    "uniform": lambda rng, n: rng.integers(1, 8193, n),
+    "constant": lambda rng, n: np.full(n, 1000),
+    "one giant": lambda rng, n: np.append(rng.integers(16, 512, n - 1), 65536),
+}
+
+
+def lengths_of(distribution: str, rng, n: int) -> IntArray:
+    """`n` lengths of a sort that batches are made of."""
+    return DISTRIBUTIONS[distribution](rng, n).astype(np.int64)
+
+
+def request(
+    lengths,
+    num_ranks: int,
+    capacity: int,
+    *,
+    microbatch_multiple: int = 1,
+    per_draw: int = 1,
+    cost: PackCost = COST,
+    model: StepModel | None = None,
+) -> ScheduleRequest:
+    """Sequences dealt to source ranks in equal shares, `per_draw` of them by each `next`."""
+    n = len(lengths)
+    per_rank = -(-n // num_ranks)
+    position = np.arange(n) % max(per_rank, 1)
+    return ScheduleRequest(
+        lengths=np.array(lengths, np.int64),
+        source_rank=np.arange(n) // max(per_rank, 1),
+        source_draw=position // per_draw,
+        num_ranks=num_ranks,
+        num_draws=-(-per_rank // per_draw),
+        capacity=capacity,
+        cost=cost,
+        microbatch_multiple=microbatch_multiple,
+        model=model or StepModel(),
+    )
+
+
+@st.composite
+def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
+    """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, fixed costs of any size."""
+    model = draw(st.sampled_from(models))
+    capacity = draw(st.integers(1, 60))
+    longest = draw(st.integers(1, capacity))
+    lengths = draw(st.lists(st.integers(1, longest) | st.just(longest), max_size=40))
+    per_draw = draw(st.integers(1, 3))
+    return request(
+        lengths,
+        draw(st.integers(1, 9)),
+        capacity * per_draw if whole_draws_fit else capacity,
+        microbatch_multiple=draw(st.integers(1, 4)) * model.stage_group,
+        per_draw=per_draw,
+        cost=PackCost(1.0, draw(st.sampled_from([0.0, 1 / 64, 3.0])), draw(st.sampled_from([0.0, 0.3, 10.0, 1e6]))),
+        model=model,
+    )
+
+
+def packs(schedule: Schedule) -> list[list[list[int]]]:
+    """Of each rank, each microbatch's sequences."""
+    return [[pack.tolist() for pack in schedule.packs_of(rank)] for rank in range(schedule.num_ranks)]
