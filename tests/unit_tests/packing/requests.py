@@ -66,7 +66,7 @@ def request(
 
 @st.composite
 def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
-    """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, fixed costs of any size."""
+    """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, any fixed cost."""
     model = draw(st.sampled_from(models))
     capacity = draw(st.integers(1, 60))
     longest = draw(st.integers(1, capacity))
