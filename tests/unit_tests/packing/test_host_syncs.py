@@ -56,6 +56,7 @@ def test_batch_and_loss_read_nothing(context_parallel_size, mtp_on_this_rank):
     for field in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.padding_mask):
         assert field is not None
         assert field.device == DEVICE
+    assert batch.loss_mask is not None
     total, num_tokens, logged = loss_sum(batch.loss_mask, torch.empty_like(batch.loss_mask, dtype=torch.bfloat16))
     assert total.device == num_tokens.device == logged["lm loss"][0].device == DEVICE
 

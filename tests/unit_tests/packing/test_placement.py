@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.packing import placement
+from megatron.packing import native, placement
 from megatron.packing.placement import best_fit, first_fit, keep, split, spread, trade
 
 from .stubs import array, in_python
@@ -15,7 +15,7 @@ from .stubs import array, in_python
 IntArray = npt.NDArray[np.int64]
 
 needs_compiled = pytest.mark.skipif(
-    not placement.is_compiled(), reason="megatron.packing._placement is not compiled (setup.py found no C++ compiler)"
+    native.LIBRARY is None, reason="megatron.packing._native is not built (setup.py found no C++ compiler)"
 )
 
 
