@@ -9,7 +9,7 @@ The road of one global batch, file by file:
     settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
     lengths        gather the lengths over data parallel; agree on end of data and on errors
-    plan           what one data-parallel rank does in a step, as numbers
+    step_plan      what one data-parallel rank does in a step, as numbers
     redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers
     pack           samples -> one microbatch; the one place that pads
     data_schedule  wrap_dataloader: the few lines that call the files above
@@ -21,4 +21,12 @@ The road of one global batch, file by file:
     pipeline       the hook on megatron-core's forward-backward functions
     plugin         the hook in a training script of one's own
     stats          tokens, padding, sum of squares, balance
+
+The planner, which knows lengths only:
+
+    step_record    a scheduled step as one value, to write down and to account for
+    compare        schedulers and padding side by side
+    advice         what another capacity, layout or batch would change
+    step_picture   a step as shapes (step_blocks), drawn by step_page (HTML) and step_plot (matplotlib)
+    plan           the command
 """

@@ -57,9 +57,10 @@ class Adviser:
         gain = (
             f"default trains {padded.step_cost / best.step_cost:.2f}x the tokens per second of padding to the longest"
         )
-        if others:
+        if others:  # of packing
             next_best = min(others, key=lambda each: each.step_cost)
-            gain += f", and {next_best.step_cost / best.step_cost:.2f}x those of {next_best.name}"
+            times = next_best.step_cost / best.step_cost
+            gain += f", and {times:.2f}x those of {next_best.name}" * (abs(times - 1) >= 0.005)
         sentences.append(gain + ".")
         if best.balance < 1:
             sentences.append(

@@ -186,7 +186,7 @@ def _padded_to(
     more = -longest.shape[1] % layout.microbatch_multiple
     costs = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
     units = np.rint(costs / request.work.unit).astype(np.int64)
-    spent = layout.model.simulated_time_of(units)
+    spent = _time_of(units, layout)
     return _Account(
         microbatches=units.shape[1],
         tokens=int(batch.sum()),
@@ -197,3 +197,14 @@ def _padded_to(
         bubble=1 - int(units.sum()) / (spent * layout.num_ranks),
         seconds=None,
     )
+
+
+def _time_of(units: IntArray, layout: StepLayout) -> int:
+    """Modelled time of packs [ranks, microbatches]. Of equal ones a pipeline's steady state is not simulated: there
+    each microbatch adds its cost.
+    """
+    model = layout.model
+    few = 4 * model.num_stages * layout.microbatch_multiple
+    if model.num_stages == 1 or units.shape[1] <= few or units.min() != units.max():
+        return model.simulated_time_of(units)
+    return model.simulated_time_of(units[:1, :few]) + int(units[0, 0]) * (units.shape[1] - few)

@@ -41,10 +41,11 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
+    """Neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are left."""
     pending: list[Block] = []
     for block in blocks:
-        apart = pending and (block.kind != pending[0].kind or block.start - pending[-1].end > finest)
-        if pending and (apart or pending[-1].end - pending[0].start >= finest):
+        is_full = pending and pending[-1].end - pending[0].start >= finest
+        if is_full or (pending and block.start - pending[-1].end > finest):
             yield _one(pending)
             pending = []
         pending.append(block)
@@ -53,9 +54,11 @@ def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
 
 
 def _one(blocks: Sequence[Block]) -> Block:
+    """Of the kind that takes most of the time."""
     if len(blocks) == 1:
         return blocks[0]
     widths = [block.end - block.start for block in blocks]
     shade = sum(block.shade * width for block, width in zip(blocks, widths)) / (sum(widths) or 1)
+    kind = max(zip(widths, blocks), key=lambda pair: pair[0])[1].kind
     text = f"{len(blocks)} drawn together: {blocks[0].text} to {blocks[-1].text}"
-    return Block(blocks[0].start, blocks[-1].end, blocks[0].kind, shade, text)
+    return Block(blocks[0].start, blocks[-1].end, kind, shade, text)

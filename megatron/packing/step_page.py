@@ -162,9 +162,9 @@ class _Shapes:
         )
 
     def _place(self, block: Block) -> tuple[float, float]:
-        """x and width; neighbours are parted by half a pixel where there is room."""
+        """x and width; neighbours are parted by a pixel where there is room."""
         x, end = (_LEFT + _WIDTH * self._scale * share for share in (block.start, block.end))
-        return x, end - x - (0.6 if end - x > 3 else 0)
+        return x, end - x - (1 if end - x > 4 else 0)
 
     def _cuts(self, blocks: Sequence[Block], height: float) -> None:
         """White lines between the sequences of packs, where they can be told apart."""

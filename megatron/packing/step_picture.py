@@ -23,10 +23,12 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MAX_LANES = 48
-_MAX_BLOCKS = 9_000
+_MAX_BLOCKS = 4_000
 _MAX_OPERATIONS = 150_000
 _FINEST = 1 / 1200
 """Of the width: about a pixel."""
+_WIDE, _MAX_CUTS = 4 / 1000, 64
+"""Of a pack whose sequences are told apart: its width, and their number."""
 _BINS = 240
 
 
@@ -108,7 +110,9 @@ def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
     """Round times (or percents, where times are not known) as shares of the step, and their labels; `scale` is the
     share of the width that the step takes.
     """
-    whole, unit = (100.0, "%") if picture.seconds is None else (picture.seconds * 1000, " ms")
+    whole, unit = 100.0, "%"
+    if picture.seconds is not None:
+        whole, unit = (picture.seconds, " s") if picture.seconds / scale >= 10 else (picture.seconds * 1000, " ms")
     rough = whole / scale / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -140,12 +144,12 @@ class _Scene:
     def ranks(self, drawn: Sequence[int]) -> list[Lane]:
         """Packs of these ranks: of a pipeline, as its last stage runs them."""
         if self._model.num_stages == 1:
-            ends = np.cumsum(self._paced[drawn], axis=1)
+            starts = (np.cumsum(self._paced[drawn], axis=1) - self._paced[drawn]) / self._total
+            ends = starts + self._costs[drawn] / self._total
             blocks_of = [
-                [self._block(rank, m, int(ends[i, m] - self._paced[rank, m]), int(self._costs[rank, m]))
-                 for m in range(ends.shape[1])]
-                for i, rank in enumerate(drawn)
-            ]  # fmt: skip
+                [self._block(rank, m, *span) for m, span in enumerate(zip(starts[row].tolist(), ends[row].tolist()))]
+                for row, rank in enumerate(drawn)
+            ]
         else:
             blocks_of = self._at_last_stage(drawn)
         finest = self._finest(len(drawn))
@@ -196,20 +200,19 @@ class _Scene:
         if model.num_stages > MAX_LANES:
             notes.append(f"{MAX_LANES} of {model.num_stages} stages are drawn")
         if self._merged:
-            notes.append(f"blocks too thin to see are drawn together with their neighbours ({self._merged:,})")
+            notes.append(f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour")
         if model.ranks_meet:
             notes.append("ranks wait for one another at every microbatch")
         return notes
 
     def _at_last_stage(self, drawn: Sequence[int]) -> list[list[Block]]:
         blocks_of: list[list[Block]] = [[] for _ in drawn]
-        operations = (timed for timed in timeline(self._paced[drawn], self._model))
+        operations = timeline(self._paced[drawn], self._model)
         last = [timed for timed in operations if timed.stage == self._model.num_stages - 1]
         for i, rank in enumerate(drawn):
             for timed in last:
                 start, end = self._span(timed, rank, i)
-                block = self._block(rank, timed.operation.microbatch, 0, 0)._replace(start=start, end=end)
-                blocks_of[i].append(block)
+                blocks_of[i].append(self._block(rank, timed.operation.microbatch, start, end))
         return [joined(blocks) for blocks in blocks_of]
 
     def _span(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
@@ -219,14 +222,15 @@ class _Scene:
         share = int(self._costs[rank, microbatch]) / max(int(self._paced[rank, microbatch]), 1)
         return start / self._total, (start + (end - start) * share) / self._total
 
-    def _block(self, rank: int, microbatch: int, start: int, cost: int) -> Block:
+    def _block(self, rank: int, microbatch: int, start: float, end: float) -> Block:
         record = self._record
-        pack = _Pack(rank, microbatch, record.packs[rank][microbatch], record.layout.capacity)
-        parts = record.layout.cost.of_sequences(np.array(pack.lengths, np.int64))
-        cuts = np.cumsum(parts)[:-1] / parts.sum() if len(pack.lengths) > 1 else ()
-        span = cost / self._total
-        inner = tuple(float(cut) for cut in cuts) if len(pack.lengths) <= 64 else ()
-        return Block(start / self._total, start / self._total + span, "pack", pack.fill, pack.text(), inner)
+        lengths = record.packs[rank][microbatch]
+        pack = _Pack(rank, microbatch, lengths, record.layout.capacity)
+        cuts: tuple[float, ...] = ()
+        if 1 < len(lengths) <= _MAX_CUTS and end - start > _WIDE:
+            parts = np.cumsum(record.layout.cost.of_sequences(np.array(lengths, np.int64)))
+            cuts = tuple((parts[:-1] / parts[-1]).tolist())
+        return Block(start, end, "pack", pack.fill, pack.text(), cuts)
 
     def _finest(self, num_lanes: int) -> float:
         return max(_FINEST, num_lanes / _MAX_BLOCKS)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colormaps, rc_context
-from matplotlib.collections import PatchCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from megatron.packing.step_blocks import Lane
 from megatron.packing.step_picture import StepPicture, ticks
@@ -77,14 +77,16 @@ def _draw(axes: Any, picture: StepPicture, kind: str) -> None:
 def _lanes(axes: Any, lanes: Sequence[Lane]) -> None:
     colours = {"pack": colormaps["viridis_r"], "forward": colormaps["Blues"], "backward": colormaps["Oranges"]}
     axes.barh(range(len(lanes)), 1.0, height=0.85, color=_IDLE)
-    boxes, faces = [], []
+    corners, faces = [], []
     for row, lane in enumerate(lanes):
-        for block in lane.blocks:
-            boxes.append(Rectangle((block.start, row - 0.42), block.end - block.start, 0.84))
-            shade = 0.9 * block.shade if block.kind == "pack" else 0.3 + 0.55 * block.shade
-            faces.append(colours[block.kind](shade))
-    edge = 0.3 if len(boxes) < 3000 else 0.0
-    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="white", linewidths=edge))
+        for start, end, kind, shade, *_ in lane.blocks:
+            top, bottom = row - 0.42, row + 0.42
+            corners.append(((start, top), (end, top), (end, bottom), (start, bottom)))
+            faces.append(colours[kind](0.9 * shade if kind == "pack" else 0.3 + 0.55 * shade))
+    edge = 0.3 if len(corners) < 3000 else 0.0
+    axes.add_collection(
+        PolyCollection(np.array(corners).tolist(), facecolors=faces, edgecolors="white", linewidths=edge)
+    )
     every = max(1, len(lanes) // 16)
     places = range(0, len(lanes), every)
     axes.set_yticks(places, [lanes[place].name for place in places])

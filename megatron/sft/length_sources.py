@@ -82,7 +82,8 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
 
 
 def _mock(config: str, seq_length: int | None, seed: int, needed: int) -> Lengths:
-    if seq_length is None and '"type"' not in config and '"path"' not in config and config.lstrip().startswith("{"):
+    found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
+    if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
         raise ValueError('a mock config without "type" follows --seq-length; pass it')
     dataset = MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40)
     return Lengths(lengths=dataset.lengths(np.arange(needed)), described=f"mock data {config}")
@@ -121,10 +122,16 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
 def _json_object(path: Path) -> dict[str, Any] | None:
     """The object that a file holds; None for a list, which is one of records, and for what is no JSON."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            found = json.load(file)
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        return None  # the reader of records says what is wrong with it
+        return _parsed(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None  # who reads it next says what is wrong with it
     return found if isinstance(found, dict) else None
 
 

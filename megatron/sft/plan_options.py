@@ -156,8 +156,6 @@ class LayoutOptions:
         _positive(self, "dp", "tp", "pp", "vpp", "cp", "ep", "global_batch_size", "max_seqlen_per_dp_cp_rank")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"--vpp {self.vpp} needs --pp of at least 2")
-        if self.batch_size % self.dp:
-            raise ValueError(f"--global-batch-size {self.batch_size} must be a multiple of --dp {self.dp}")
         if self.dp * self.tp * self.cp % self.ep:
             raise ValueError(f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}")
 

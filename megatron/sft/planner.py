@@ -26,6 +26,8 @@ AS_RUN = "as it ran"
 _SEQUENCES = 200_000
 """Scheduled by default, unless one global batch has more."""
 _MAX_PLOTTED = 3
+_MAX_OPERATIONS = 60_000
+"""Of a rank, to be simulated and drawn in a second or two."""
 
 
 class Plan(NamedTuple):
@@ -139,6 +141,8 @@ def _lead(
         f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; {capacity // layout.cp:,} tokens per "
         f"rank and pack; {batches} of {layout.batch_size:,} sequences",
     ]
+    if layout.batch_size % layout.dp:
+        lines.append(f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}")
     return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
 
 
@@ -154,15 +158,18 @@ def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
     """A row per scheduler, the quickest one stressed."""
     outcomes = comparison.outcomes
     padded = next(outcome for outcome in outcomes if outcome.name == PADDED_TO_LONGEST)
-    unit = "time" if seconds_per_unit is None else "time, ms"
+    unit, scale = "time, units", 1.0
+    if seconds_per_unit is not None:
+        long = padded.step_cost * seconds_per_unit >= 60
+        unit, scale = ("time, s", seconds_per_unit) if long else ("time, ms", seconds_per_unit * 1000)
     head = ("", "microbatches", "fill", "padding", "balance", "bubble", unit, "tokens/s", "to schedule")
-    rows = [_row(outcome, padded, seconds_per_unit) for outcome in outcomes]
+    rows = [_row(outcome, padded, scale) for outcome in outcomes]
     best = min(range(len(outcomes)), key=lambda place: outcomes[place].step_cost)
     return Table(head, rows, best)
 
 
-def _row(outcome: Outcome, padded: Outcome, seconds_per_unit: float | None) -> tuple[str, ...]:
-    spent = outcome.step_cost if seconds_per_unit is None else outcome.step_cost * seconds_per_unit * 1000
+def _row(outcome: Outcome, padded: Outcome, scale: float) -> tuple[str, ...]:
+    spent = outcome.step_cost * scale
     return (
         outcome.name,
         f"{outcome.microbatches:,.1f}",
@@ -170,7 +177,7 @@ def _row(outcome: Outcome, padded: Outcome, seconds_per_unit: float | None) -> t
         f"{outcome.padding:.1%}",
         f"{outcome.balance:.4f}",
         f"{outcome.bubble:.1%}",
-        f"{spent:,.1f}" if spent >= 0.1 else f"{spent:.3g}",
+        f"{spent:,.1f}" if 0.1 <= spent < 1e7 else f"{spent:.3g}",
         f"{padded.step_cost / outcome.step_cost:.2f}x",
         "" if outcome.schedule_seconds is None else f"{outcome.schedule_seconds * 1000:.1f} ms",
     )
@@ -195,7 +202,13 @@ def _draw(
     records = comparison.records
     if not records or (options.html is None and options.png is None):
         return
-    pictures = [picture_of(record) for record in records]
+    seen = [record for record in records if operations_of(record) <= _MAX_OPERATIONS]
+    if len(seen) < len(records):
+        names = ", ".join(record.scheduler for record in records if record not in seen)
+        print(f"\nnot drawn, as they have over {_MAX_OPERATIONS:,} passes of microbatches: {names}")
+    if not seen:
+        return
+    pictures = [picture_of(record) for record in seen]
     if options.html is not None:
         write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
         print(f"\npage: {options.html}")
@@ -208,6 +221,12 @@ def _draw(
         except (OSError, ValueError) as error:
             raise ValueError(f"--png {options.png}: {error}; give the path of a .png file") from error
         print(f"\npicture: {options.png}")
+
+
+def operations_of(record: StepRecord) -> int:
+    """Forward and backward passes of all stages of a rank."""
+    model = record.layout.model
+    return record.num_microbatches * model.num_stages * model.num_virtual_stages * 2
 
 
 def write(path: Path, text: str) -> None:
