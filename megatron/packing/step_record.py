@@ -5,7 +5,6 @@ written down, read again, accounted for and drawn, without the data or the model
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -143,9 +142,9 @@ class StepRecord:
         return record
 
 
-def read_cost(values: Mapping[str, Any]) -> tuple[PackCost, float | None]:
-    """A fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, and, where it says so under
-    `seconds_per_unit`, how long a unit takes. ValueError for one that cannot be.
+def read_cost(values: Mapping[str, Any]) -> PackCost:
+    """A fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the whole model on
+    one device; other keys say how it came about. ValueError for one that cannot be.
     """
     numbers = {}
     for name in ("linear", "quadratic", "fixed"):
@@ -153,10 +152,7 @@ def read_cost(values: Mapping[str, Any]) -> tuple[PackCost, float | None]:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(f'a pack cost must have a number under "{name}", but has {number!r}')
         numbers[name] = float(number)
-    seconds = values.get("seconds_per_unit")
-    if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-        raise ValueError(f'"seconds_per_unit" of a pack cost must be above 0, but is {seconds!r}')
-    return PackCost(**numbers), seconds
+    return PackCost(**numbers)
 
 
 def _checked_packs(packs: Any) -> Packs:

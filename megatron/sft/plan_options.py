@@ -76,7 +76,7 @@ class ModelOptions:
     moe_shared_expert_intermediate_size: int | None = None
     """Width of the experts that every token goes to."""
     pack_cost: str | None = None
-    """JSON file of a fitted cost, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a model's shape."""
+    """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a shape."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
@@ -104,15 +104,15 @@ class ModelOptions:
             return f"{DEFAULT_MODEL}{experts}, the default"
         return f"{self.num_layers} layers, hidden {self.hidden_size}, {self.num_attention_heads} heads{experts}"
 
-    def cost(self) -> tuple[PackCost, float | None]:
-        """Cost of a pack, and what a unit takes in seconds where a fitted cost says so."""
+    def cost(self) -> PackCost:
+        """Of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
             return _cost_in(Path(self.pack_cost))
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
         ffn = self.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 or 64 if swiglu else 4 * hidden)
-        cost = gpt_pack_cost(
+        return gpt_pack_cost(
             num_layers=self.num_layers or 32,
             hidden_size=hidden,
             num_attention_heads=heads,
@@ -126,7 +126,6 @@ class ModelOptions:
             moe_ffn_hidden_size=self.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
         )
-        return cost, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +234,7 @@ class PlanOptions:
         return self.scheduler or tuple(SCHEDULERS)
 
 
-def _cost_in(path: Path) -> tuple[PackCost, float | None]:
+def _cost_in(path: Path) -> PackCost:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):

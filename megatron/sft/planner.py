@@ -80,9 +80,9 @@ def _plan(lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, op
         lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
         return Plan(found, [record.lengths], record.layout, max(record.layout.alignment.sequence // 2, 1), lead)
     found, notes = _fitted(found, lengths, layout)
-    cost, seconds = model.cost()
-    if seconds is None and model.pack_cost is None:
-        seconds = 1 / (options.tflops_per_device * 1e12 * layout.tp * layout.cp)
+    cost, seconds = model.cost(), 1 / (options.tflops_per_device * 1e12 * layout.tp * layout.cp)
+    if model.pack_cost is not None:  # context-parallel ranks share the work, but each moves the weights
+        cost, seconds = replace(cost, fixed=cost.fixed * layout.cp), 1 / (layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
     batches = list(drawn(found.lengths, size, count, lengths.seed))
     return Plan(

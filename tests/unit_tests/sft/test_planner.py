@@ -152,7 +152,7 @@ def test_layout_asks_what_training_asks():
 def test_model_costs(tmp_path):
     """The 8B default, a shape of one's own, a fitted cost."""
     own = ModelOptions(num_layers=2, hidden_size=96, num_attention_heads=4, swiglu=True)
-    assert own.cost()[0] == gpt_pack_cost(
+    assert own.cost() == gpt_pack_cost(
         num_layers=2,
         hidden_size=96,
         num_attention_heads=4,
@@ -162,9 +162,19 @@ def test_model_costs(tmp_path):
         vocab_size=0,
         swiglu=True,
     )
-    assert ModelOptions().cost()[0].linear == pytest.approx(6 * 7.5e9, rel=0.01)
+    assert ModelOptions().cost().linear == pytest.approx(6 * 7.5e9, rel=0.01)
     path = tmp_path / "cost.json"
     path.write_text('{"linear": 3.0, "quadratic": 0.25, "fixed": 10, "device": "x"}')
-    assert ModelOptions(pack_cost=str(path)).cost() == (PackCost(3.0, 0.25, 10.0), None)
+    assert ModelOptions(pack_cost=str(path)).cost() == PackCost(3.0, 0.25, 10.0)
     with pytest.raises(ValueError, match="either --pack-cost or"):
         ModelOptions(num_layers=2, hidden_size=96, num_attention_heads=4, pack_cost=str(path))
+
+
+def test_fitted_cost_is_shared_by_the_layout(lengths, tmp_path, capsys):
+    """Seconds of one device: 100 tokens by 0.01 s on four devices, and the weights' half a second on two of them."""
+    path = tmp_path / "cost.json"
+    path.write_text('{"linear": 0.01, "quadratic": 0, "fixed": 0.5}')
+    Path(lengths).write_text("100\n")
+    plan([lengths, "--pack-cost", str(path), "--tp", "2", "--cp", "2", "--global-batch-size", "1"])
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("default"))
+    assert row[6] == "500.0"  # ms: 1 / 4 + 0.5 / 2
