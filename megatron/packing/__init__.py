@@ -34,4 +34,12 @@ How `default` finds a schedule, pure and in exact integers:
     placement      their inner loops, in C++ where it could be built (native)
     movement       as good a placement that moves fewer tokens
     arrange        the order of each rank's packs, and in pipelines their sizes
+
+The planner, which knows lengths only:
+
+    step_record    a scheduled step as one value, to write down and to account for
+    compare        schedulers and padding side by side
+    advice         what another capacity, layout or batch would change
+    step_picture   a step as shapes (step_blocks), drawn by step_page (HTML) and step_plot (matplotlib)
+    plan           the command
 """

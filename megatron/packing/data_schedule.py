@@ -81,6 +81,7 @@ class GlobalBatch:
     stats: PackingStats
     pack_lengths: list[list[list[int]]]
     """[rank][microbatch] -> real lengths of its sequences; of all data-parallel ranks on owners, empty elsewhere."""
+    settings: PackingSettings
     seconds: float
     """That the step waited for it."""
 
@@ -187,6 +188,7 @@ def schedule_global_batch(
         microbatches=microbatches,
         stats=plan.stats,
         pack_lengths=[] if owned is None else _pack_lengths(owned),
+        settings=settings,
         seconds=time.perf_counter() - start,
     )
 

@@ -135,6 +135,8 @@ class SFTConfig:
 
     def _check_context(self) -> None:
         seq_length = self.model.seq_length
+        if self.output.dump_schedule and not self.packing.sequence_packing:
+            raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
         if self.packing.sequence_packing and self.capacity_per_rank < self.smallest_capacity_per_rank:
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of --seq-length "

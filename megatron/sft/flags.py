@@ -1,7 +1,8 @@
 """pure. Frozen dataclasses <-> command line and YAML: a field is a flag, the docstring under it is the help.
 
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
-file says); a field without default is required. `--config FILE` gives options in YAML under the same names; flags on
+file says); a field without default is required; one with metadata
+`{"positional": True}` has no dashes. `--config FILE` gives options in YAML under the same names; flags on
 the command line win.
 """
 
@@ -34,13 +35,15 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(message)
 
 
-def parse_flags(groups: Sequence[type], arguments: Sequence[str], description: str) -> list[Any]:
-    """One instance of each dataclass in `groups`, from command-line `arguments`.
+def parse_flags(
+    groups: Sequence[type], arguments: Sequence[str], description: str, program: str = "pretrain_sft.py"
+) -> list[Any]:
+    """One instance of each dataclass in `groups`, from command-line `arguments` of `program`.
 
     Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the
     dataclasses' own `__post_init__` refuse.
     """
-    parser = _build_parser(groups, description)
+    parser = _build_parser(groups, description, program)
     config_file, rest = _take_config(arguments)
     if config_file is not None:
         for action, value in _values_of_yaml(config_file, parser):
@@ -57,8 +60,18 @@ def parse_flags(groups: Sequence[type], arguments: Sequence[str], description: s
         raise FlagError(str(failure)) from None
 
 
-def _build_parser(groups: Sequence[type], description: str) -> _Parser:
-    parser = _Parser(prog="pretrain_sft.py", description=description, allow_abbrev=False)
+class _Extend(argparse.Action):
+    """A list whose flag may be repeated; the first one replaces what a YAML file says."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, list(values) if given is self.default else [*given, *values])
+
+
+def _build_parser(groups: Sequence[type], description: str, program: str) -> _Parser:
+    parser = _Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
@@ -68,6 +81,9 @@ def _build_parser(groups: Sequence[type], description: str) -> _Parser:
             help_text = helps.get(field.name, "").replace("%", "%%")
             if not required and field.default not in (None, False, ()):
                 help_text += f" (default: {field.default})"
+            if field.metadata.get("positional"):
+                section.add_argument(field.name, nargs="?", default=field.default, help=help_text)
+                continue
             section.add_argument(
                 _flag_of(field.name),
                 default=None if required else field.default,
@@ -87,7 +103,7 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
+        return {"action": _Extend, "nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
 
 

@@ -361,6 +361,8 @@ class OutputConfig:
     """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
+    dump_schedule: tuple[int, ...] = ()
+    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
     def __post_init__(self) -> None:
         _in_range(self, 1, None, "log_interval", "save_interval")
@@ -368,6 +370,10 @@ class OutputConfig:
             raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
         if self.save_interval is not None and self.save is None:
             raise ValueError("--save-interval needs --save")
+        if any(step < 1 for step in self.dump_schedule):
+            raise ValueError(
+                f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"
+            )
 
 
 def _in_range(config: Any, low: float, high: float | None, *names: str) -> None:

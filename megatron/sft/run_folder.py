@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from megatron.packing.data_schedule import GlobalBatch
+from megatron.packing.step_record import StepLayout, StepRecord
 from megatron.sft.checkpoint import Progress, latest_iteration
 from megatron.sft.config import SFTConfig
 from megatron.sft.metrics import METRICS_FILE, MetricsWriter, StepMetrics, json_line, truncate_after
 from megatron.sft.options import OutputConfig
 from megatron.sft.report import PACKS_FILE
+from megatron.sft.schedule_file import dump_schedule
 
 
 def prepare_output(output: OutputConfig) -> None:
@@ -32,6 +34,20 @@ def prepare_output(output: OutputConfig) -> None:
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "
             f"continue it with --load {output.save}, or pass another --save"
         )
+
+
+def record_of(batch: GlobalBatch, title: str) -> StepRecord:
+    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data."""
+    settings = batch.settings
+    layout = StepLayout(
+        num_ranks=len(batch.pack_lengths),
+        capacity=settings.capacity,
+        alignment=settings.alignment,
+        cost=settings.cost,
+        microbatch_multiple=settings.microbatch_multiple,
+        model=settings.model,
+    )
+    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
 
 
 class RunLog:
@@ -53,6 +69,8 @@ class RunLog:
         truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
         self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
         self._log_interval = config.output.log_interval
+        self._dumped_steps = config.output.dump_schedule
+        self._run_dir = run_dir
         (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         self.writer.event(
             "run" if resumed is None else "resumed",
@@ -62,12 +80,18 @@ class RunLog:
             world_size=dist.get_world_size(),
         )
 
-    def step(self, metrics: StepMetrics, packs: list[Any], capacity: int) -> None:
-        """Write one step; the packs at every `log_interval`-th."""
+    def step(self, metrics: StepMetrics, batch: GlobalBatch | None) -> None:
+        """Write one step and, of a packed `batch`, the packs at every `log_interval`-th and the schedules asked for."""
         self.writer.step(metrics)
-        if packs and metrics.iteration % self._log_interval == 0:
-            line = json_line("packs", iteration=metrics.iteration, capacity=capacity, packs=packs)
-            self._packs.write(line + "\n")
+        if batch is None or not batch.pack_lengths:
+            return
+        if metrics.iteration % self._log_interval == 0:
+            packs = {"capacity": batch.settings.capacity, "packs": batch.pack_lengths}
+            self._packs.write(json_line("packs", iteration=metrics.iteration, **packs) + "\n")
+        if metrics.iteration in self._dumped_steps:
+            title = f"step {metrics.iteration} of {self._run_dir}"
+            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record_of(batch, title))
+            self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
 
     def say(self, text: str) -> None:
         """One line for the user."""

@@ -196,8 +196,7 @@ class Trainer:
                     dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
                     cut_samples=reduced.counts.num_cut + stats.num_cut,
                 ),
-                [] if batch is None else batch.pack_lengths,
-                stats.capacity,
+                batch,
             )
         return reduced.stop
 

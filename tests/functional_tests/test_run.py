@@ -98,7 +98,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps on two ranks, never stopped, with a checkpoint at every second."""
     folder = tmp_path_factory.mktemp("whole")
-    output = train(2, *options(chats, folder))
+    output = train(2, *options(chats, folder), "--dump-schedule", "3", "--dump-schedule", "6")
     assert " of the bound | moved " in output
     assert "predicted" not in output  # there is no fitted cost
     return folder
@@ -132,6 +132,20 @@ def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_
     assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
     for iteration, step in found.items():
         assert {name: step[name] for name in EXACT} == {name: expected[iteration][name] for name in EXACT}
+
+
+def test_dumped_schedule_is_what_ran(whole: Path) -> None:
+    """A picture of other packs than those that were trained would be believed."""
+    for step in (3, 6):
+        record = json.loads((whole / f"schedule_{step}.json").read_text())
+        packs = [json.loads(line) for line in (whole / "packs.jsonl").read_text().splitlines()]
+        assert record["packs"] == next(line["packs"] for line in packs if line["iteration"] == step)
+        assert sum(sum(pack) for rank in record["packs"] for pack in rank) == steps_of(whole)[step]["tokens"]
+        assert (whole / f"schedule_{step}.html").read_text().count("<svg") == 1
+    assert not (whole / "schedule_4.json").exists()
+    command = [sys.executable, "-m", "megatron.packing.plan", str(whole / "schedule_6.json")]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "as it ran (default)" in printed
 
 
 LAYOUTS = {

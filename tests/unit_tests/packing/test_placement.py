@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.packing import native, placement
+from megatron.packing import native
 from megatron.packing.placement import best_fit, first_fit, keep, split, spread, trade
 
 from .stubs import array, in_python

@@ -176,6 +176,8 @@ CONTRADICTIONS = [
     ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, ["--lr-warmup-iters 4", "4; lower it"]),
     ("--lr-warmup-iters -1", 1, ["--lr-warmup-iters -1"]),
     ("--save-interval 5", 1, ["--save-interval", "needs --save"]),
+    ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "needs --sequence-packing"]),
+    ("--sequence-packing --dump-schedule 3 0", 1, ["--dump-schedule", "but is 0"]),
     (
         "--micro-batch-size 3",
         1,

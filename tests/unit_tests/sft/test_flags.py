@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
@@ -398,3 +398,28 @@ def test_what_a_yaml_value_breaks_is_refused_as_on_the_command_line(write_yaml):
     with pytest.raises(FlagError, match="--num-cylinders must be at least 1, but is 0"):
         parse_flags((Engine, Body), ["--config", path], "")
     assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], "") == [Engine(num_cylinders=2)]
+
+
+def test_repeated_list_flags_add_up(write_yaml):
+    """A scheduler or a step that is silently left out is not missed."""
+    assert list(parse("--colors", "red", "--colors", "blue", "green")[1].colors) == ["red", "blue", "green"]
+    path = write_yaml("colors: [white]\n")
+    arguments = [*NEEDED, "--config", path, "--colors", "red", "--colors", "blue"]
+    assert list(parse_flags((Engine, Body), arguments, "")[1].colors) == ["red", "blue"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trip:
+    """Where to."""
+
+    goal: str | None = field(default=None, metadata={"positional": True})
+    """Name of a place."""
+    days: int = 1
+    """How long."""
+
+
+@pytest.mark.parametrize("arguments", [["Rome", "--days", "3"], ["--days", "3", "Rome"]])
+def test_positional_field(arguments):
+    """A file's name before or after the flags."""
+    assert parse_flags((Trip,), arguments, "") == [Trip(goal="Rome", days=3)]
+    assert parse_flags((Trip,), [], "") == [Trip()]
