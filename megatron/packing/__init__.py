@@ -4,12 +4,15 @@ The road of one global batch, file by file:
 
     sample         one training sequence: as samples come, and as they travel
     layout         where each sequence of a pack starts and ends
-    cost, bounds   FLOPs of a sequence: what schedulers balance and MFU reports; lower bounds
+    cost, work     FLOPs of a pack: what MFU reports, and as exact integers what schedulers balance
+    step_time      how ranks wait for one another; 1F1B pipelines simulated
+    bounds         what no schedule takes less than
     schedule       lengths -> which rank and microbatch each sequence goes to (pure, deterministic)
+    schedulers     by name; balance is `default`: even, placement, movement and arrange are its parts
     settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
     lengths        gather the lengths over data parallel; agree on end of data and on errors
-    plan           what one data-parallel rank does in a step, as numbers
+    step_plan      what one data-parallel rank does in a step, as numbers
     redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers
     pack           samples -> one microbatch; the one place that pads
     data_schedule  wrap_dataloader: the few lines that call the files above
