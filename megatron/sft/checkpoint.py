@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
+from megatron.packing.delay_queue import DelayQueue
 from megatron.sft.model import Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -33,6 +35,8 @@ class Progress(NamedTuple):
     consumed_samples: int
     evaluation_due: bool
     """Whether the step was one to evaluate after, and the run was stopped before that."""
+    waiting: Sequence[dict[str, Any]] = ()
+    """Samples consumed but not trained on yet, as each data-parallel rank's `DelayQueue` tells; empty if none waits."""
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -68,7 +72,7 @@ def save_checkpoint(
         unfinished.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(training, is_loading=False)
-    state["progress"] = progress._asdict()
+    state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
     state["model_options"] = model_options
     state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()
@@ -81,6 +85,16 @@ def save_checkpoint(
         temporary.write_text(str(progress.iteration))
         os.replace(temporary, Path(folder) / TRACKER)
     dist.barrier()
+
+
+def gather_waiting(queue: DelayQueue) -> list[dict[str, Any]]:
+    """What waits on all data-parallel ranks, for `Progress`; collective. Right on ranks that own data, as rank 0 does,
+    whose `Progress` is saved.
+    """
+    group = parallel_state.get_data_parallel_group()
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, queue.state_dict(), group=group)
+    return states if any(len(state["rows"]) for state in states) else []
 
 
 def load_checkpoint(

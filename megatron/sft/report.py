@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,10 @@ class Summary:
     dropped_samples: int
     cut_samples: int
     skipped_steps: int
+    delays: list[int]
+    """Sequences trained on 0, 1, 2 ... steps later than drawn; empty where none could wait."""
+    waiting: int
+    """Sequences drawn that still wait."""
     files: list[Path]
 
 
@@ -102,6 +107,8 @@ def summarize(run_dir: Path | str) -> Summary:
         dropped_samples=sum(step.dropped_samples for step in steps),
         cut_samples=sum(step.cut_samples for step in steps),
         skipped_steps=sum(step.skipped for step in steps),
+        delays=[sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)],
+        waiting=steps[-1].waiting,
         files=sorted(run_dir.iterdir()),
     )
 
@@ -160,10 +167,17 @@ def table(summary: Summary) -> list[tuple[str, str]]:
         ("fill", f"{summary.fill:.1%} of the packs' capacity"),
         ("samples", f"{summary.dropped_samples:,} dropped, {summary.cut_samples:,} cut"),
     ]
+    if summary.delays:
+        rows.append(("delay", f"{delay_histogram(summary.delays)}; {summary.waiting:,} still wait"))
     if summary.skipped_steps:
         rows.append(("optimizer", f"{summary.skipped_steps:,} steps skipped, as gradients overflowed"))
     names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in summary.files)
     return [*rows, ("files", f"{summary.run_dir}: {names}")]
+
+
+def delay_histogram(delays: Sequence[int]) -> str:
+    """`[90, 0, 8] -> "sequences by steps waited: 0: 90, 2: 8"`."""
+    return "sequences by steps waited: " + ", ".join(f"{i}: {count:,}" for i, count in enumerate(delays) if count)
 
 
 def print_report(summary: Summary) -> None:

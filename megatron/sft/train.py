@@ -19,10 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
 from megatron.packing.data_schedule import owns_data
+from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.lengths import GlobalBatchError
 from megatron.packing.pipeline import PackedLosses, packed
 from megatron.packing.stats import PackingStats
-from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.checkpoint import Progress, gather_waiting, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
 from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
 from megatron.sft.forward import forward_step, padded_batches
@@ -57,8 +58,6 @@ class Trainer:
         self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device)
         self._packing = config.packing.sequence_packing
-        forward_backward = get_forward_backward_func()
-        self._forward_backward = packed(forward_backward) if self._packing else forward_backward
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -78,6 +77,9 @@ class Trainer:
                 if save is not None and Path(load).resolve() == Path(save).resolve():
                     self._saved_iteration = loaded.iteration
         self._first_iteration = self._progress.iteration
+        self._queue = self._build_queue()
+        forward_backward = get_forward_backward_func()
+        self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
         self._stream = SampleStream(
             datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
@@ -115,6 +117,8 @@ class Trainer:
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
+            if self._queue is not None and self._progress.iteration == last - 1:
+                self._queue.max_steps = 0  # the last step takes all that wait
             stop = self._step(data, signals, log)
             iteration = self._progress.iteration
             if stop:
@@ -183,6 +187,8 @@ class Trainer:
                     / (seconds * dist.get_world_size() * 1e12),
                     dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
                     cut_samples=reduced.counts.num_cut + stats.num_cut,
+                    delays=[] if batch is None else batch.delays,
+                    waiting=0 if batch is None else batch.num_waiting,
                 ),
                 [] if batch is None else batch.pack_lengths,
                 stats.capacity,
@@ -294,12 +300,28 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        save_checkpoint(
-            self._config.output.save, self._training, self._progress, self._model_options(), self._data_options()
-        )
+        progress = self._progress
+        if self._queue is not None:
+            progress = progress._replace(waiting=gather_waiting(self._queue))
+        save_checkpoint(self._config.output.save, self._training, progress, self._model_options(), self._data_options())
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
+
+    def _build_queue(self) -> DelayQueue | None:
+        """Where outliers wait, with those that waited when the loaded checkpoint was saved; None if none can."""
+        max_steps, waiting = self._config.packing.outlier_delay_steps, self._progress.waiting
+        if waiting and not self._packing:
+            raise ValueError(
+                f"{self._config.output.load} holds sequences that wait for a later step; pass --sequence-packing"
+            )
+        if not max_steps and not waiting:
+            return None
+        queue = DelayQueue(max_steps)
+        if waiting:
+            queue.load_state_dict(waiting, self._share.rank, self._share.num_ranks)
+            self._progress = self._progress._replace(waiting=())
+        return queue
 
     def _model_options(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
