@@ -20,7 +20,6 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
-from megatron.packing.delay_queue import DelayQueue
 from megatron.sft.model import Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -85,16 +84,6 @@ def save_checkpoint(
         temporary.write_text(str(progress.iteration))
         os.replace(temporary, Path(folder) / TRACKER)
     dist.barrier()
-
-
-def gather_waiting(queue: DelayQueue) -> list[dict[str, Any]]:
-    """What waits on all data-parallel ranks, for `Progress`; collective. Right on ranks that own data, as rank 0 does,
-    whose `Progress` is saved.
-    """
-    group = parallel_state.get_data_parallel_group()
-    states: list[Any] = [None] * group.size()
-    dist.all_gather_object(states, queue.state_dict(), group=group)
-    return states if any(len(state["rows"]) for state in states) else []
 
 
 def load_checkpoint(

@@ -19,11 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
 from megatron.packing.data_schedule import owns_data
-from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.lengths import GlobalBatchError
 from megatron.packing.pipeline import PackedLosses, packed
 from megatron.packing.stats import PackingStats
-from megatron.sft.checkpoint import Progress, gather_waiting, load_checkpoint, save_checkpoint
+from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
 from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
 from megatron.sft.forward import forward_step, padded_batches
@@ -31,6 +30,7 @@ from megatron.sft.metrics import Evaluation, StepMetrics
 from megatron.sft.model import build_training
 from megatron.sft.run_folder import RunLog
 from megatron.sft.stop import StopSignals
+from megatron.sft.waiting import build_queue, gather_waiting
 
 
 class Reduced(NamedTuple):
@@ -77,7 +77,7 @@ class Trainer:
                 if save is not None and Path(load).resolve() == Path(save).resolve():
                     self._saved_iteration = loaded.iteration
         self._first_iteration = self._progress.iteration
-        self._queue = self._build_queue()
+        self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
@@ -300,28 +300,11 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        progress = self._progress
-        if self._queue is not None:
-            progress = progress._replace(waiting=gather_waiting(self._queue))
+        progress = self._progress._replace(waiting=gather_waiting(self._queue))
         save_checkpoint(self._config.output.save, self._training, progress, self._model_options(), self._data_options())
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
-
-    def _build_queue(self) -> DelayQueue | None:
-        """Where outliers wait, with those that waited when the loaded checkpoint was saved; None if none can."""
-        max_steps, waiting = self._config.packing.outlier_delay_steps, self._progress.waiting
-        if waiting and not self._packing:
-            raise ValueError(
-                f"{self._config.output.load} holds sequences that wait for a later step; pass --sequence-packing"
-            )
-        if not max_steps and not waiting:
-            return None
-        queue = DelayQueue(max_steps)
-        if waiting:
-            queue.load_state_dict(waiting, self._share.rank, self._share.num_ranks)
-            self._progress = self._progress._replace(waiting=())
-        return queue
 
     def _model_options(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""

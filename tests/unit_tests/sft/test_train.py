@@ -1,14 +1,11 @@
 """What the training loop computes without processes."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.packing.delay_queue import DelayQueue, Waiting
 from megatron.sft.config import parse_config
-from megatron.sft.data import Counts, Share
+from megatron.sft.data import Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -68,39 +65,3 @@ def test_rope_models_may_change_their_seq_length():
     """Fine-tuning on longer sequences is what rotary embeddings are for."""
     rope = "--position-embedding-type rope"
     assert model_options(f"{rope} --seq-length 256") == model_options(rope)
-
-
-def queue_of(arguments: str, waiting: list[dict[str, Any]]) -> DelayQueue | None:
-    """What a run with these options, continued from a checkpoint with `waiting`, lets sequences wait in."""
-    from megatron.sft.checkpoint import Progress
-    from megatron.sft.train import Trainer
-
-    config = parse_config([*BASE.split(), *arguments.split()], world_size=2)
-    trainer = SimpleNamespace(
-        _config=config,
-        _packing=config.packing.sequence_packing,
-        _progress=Progress(4, 64, False, waiting),
-        _share=Share(rank=1, num_ranks=2, global_batch_size=16, micro_batch_size=1),
-    )
-    return Trainer._build_queue(trainer)  # type: ignore[arg-type]
-
-
-def test_what_waits_in_a_checkpoint_is_taken_over():
-    """Also by a run that lets nothing wait any more; one without packing would lose it."""
-    states = []
-    for length in (3, 5):
-        saved = DelayQueue(4)
-        saved.finish(Waiting([torch.arange(length, dtype=torch.int32)], [(length, 0, -1)]))
-        states.append(saved.state_dict())
-    assert queue_of("--sequence-packing", []) is None
-    assert queue_of("", []) is None
-    for arguments, max_steps in (("--sequence-packing", 0), ("--sequence-packing --outlier-delay-steps 4", 4)):
-        queue = queue_of(arguments, states)
-        assert queue is not None
-        assert queue.max_steps == max_steps
-        assert queue.begin(is_repeated=False).rows == [(5, 0, -1)]
-    empty = queue_of("--sequence-packing --outlier-delay-steps 4", [])
-    assert empty is not None
-    assert len(empty) == 0
-    with pytest.raises(ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"):
-        queue_of("", states)
