@@ -35,8 +35,12 @@ LAYOUTS = [
 
 
 def lengths_of(rank: int) -> list[int]:
-    """Of what a data-parallel rank draws: short ones, and now and then one as long as a pack."""
-    return [CAPACITY if (7 * i + 3 * rank) % 11 == 0 else 1 + (i + rank) % 3 for i in range(DRAWS * NUM_STEPS)]
+    """Of what a data-parallel rank draws: short ones, now and then one as long as a pack, and at the end more outliers
+    than may leave a step without company.
+    """
+    early = range(DRAWS * (NUM_STEPS - 1))
+    lengths = [CAPACITY if (7 * i + 3 * rank) % 11 == 0 else 1 + (i + rank) % 3 for i in early]
+    return [*lengths, *((CAPACITY, 24, 10, 1) if rank == 0 else (1, 1, 1, 1))]
 
 
 def data(rank: int) -> Iterator[dict[str, Any]]:
@@ -95,6 +99,7 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
     firsts = [steps for (_, is_first), steps, _, _ in ranks if is_first]
     assert len(firsts) == data_parallel
     by_step = [sorted(number for steps in firsts for number in steps[i][0]) for i in range(len(firsts[0]))]
+    assert len(by_step) == NUM_STEPS + (data_parallel > 1), "what still waits leaves in one step"
     drawn_at = {1 + 100 * rank + i: i // DRAWS for rank in range(data_parallel) for i in range(DRAWS * NUM_STEPS)}
     assert sorted(number for numbers in by_step for number in numbers) == sorted(drawn_at)
     delays = [[step - drawn_at[number] for number in numbers] for step, numbers in enumerate(by_step)]
