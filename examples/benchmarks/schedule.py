@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing import balance, placement
+from megatron.packing import balance, native
 from megatron.packing.balance import default
 from megatron.packing.cost import gpt_pack_cost
 from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule
@@ -429,7 +429,7 @@ def _where() -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    form = "compiled" if placement.is_compiled() else "not compiled"
+    form = "compiled" if native.LIBRARY is not None else "not compiled"
     return (
         f"{datetime.date.today()}, commit {commit.strip()}, Python {platform.python_version()}, "
         f"numpy {np.__version__}, placement {form}, one core of {names[0] if names else platform.processor()}."

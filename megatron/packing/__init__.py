@@ -11,6 +11,8 @@ The road of one global batch, file by file:
     schedulers     by name: default (see `balance`), empty, dp_balanced, or the user's own
     settings       how this run packs, read from megatron-core's config
     draw           take a rank's samples from the user's iterator
+    delay          which outliers wait for later steps (pure); delay_queue holds them meanwhile
+    owners         what the ranks that own data do with a batch: draw, gather, let wait, schedule
     lengths        gather the lengths over data parallel; agree on end of data and on errors
     step_plan      what one data-parallel rank does in a step, as numbers
     redistribute   move the samples to the ranks that the schedule names; hand them to tensor-parallel peers

@@ -4,7 +4,7 @@ runs.
 Six collectives per step whatever the number of microbatches, none per microbatch:
 
     owners (tensor-parallel rank 0 of the first and the last stage)
-        draw their samples
+        draw their samples (see `owners`)
         dp_cp  all-gather   64 bytes per rank: counts, and whether anything went wrong
         dp     all-gather   24 bytes per sequence: lengths
     every rank
@@ -26,28 +26,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.packing.draw import Draw, draw_samples
+from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.layout import Alignment
-from megatron.packing.lengths import (
-    GlobalBatchError,
-    LengthTable,
-    agree,
-    broadcast_numbers,
-    device_of,
-    gather_table,
-)
+from megatron.packing.lengths import GlobalBatchError, agree, broadcast_numbers, device_of
+from megatron.packing.owners import Scheduled, draw_own, schedule_drawn
 from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.redistribute import redistribute, share_with_peers
 from megatron.packing.sample import Sample, decode, num_words
-from megatron.packing.schedule import Schedule, ScheduleRequest, check_schedule
-from megatron.packing.schedulers import get_scheduler
 from megatron.packing.settings import PackingSettings
-from megatron.packing.stats import PackingStats, packing_stats
+from megatron.packing.stats import PackingStats
 from megatron.packing.step_plan import StepPlan
 
 GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
@@ -82,6 +73,10 @@ class GlobalBatch:
     pack_lengths: list[list[list[int]]]
     """[rank][microbatch] -> real lengths of its sequences; of all data-parallel ranks on owners, empty elsewhere."""
     settings: PackingSettings
+    delays: list[int]
+    """How many of its sequences have waited 0, 1, 2 ... steps in a `DelayQueue`; on owners, empty without one."""
+    num_waiting: int
+    """Sequences that wait for a later batch, on all data-parallel ranks; known to owners."""
     seconds: float
     """That the step waited for it."""
 
@@ -92,6 +87,7 @@ def wrap_dataloader(
     num_microbatches: int,
     scheduler_type: str | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    queue: DelayQueue | None = None,
 ) -> WrappedDataLoader:
     """Draw one global batch and return it packed, with its number of microbatches and the two sums for FLOPs.
 
@@ -99,7 +95,8 @@ def wrap_dataloader(
     `sample.samples_of`), or a list of such iterators with interleaving; ignored elsewhere. num_microbatches: how many
     times each owner calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold
     that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
-    `sequence_packing_over_length` (error, truncate or drop), `microbatch_group_size_per_vp_stage`.
+    `sequence_packing_over_length` (error, truncate or drop), `microbatch_group_size_per_vp_stage`. queue: lets outliers
+    wait for company (see `delay`); the same one at every step of a run, on every owner or on none.
 
     Returns an iterator over the microbatches (see `pack`; one per virtual stage in a list with interleaving) on every
     rank: stages in the middle get layouts. The number of microbatches is equal on all ranks. Both sums are over real
@@ -109,7 +106,7 @@ def wrap_dataloader(
     and cause, when one of them fails.
     """
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-    batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, scheduler_type)
+    batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, scheduler_type, queue)
     return as_data_loader(batch, config.virtual_pipeline_model_parallel_size)
 
 
@@ -162,20 +159,17 @@ def schedule_global_batch(
     num_microbatches: int,
     groups: ProcessGroupCollection,
     scheduler_type: str | None = None,
+    queue: DelayQueue | None = None,
 ) -> GlobalBatch:
     """`wrap_dataloader`, with everything that is known about the batch."""
     start = time.perf_counter()
     settings = PackingSettings.of(config, groups, scheduler_type)
-    draw: Draw | None = None
-    owned: _Scheduled | None = None
+    owned: Scheduled | None = None
     error: str | None = None
     if owns_data(groups):
-        iterator = _own_iterator(data_iterator, groups)
-        draw = draw_samples(
-            iterator, num_microbatches, settings.capacity, settings.over_length_policy, _name_of(groups)
-        )
+        draw = draw_own(data_iterator, num_microbatches, settings, groups, queue)
         try:
-            owned = _schedule(draw, num_microbatches, settings, groups)
+            owned = schedule_drawn(draw, num_microbatches, settings, groups, queue)
         except GlobalBatchError as failure:
             error = str(failure)
         except Exception as failure:  # a scheduler may be the user's; the other ranks are waiting
@@ -183,86 +177,21 @@ def schedule_global_batch(
     plan = _share_plan(owned, error, groups)
     if plan is None:
         raise StopIteration
-    microbatches = _microbatches(plan, draw, owned, settings.alignment, groups)
+    microbatches = _microbatches(plan, owned, settings.alignment, groups)
+    if queue is not None and owned is not None:
+        queue.finish(owned.waiting)
     return GlobalBatch(
         microbatches=microbatches,
         stats=plan.stats,
         pack_lengths=[] if owned is None else _pack_lengths(owned),
         settings=settings,
+        delays=[] if owned is None else owned.delays,
+        num_waiting=0 if owned is None else owned.num_waiting,
         seconds=time.perf_counter() - start,
     )
 
 
-class _Scheduled(NamedTuple):
-    table: LengthTable
-    schedule: Schedule
-    plan: StepPlan
-
-
-def _own_iterator(data_iterator: Any, groups: ProcessGroupCollection) -> Any:
-    """With interleaving a rank holds a list of iterators over the same data; one is drawn from."""
-    if isinstance(data_iterator, (list, tuple)):
-        return data_iterator[0 if groups.pp.rank() == 0 else -1]
-    return data_iterator
-
-
-def _name_of(groups: ProcessGroupCollection) -> str:
-    return f"data-parallel rank {groups.dp.rank()} (rank {torch.distributed.get_rank()})"
-
-
-def _schedule(
-    draw: Draw, num_draws: int, settings: PackingSettings, groups: ProcessGroupCollection
-) -> _Scheduled | None:
-    """What the owners do with the global batch, the same on all of them; None where the data has ended everywhere."""
-    table, dropped, cut, ended = _gather(draw, groups)
-    if ended and len(table.length) == 0:
-        return None
-    request = ScheduleRequest(
-        lengths=settings.alignment.padded_length(table.length),
-        source_rank=table.source_rank,
-        source_draw=table.draw,
-        num_ranks=groups.dp.size(),
-        num_draws=num_draws,
-        capacity=settings.capacity,
-        microbatch_multiple=settings.microbatch_multiple,
-        cost=settings.cost,
-        model=settings.model,
-    )
-    schedule = get_scheduler(settings.scheduler)(request)
-    check_schedule(request, schedule)
-    stats = packing_stats(
-        request=request,
-        schedule=schedule,
-        length=table.length,
-        alignment=settings.alignment,
-        num_dropped=dropped,
-        num_cut=cut,
-    )
-    return _Scheduled(table, schedule, StepPlan.for_rank(groups.dp.rank(), table, schedule, stats))
-
-
-def _gather(draw: Draw, groups: ProcessGroupCollection) -> tuple[LengthTable, int, int, bool]:
-    """The table of the global batch, samples dropped and cut, whether some rank's data has ended.
-
-    Raises GlobalBatchError on every owner alike.
-    """
-    rows = draw.table
-    numbers = [len(rows), draw.checksum(), draw.num_dropped, draw.num_cut, int(draw.ended)]
-    answers = agree(groups.dp_cp, [groups.dp.rank(), groups.cp.rank(), *numbers], draw.error)
-    in_order = answers[np.lexsort((answers[:, 1], answers[:, 0])), 2:]
-    by_rank = in_order.reshape(groups.dp.size(), groups.cp.size(), len(numbers))
-    differing = np.flatnonzero((by_rank != by_rank[:, :1]).any((1, 2)))
-    if differing.size:
-        raise GlobalBatchError(
-            f"context-parallel ranks of data-parallel rank {differing[0]} drew different samples; "
-            "give them the same data iterator"
-        )
-    counts, checksums, dropped, cut, ended = by_rank[:, 0].T
-    table = gather_table(groups.dp, rows, counts, checksums)
-    return table, int(dropped.sum()), int(cut.sum()), bool(ended.any())
-
-
-def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
+def _share_plan(owned: Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
     """This data-parallel rank's plan, on every rank of the model-parallel group; None where the data has ended."""
     numbers = owned.plan.to_numbers() if owned is not None else np.empty(0, dtype=np.int64)
     fingerprint = owned.table.fingerprint() if owned is not None else 0
@@ -278,16 +207,16 @@ def _share_plan(owned: _Scheduled | None, error: str | None, groups: ProcessGrou
 
 
 def _microbatches(
-    plan: StepPlan, draw: Draw | None, owned: _Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
+    plan: StepPlan, owned: Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
 ) -> list[Microbatch]:
     layouts = plan.layouts(alignment)
     if not stage_has_tokens(groups):
         return [layout_microbatch(layout) for layout in layouts]
     words = None
-    if draw is not None and owned is not None:
+    if owned is not None:
         table = owned.table
         sizes = num_words(table.length, table.kind)
-        words = redistribute(draw.words, sizes, table.source_rank, owned.schedule.rank, groups.dp)
+        words = redistribute(owned.words, sizes, table.source_rank, owned.schedule.rank, groups.dp)
     sizes = plan.num_words
     words = share_with_peers(words, int(sizes.sum()), groups.tp)
     samples = _decode_all(words, plan)
@@ -300,7 +229,7 @@ def _decode_all(words: Tensor, plan: StepPlan) -> Sequence[Sample]:
     return [decode(int(length), int(kind), piece) for length, kind, piece in zip(plan.length, plan.kind, pieces)]
 
 
-def _pack_lengths(owned: _Scheduled) -> list[list[list[int]]]:
+def _pack_lengths(owned: Scheduled) -> list[list[list[int]]]:
     lengths = owned.table.length
     return [
         [lengths[members].tolist() for members in owned.schedule.packs_of(rank)]

@@ -29,10 +29,21 @@ class LengthTable:
     length: np.ndarray
     kind: np.ndarray
     draw: np.ndarray
+    """Which `next` of this step gave it; of a sequence that waited, minus the number of steps."""
     source_rank: np.ndarray
 
     checksums: np.ndarray
     """Of each data-parallel rank's samples."""
+
+    @property
+    def steps_waited(self) -> np.ndarray:
+        """int64 [N]: by how many steps each is later than it was drawn."""
+        return np.maximum(-self.draw, 0)
+
+    def only(self, chosen: np.ndarray) -> LengthTable:
+        """The sequences where `chosen` (bool [N]) is true."""
+        columns = {name: getattr(self, name)[chosen] for name in (*COLUMNS, "source_rank")}
+        return LengthTable(**columns, checksums=self.checksums)
 
     def fingerprint(self) -> int:
         """Equal on ranks that drew the same batch."""

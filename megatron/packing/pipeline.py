@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing.data_schedule import GROUPS, GlobalBatch, as_data_loader, schedule_global_batch
+from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.lengths import device_of
 
 
@@ -25,12 +26,15 @@ class PackedLosses(list):
         self.batch = batch
 
 
-def packed(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., PackedLosses]:
+def packed(
+    forward_backward_func: Callable[..., list[Any]], queue: DelayQueue | None = None
+) -> Callable[..., PackedLosses]:
     """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the packing scheduler.
 
     Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and
     `num_microbatches` says how many times each owner draws; how many microbatches then run is the scheduler's
-    decision. The model's config must pass `check_config`.
+    decision. The model's config must pass `check_config`. With a `queue`, outliers wait for company in training (see
+    `delay`); with `forward_only` it is left alone.
     """
 
     @wraps(forward_backward_func)
@@ -40,18 +44,21 @@ def packed(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., Pac
         model: Any,
         num_microbatches: int,
         pg_collection: ProcessGroupCollection | None = None,
+        forward_only: bool = False,
         **arguments: Any,
     ) -> PackedLosses:
         config = get_model_config(model[0] if isinstance(model, list) else model)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
         check_config(config, device_of(groups.pp))
-        batch = schedule_global_batch(data_iterator, config, num_microbatches, groups)
+        queue_used = None if forward_only else queue
+        batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, queue=queue_used)
         loader = as_data_loader(batch, config.virtual_pipeline_model_parallel_size)
         losses = forward_backward_func(
             data_iterator=loader.data_iterator,
             model=model,
             num_microbatches=loader.num_microbatches,
             pg_collection=pg_collection,
+            forward_only=forward_only,
             **arguments,
         )
         return PackedLosses(losses, batch)

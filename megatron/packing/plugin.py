@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing import load_balancing
+from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.fitted_cost import read_fitted_cost
 from megatron.packing.schedulers import SCHEDULERS, get_scheduler
 
@@ -75,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "metavar": "FILE",
             "help": "what python -m megatron.packing.calibrate wrote: schedule by measured times (default: by FLOPs)",
         },
+        "--outlier-delay-steps": {
+            "type": int,
+            "default": 0,
+            "metavar": "K",
+            "help": "steps that a sequence may wait which alone costs more than a fair share (default: 0, none waits)",
+        },
     }
     for flag, settings in options.items():
         if flag not in parser._option_string_actions:
@@ -87,7 +94,9 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
 
     Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
     earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
-    per config. The result may be used in a `with`, at whose end a first installation is taken back.
+    per config. The result may be used in a `with`, at whose end a first installation is taken back. With
+    --outlier-delay-steps, `config.outlier_delay_queue` is the run's `delay_queue.DelayQueue`, whose state belongs in
+    the script's checkpoints.
 
     Raises RuntimeError for a megatron-core other than `CHECKED_VERSIONS`, ValueError for what cannot work.
     """
@@ -140,7 +149,7 @@ class PackingSchedule:
 
         update_wrapper(self, plain)
         self.plain = plain
-        self._packed = packed(plain)
+        self._packed = packed
         self._checked: WeakSet[torch.nn.Module] = WeakSet()
 
     def __call__(self, *, data_iterator: Any, model: Any, forward_step_func: Any, **arguments: Any) -> list[Any]:
@@ -153,7 +162,9 @@ class PackingSchedule:
         for chunk in chunks:
             self._check_once(chunk)
         _check_groups(arguments.get("pg_collection"))
-        run = self.plain if _is_packed(data_iterator) else self._packed
+        run = self.plain
+        if not _is_packed(data_iterator):
+            run = self._packed(self.plain, getattr(get_model_config(chunks[0]), "outlier_delay_queue", None))
         with load_balancing.installed():
             return run(
                 data_iterator=data_iterator,
@@ -207,12 +218,20 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
         from megatron.packing.settings import measured_cost
 
         config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
+    max_steps = getattr(arguments, "outlier_delay_steps", 0)
+    if max_steps and getattr(config, "outlier_delay_queue", None) is None:
+        config.outlier_delay_queue = DelayQueue(max_steps)
 
 
 def _check_config(config: Any) -> None:
     from megatron.packing.pipeline import check_config
 
     get_scheduler(config.sequence_packing_scheduler)
+    if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
+        raise ValueError(
+            "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
+            "pass --sequence-packing-scheduler default"
+        )
     if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
         raise ValueError(
             "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Progress(NamedTuple):
     consumed_samples: int
     evaluation_due: bool
     """Whether the step was one to evaluate after, and the run was stopped before that."""
+    waiting: Sequence[dict[str, Any]] = ()
+    """Samples consumed but not trained on yet, as each data-parallel rank's `DelayQueue` tells; empty if none waits."""
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -68,7 +71,7 @@ def save_checkpoint(
         unfinished.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(training, is_loading=False)
-    state["progress"] = progress._asdict()
+    state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
     state["model_options"] = model_options
     state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,9 @@ TENSORBOARD_SCALARS = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
     *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
 )
+
+OPTIONAL = ("delays", "waiting")
+"""What a line leaves out where it does not apply."""
 
 T = TypeVar("T", "StepMetrics", "Evaluation")
 
@@ -34,7 +37,9 @@ class StepMetrics:
     iteration: int
     """Steps done, this one included."""
     consumed_samples: int
-    """Samples taken from the data since the run's first step."""
+    """Samples taken from the data since the run's first step, those that wait for a later one among them; the learning
+    rate's schedule goes by it.
+    """
     loss: float
     """Per-token mean over the global batch."""
     lr: float
@@ -83,6 +88,10 @@ class StepMetrics:
     """Samples of this step that were left out: too long, broken, or without a token that counts."""
     cut_samples: int
     """Samples of this step that were cut."""
+    delays: list[int] = field(default_factory=list)
+    """Sequences of this step that have waited 0, 1, 2 ... steps for others of their kind; empty where none may wait."""
+    waiting: int = 0
+    """Sequences drawn that wait for a later step."""
 
     @property
     def fill(self) -> float:
@@ -133,6 +142,8 @@ class StepMetrics:
             parts.append(f"{self.dropped_samples} dropped")
         if self.cut_samples:
             parts.append(f"{self.cut_samples} cut")
+        if self.delays:
+            parts.append(f"{sum(self.delays[1:])} delayed, {self.waiting} waiting")
         if self.skipped:
             parts.append("optimizer step skipped")
         return " | ".join(parts)
@@ -150,9 +161,11 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """The step as its line of `metrics.jsonl`."""
+        values = asdict(self)
+        if not self.delays:
+            del values["delays"], values["waiting"]
         names = ("fill", "padding", "balance", "moved", "prediction_error")
-        derived = {name: getattr(self, name) for name in names}
-        return json_line("train", **asdict(self), **derived)
+        return json_line("train", **values, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +343,7 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
     """The dataclass instance that a line was written from, null as NaN."""
-    values: dict[str, Any] = {field.name: record[field.name] for field in fields(kind)}
+    names = [each.name for each in fields(kind)]
+    values: dict[str, Any] = {name: record[name] for name in names if name in record or name not in OPTIONAL}
     values.update({name: math.nan for name, value in values.items() if value is None})
     return kind(**values)

@@ -228,12 +228,23 @@ class PackingConfig:
     pack_cost: str | None = None
     """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
     FLOPs)."""
+    outlier_delay_steps: int = 0
+    """Steps that a sequence may wait for others of its kind if it alone costs more than a fair share of a step
+    (default: 0, none waits)."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):
             if getattr(self, name) is not None and not self.sequence_packing:
                 raise ValueError(f"{_flag(name)} needs --sequence-packing")
+        if self.outlier_delay_steps and not self.sequence_packing:
+            raise ValueError("--outlier-delay-steps needs --sequence-packing")
+        if self.outlier_delay_steps and self.sequence_packing_scheduler == "empty":
+            raise ValueError(
+                "--outlier-delay-steps needs a scheduler that mixes what was drawn; pass "
+                "--sequence-packing-scheduler default"
+            )
         _in_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
+        _in_range(self, 0, None, "outlier_delay_steps")
         if self.sequence_packing_scheduler is not None:
             get_scheduler(self.sequence_packing_scheduler)
         _ = self.fitted_cost

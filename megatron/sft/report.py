@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +80,10 @@ class Summary:
     dropped_samples: int
     cut_samples: int
     skipped_steps: int
+    delays: list[int]
+    """Sequences trained on 0, 1, 2 ... steps later than drawn; empty where none could wait."""
+    waiting: int
+    """Sequences drawn that still wait."""
     files: list[Path]
 
 
@@ -120,6 +125,8 @@ def summarize(run_dir: Path | str) -> Summary:
         dropped_samples=sum(step.dropped_samples for step in steps),
         cut_samples=sum(step.cut_samples for step in steps),
         skipped_steps=sum(step.skipped for step in steps),
+        delays=[sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)],
+        waiting=steps[-1].waiting,
         files=sorted(run_dir.iterdir()),
     )
 
@@ -181,6 +188,8 @@ def table(summary: Summary) -> list[tuple[str, str]]:
     if math.isfinite(summary.prediction_error):
         share = f"which were {summary.passes_share:.0%} of the time"
         rows.append(("prediction", f"{summary.prediction_error:.1%} mean absolute error of the passes, {share}"))
+    if summary.delays:
+        rows.append(("delay", f"{delay_histogram(summary.delays)}; {summary.waiting:,} still wait"))
     if summary.skipped_steps:
         rows.append(("optimizer", f"{summary.skipped_steps:,} steps skipped, as gradients overflowed"))
     names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in summary.files)
@@ -198,6 +207,11 @@ def schedule_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_ranks > 1:
         rows.append(("moved", f"{summary.moved:.1%} of the tokens, between data-parallel ranks"))
     return rows
+
+
+def delay_histogram(delays: Sequence[int]) -> str:
+    """`[90, 0, 8] -> "sequences by steps waited: 0: 90, 2: 8"`."""
+    return "sequences by steps waited: " + ", ".join(f"{i}: {count:,}" for i, count in enumerate(delays) if count)
 
 
 def print_report(summary: Summary) -> None:

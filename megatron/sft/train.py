@@ -31,6 +31,7 @@ from megatron.sft.metrics import Evaluation, StepMetrics
 from megatron.sft.model import build_training
 from megatron.sft.run_folder import RunLog
 from megatron.sft.stop import StopSignals
+from megatron.sft.waiting import build_queue, gather_waiting
 
 
 class Reduced(NamedTuple):
@@ -58,8 +59,6 @@ class Trainer:
         self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device)
         self._packing = config.packing.sequence_packing
-        forward_backward = get_forward_backward_func()
-        self._forward_backward = packed(forward_backward) if self._packing else forward_backward
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -79,6 +78,9 @@ class Trainer:
                 if save is not None and Path(load).resolve() == Path(save).resolve():
                     self._saved_iteration = loaded.iteration
         self._first_iteration = self._progress.iteration
+        self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
+        forward_backward = get_forward_backward_func()
+        self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
         self._stream = SampleStream(
             datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
@@ -116,6 +118,8 @@ class Trainer:
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
+            if self._queue is not None and self._progress.iteration == last - 1:
+                self._queue.max_steps = 0  # the last step takes all that wait
             stop = self._step(data, signals, log)
             iteration = self._progress.iteration
             if stop:
@@ -195,6 +199,8 @@ class Trainer:
                     / (seconds * dist.get_world_size() * 1e12),
                     dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
                     cut_samples=reduced.counts.num_cut + stats.num_cut,
+                    delays=[] if batch is None else batch.delays,
+                    waiting=0 if batch is None else batch.num_waiting,
                 ),
                 batch,
             )
@@ -308,9 +314,8 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        save_checkpoint(
-            self._config.output.save, self._training, self._progress, self._model_options(), self._data_options()
-        )
+        progress = self._progress._replace(waiting=gather_waiting(self._queue))
+        save_checkpoint(self._config.output.save, self._training, progress, self._model_options(), self._data_options())
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")

@@ -79,6 +79,18 @@ def test_fingerprint_tells_batches_apart():
     assert table.fingerprint() not in [other.fingerprint() for other in others]
 
 
+def test_steps_waited_stand_in_the_column_of_draws():
+    """A draw taken for a delay, or a row left out in one column only, would let other sequences wait."""
+    rank = {"source_rank": array(0, 0, 1), "checksums": array(7, 8)}
+    table = LengthTable(length=array(3, 5, 4), kind=array(0, 1, 2), draw=array(-2, 0, 3), **rank)
+    assert table.steps_waited.tolist() == [2, 0, 0]
+    chosen = table.only(np.array([True, False, True]))
+    assert [getattr(chosen, name).tolist() for name in ("length", "kind", "draw", "source_rank")] == [
+        *([3, 4], [0, 2], [-2, 3], [0, 1])
+    ]
+    assert chosen.checksums.tolist() == [7, 8]
+
+
 @pytest.mark.parametrize("numbers", [array(), array(1, -2, 2**62 + 1), array(1, 2, 3, 4)[::2]])
 def test_broadcast_numbers(group, numbers):
     """Plans travel here as exact int64, also views with strides."""

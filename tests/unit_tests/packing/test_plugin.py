@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -17,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing import data_schedule, get_batch, plugin
+from megatron.packing import data_schedule, get_batch, pipeline, plugin
 from megatron.packing.cost import PackCost
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.fitted_cost import Fit, write_fitted_cost
@@ -138,6 +139,45 @@ def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
         plugin.install(make_config(num_layers=3), parse(f"--sequence-packing --pack-cost {path}"))
     with pytest.raises(ValueError, match="--pack-cost needs --sequence-packing"):
         plugin.install(make_config(), parse(f"--pack-cost {path}"))
+
+
+def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that is not used saves nothing; one that evaluation uses mixes held-out samples into training."""
+    config = make_config()
+    plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
+    queue = config.outlier_delay_queue
+    plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
+    assert config.outlier_delay_queue is queue
+    assert queue.max_steps == 3
+    stats = SimpleNamespace(num_microbatches=1, num_tokens=0, square_sum=0)
+    used = []
+
+    def schedule_global_batch(*arguments: Any, queue: Any) -> Any:
+        used.append(queue)
+        return SimpleNamespace(microbatches=[], stats=stats)
+
+    monkeypatch.setattr(pipeline, "schedule_global_batch", schedule_global_batch)
+    monkeypatch.setattr(pipeline, "device_of", lambda group: torch.device("cpu"))
+    groups = SimpleNamespace(**dict.fromkeys(data_schedule.GROUPS, "group"))
+    run = get_forward_backward_func()
+    for forward_only in (False, True):
+        run(
+            data_iterator=iter([]),
+            model=Model(config),
+            forward_step_func=forward_step,
+            num_microbatches=1,
+            forward_only=forward_only,
+            pg_collection=groups,
+        )
+    assert used == [queue, None]
+    assert [call["forward_only"] for call in calls] == [False, True]
+    plain = make_config()
+    plugin.install(plain, parse("--sequence-packing"))
+    assert not hasattr(plain, "outlier_delay_queue")
+    with pytest.raises(ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"):
+        plugin.install(config, parse("--sequence-packing --sequence-packing-scheduler empty"))
 
 
 def test_install_without_packing_leaves_the_config_alone() -> None:

@@ -78,6 +78,7 @@ PROMISED = [
     "--sequence-packing-scheduler empty --sequence-packing",
     "--sequence-packing-scheduler dp_balanced --sequence-packing",
     "--max-seqlen-per-dp-cp-rank 256 --sequence-packing",
+    "--outlier-delay-steps 4 --sequence-packing",
     "--sft-mock-dataset-config-json lengths.json",
     "--recompute-granularity full",
 ]
@@ -157,6 +158,13 @@ CONTRADICTIONS = [
         ["number of processes, 12", "2 x 2 x 2 = 8", "--nproc-per-node 8"],
     ),
     ("--max-seqlen-per-dp-cp-rank 256", 1, ["--max-seqlen-per-dp-cp-rank needs --sequence-packing"]),
+    ("--outlier-delay-steps 4", 1, ["--outlier-delay-steps needs --sequence-packing"]),
+    ("--outlier-delay-steps -1 --sequence-packing", 1, ["--outlier-delay-steps must be at least 0", "-1"]),
+    (
+        "--outlier-delay-steps 4 --sequence-packing --sequence-packing-scheduler empty",
+        1,
+        ["--outlier-delay-steps", "--sequence-packing-scheduler default"],
+    ),
     ("--mock-data --data-path a.jsonl", 1, ["--data-path", "--mock-data", "not both"]),
     ("--no-mock-data", 1, ["--data-path FILE", "--mock-data"]),
     (

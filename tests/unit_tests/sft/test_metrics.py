@@ -133,6 +133,18 @@ def test_file_reads_back_exactly(tmp_path):
     assert (first["predicted_seconds"], first["prediction_error"]) == (None, None)
 
 
+def test_delays_stand_where_sequences_may_wait(tmp_path):
+    """Without it the histogram could be lost, or the files of runs without delay change."""
+    delayed = replace(STEP, iteration=8, delays=[14, 0, 2], waiting=3)
+    assert delayed.to_line(200).endswith(" | 2 delayed, 3 waiting")
+    assert not {"delays", "waiting"} & set(json.loads(STEP.to_json()))
+    writer = MetricsWriter(tmp_path, train_iters=10, log_interval=1)
+    writer.step(STEP)
+    writer.step(delayed)
+    writer.close()
+    assert read_metrics(tmp_path).steps == [STEP, delayed]
+
+
 def test_killed_run_keeps_its_lines(tmp_path):
     """Without it the last lines, those that explain a crash, would die in a buffer."""
     code = (

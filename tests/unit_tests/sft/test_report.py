@@ -125,6 +125,17 @@ def test_printed_report_of_a_pipeline_with_a_prediction(tmp_path, capsys):
     assert not any(line.startswith("moved") for line in lines)
 
 
+def test_delays_are_summed_over_the_steps(tmp_path, capsys):
+    """Without it nobody would see how late outliers are, or that some are still to come."""
+    writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    writer.step(step(1, delays=[7], waiting=2))
+    writer.step(step(2, delays=[900, 0, 1], waiting=1))
+    writer.close()
+    print_report(summarize(tmp_path))
+    assert "delay             sequences by steps waited: 0: 907, 2: 1; 1 still wait" in capsys.readouterr().out
+
+
 def test_the_padded_run_itself_removes_nothing(tmp_path):
     """Without it the baseline could claim a gain over itself."""
     writer = MetricsWriter(tmp_path, train_iters=1, log_interval=100)
