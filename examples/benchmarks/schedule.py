@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing import balance, native
+from megatron.packing import balance, native, placement
 from megatron.packing.balance import default
 from megatron.packing.cost import gpt_pack_cost
 from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule
