@@ -1,12 +1,14 @@
 """Metadataset files as energon's users have them: what each says reaches the right leaf, and nothing is guessed."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.metadataset import Blend, Epochized, Join, Leaf, Subset, leaves, load_metadataset
+from megatron.blending import metadataset
+from megatron.blending.metadataset import Blend, Epochized, Join, Leaf, Subset, load_metadataset
 
 V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
 V1 = "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n"
@@ -26,6 +28,14 @@ def write(folder, text, name="m.yaml"):
     return str(folder / name)
 
 
+def load(path, split="train"):
+    return load_metadataset(path, split)
+
+
+def leaves_of(node):
+    return list(metadataset.leaves(node))
+
+
 def shown(node):
     """Shape of a tree with the file names of its leaves."""
     if isinstance(node, Leaf):
@@ -37,10 +47,8 @@ def test_simple_file(folder):
     """The example that energon's documentation begins with."""
     text = V2 + "  train:\n    path: ./coyo\n  val:\n    path: ./coyo\n    split_part: train\n"
     path = write(folder, text)
-    assert load_metadataset(path, "train") == Leaf(
-        path=str(folder / "coyo"), split_part="train", where=f"{path}:4: splits.train"
-    )
-    assert load_metadataset(path, "val").split_part == "train"
+    assert load(path) == Leaf(path=str(folder / "coyo"), split_part="train", where=f"{path}:4: splits.train")
+    assert load(path, "val").split_part == "train"
 
 
 def test_blend_with_all_keys(folder):
@@ -62,10 +70,10 @@ def test_blend_with_all_keys(folder):
         "      - {weight: 0, path: cc}\n"
     )
     path = write(folder, text)
-    blend = load_metadataset(path, "train")
+    blend = load(path)
     assert isinstance(blend, Blend)
     assert [share for _, share in blend.children] == [5, 1, 0]
-    first, second, _ = leaves(blend)
+    first, second, _ = leaves_of(blend)
     assert first == Leaf(
         path=str(folder / "coyo"),
         split_part="val",
@@ -99,12 +107,13 @@ def test_nested_files_inherit_from_outside_in(folder):
     path = write(
         folder,
         V2 + "  train:\n    blend:\n"
-        "      - {path: inner.yaml, weight: 7, split_part: val, subflavors: {k: out}, shuffle_over_epochs_multiplier: 2}\n"
+        "      - {path: inner.yaml, weight: 7, split_part: val, subflavors: {k: out},\n"
+        "         shuffle_over_epochs_multiplier: 2}\n"
         "      - path: cc\n",
     )
-    tree = load_metadataset(path, "train")
+    tree = load(path)
     assert shown(tree) == ["Blend", (["Blend", ("a.jsonl", 2), ("coyo", 1)], 7), ("cc", 1)]
-    told = [(leaf.split_part, leaf.subflavors, leaf.shuffle_over_epochs_multiplier) for leaf in leaves(tree)]
+    told = [(leaf.split_part, leaf.subflavors, leaf.shuffle_over_epochs_multiplier) for leaf in leaves_of(tree)]
     assert told == [("val", {"k": "out", "l": "in"}, 2), ("test", {"k": "out"}, 10), ("train", {}, 1)]
 
 
@@ -114,19 +123,19 @@ def test_nested_files_inherit_from_outside_in(folder):
 def test_multipliers_compose(folder, outer, inner, both):
     write(folder, V2 + f"  train: {{path: coyo, shuffle_over_epochs_multiplier: {inner}}}\n", "inner.yaml")
     path = write(folder, V2 + f"  train: {{path: inner.yaml, shuffle_over_epochs_multiplier: {outer}}}\n")
-    assert load_metadataset(path, "train").shuffle_over_epochs_multiplier == both
+    assert load(path).shuffle_over_epochs_multiplier == both
 
 
 def test_files_are_found_beside_the_file_that_names_them(folder):
     (folder / "sub").mkdir()
     write(folder, V2 + "  train: {path: ../b.jsonl}\n", "sub/inner.yaml")
     path = write(folder, V2 + "  train: {path: sub/inner.yaml}\n")
-    assert load_metadataset(path, "train").path == str(folder / "b.jsonl")
+    assert load(path).path == str(folder / "b.jsonl")
 
 
 def test_blend_epochized(folder):
     text = V2 + "  train:\n    blend_epochized:\n      - {path: coyo, repetitions: 2.5}\n      - path: cc\n"
-    tree = load_metadataset(write(folder, text), "train")
+    tree = load(write(folder, text))
     assert isinstance(tree, Epochized)
     assert shown(tree) == ["Epochized", ("coyo", 2.5), ("cc", 1)]
 
@@ -137,47 +146,48 @@ def test_kinds_of_blend_do_not_mix(folder, outer):
     write(folder, V2 + f"  train:\n    {inner}: [{{path: coyo}}]\n", "inner.yaml")
     path = write(folder, V2 + f"  train:\n    {outer}: [{{path: inner.yaml}}]\n")
     with pytest.raises(ValueError, match=rf"m\.yaml:5: splits\.train\.{outer}: holds a {inner} \(.*inner\.yaml:5"):
-        load_metadataset(path, "train")
+        load(path)
 
 
 def test_first_form(folder):
     text = V1 + (
         "  train:\n    datasets:\n      - {path: coyo, weight: 3, subflavor: x, subflavors: {a: 1}}\n      - path: cc\n"
     )
-    tree = load_metadataset(write(folder, text), "train")
+    tree = load(write(folder, text))
     assert shown(tree) == ["Blend", ("coyo", 3), ("cc", 1)]
-    assert next(leaves(tree)).subflavors == {"__subflavor__": "x", "a": 1}
+    assert leaves_of(tree)[0].subflavors == {"__subflavor__": "x", "a": 1}
     without_head = write(folder, text[len("__module__: megatron.energon\n__class__: Metadataset\n") :], "n.yaml")
-    assert shown(load_metadataset(without_head, "train")) == shown(tree)
+    assert shown(load(without_head)) == shown(tree)
 
 
 def test_anchors(folder):
     text = V2 + "  train: &t\n    blend:\n      - &c {path: coyo, weight: 2}\n      - {<<: *c, weight: 3}\n  val: *t\n"
     path = write(folder, text)
-    assert shown(load_metadataset(path, "train")) == ["Blend", ("coyo", 2), ("coyo", 3)]
-    assert [leaf.split_part for leaf in leaves(load_metadataset(path, "val"))] == ["val", "val"]
+    assert shown(load(path)) == ["Blend", ("coyo", 2), ("coyo", 3)]
+    assert [leaf.split_part for leaf in leaves_of(load(path, "val"))] == ["val", "val"]
 
 
 @pytest.mark.parametrize("module", ["megatron.energon", "megatron.energon.metadataset", "megatron.blending"])
 def test_modules_are_names_only(folder, module):
     """Neither megatron.energon nor any other module is imported because a file names it."""
     text = V2.replace("megatron.energon", module) + "  train: {path: coyo}\n"
-    assert load_metadataset(write(folder, text), "train").path == str(folder / "coyo")
+    assert load(write(folder, text)).path == str(folder / "coyo")
 
 
 def test_data_is_a_leaf(folder):
     path = str(folder / "a.jsonl")
-    assert load_metadataset(path, "train") == Leaf(path=path, split_part="train", where=path)
+    assert load(path) == Leaf(path=path, split_part="train", where=path)
     (folder / "tokens.bin").write_bytes(b"")
-    assert load_metadataset(folder / "tokens", "val").path == str(folder / "tokens")
+    assert load(folder / "tokens", "val").path == str(folder / "tokens")
 
 
 def test_join_is_kept(folder):
     text = V2 + (
-        "  train:\n    join:\n      - {path: coyo, subflavors: {a: 1}}\n      - {path: cc, nonmatch: none, split_part: val}\n"
+        "  train:\n    join:\n      - {path: coyo, subflavors: {a: 1}}\n"
+        "      - {path: cc, nonmatch: none, split_part: val}\n"
         "    joiner: {__module__: my.module, __class__: Both}\n    subset: {range: [0%, 50%]}\n    subflavors: {b: 2}\n"
     )
-    join = load_metadataset(write(folder, text), "train")
+    join = load(write(folder, text))
     assert isinstance(join, Join)
     assert [(leg.name, leg.leaf.split_part, leg.nonmatch) for leg in join.legs] == [
         (None, "train", "error"),
@@ -186,7 +196,7 @@ def test_join_is_kept(folder):
     assert join.joiner == ("my.module", "Both")
     assert (join.subset, join.subflavors) == (Subset(to_share=Fraction(1, 2)), {"b": 2})
     named = text.replace("- {path: coyo", "one: {path: coyo").replace("- {path: cc", "two: {path: cc")
-    assert [leg.name for leg in load_metadataset(write(folder, named, "n.yaml"), "train").legs] == ["one", "two"]
+    assert [leg.name for leg in load(write(folder, named, "n.yaml")).legs] == ["one", "two"]
 
 
 def test_subsets_compose(folder):
@@ -196,7 +206,7 @@ def test_subsets_compose(folder):
         "  train:\n    blend:\n      - {path: inner.yaml, subset: {range: ['0%', '50%']}}\n"
         "      - {path: coyo, subset: {range: [100, end]}}\n    subset: {range: ['0%', '10%']}\n"
     )
-    first, second = leaves(load_metadataset(write(folder, text), "train"))
+    first, second = leaves_of(load(write(folder, text)))
     assert first.subset == Subset(0, None, Fraction(1, 2), Fraction(21, 40))
     assert first.subset.of(1000) == range(500, 525)
     assert second.subset.of(1000) == range(100, 190)
@@ -209,10 +219,10 @@ def test_adjoining_subsets_share_nothing_and_leave_nothing_out(size, cuts, start
     """A sample in both the training and the validation part of a source would spoil every validation loss."""
     edges = [Fraction(cut, 10000) for cut in sorted({0, *cuts, 10000})]
     whole = Subset(start, None)
-    parts = [whole.within(Subset(from_share=a, to_share=b)).of(size + start) for a, b in zip(edges, edges[1:])]
+    parts = [whole.within(Subset(from_share=a, to_share=b)).of(size + start) for a, b in pairwise(edges)]
     assert parts[0].start == start
     assert parts[-1].stop == size + start
-    assert all(a.stop == b.start for a, b in zip(parts, parts[1:]))
+    assert all(a.stop == b.start for a, b in pairwise(parts))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +277,7 @@ def test_misuse_is_named(folder, text, fault):
     """Anything that the grammar does not have is an error of one line: file, line, key, and what was probably meant."""
     path = write(folder, text)
     with pytest.raises(ValueError, match=r".") as error:
-        load_metadataset(path, "train")
+        load(path)
     assert str(error.value).startswith(f"{path}:{fault.format(folder)}")
     assert "\n" not in str(error.value)
 
@@ -278,12 +288,12 @@ def test_circles_are_refused(folder):
     path = write(folder, V2 + "  train: {path: other.yaml}\n")
     other = folder / "other.yaml"
     with pytest.raises(ValueError, match=rf"other\.yaml:4: .* in a circle: {path} -> {other} -> {path}"):
-        load_metadataset(path, "train")
+        load(path)
 
 
 def test_a_file_may_name_another_split_of_itself(folder):
     path = write(folder, V2 + "  val: {path: coyo}\n  train: {path: m.yaml, split_part: val}\n")
-    assert load_metadataset(path, "train").split_part == "val"
+    assert load(path).split_part == "val"
 
 
 def test_metadatasets_take_no_dataset_config(folder):
@@ -291,22 +301,22 @@ def test_metadatasets_take_no_dataset_config(folder):
     for key in ("dataset_config: x", "split_config: x", "aux: {a: coyo}"):
         path = write(folder, V2 + f"  train: {{path: inner.yaml, {key}}}\n")
         with pytest.raises(ValueError, match=rf"m\.yaml:4: splits\.train: '{key.split(':')[0]}' is for data"):
-            load_metadataset(path, "train")
+            load(path)
     path = write(folder, V2 + "  train: {path: inner.yaml, subset: {range: [0, 1]}}\n")
     with pytest.raises(ValueError, match="subset of a metadataset must be percentages"):
-        load_metadataset(path, "train")
+        load(path)
 
 
 def test_many_sources_are_read_once(folder):
     """A file that is named a thousand times is parsed once; a thousand sources take tenths of a second."""
     write(folder, V2 + "  train: {path: coyo}\n", "inner.yaml")
     lines = "".join(f"      - {{path: inner.yaml, weight: {i + 1}}}\n" for i in range(1000))
-    tree = load_metadataset(write(folder, V2 + "  train:\n    blend:\n" + lines), "train")
-    assert len(list(leaves(tree))) == 1000
+    tree = load(write(folder, V2 + "  train:\n    blend:\n" + lines))
+    assert len(leaves_of(tree)) == 1000
 
 
 def test_urls_are_kept(folder):
     fsspec = pytest.importorskip("fsspec")
     with fsspec.open("memory://blends/m.yaml", "wb") as file:
         file.write((V2 + "  train: {path: ../data/x.jsonl}\n").encode())
-    assert load_metadataset("memory://blends/m.yaml", "train").path == "memory://data/x.jsonl"
+    assert load("memory://blends/m.yaml").path == "memory://data/x.jsonl"
