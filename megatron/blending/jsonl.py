@@ -1,7 +1,7 @@
 """pure. JSON Lines: one object per line, read in any order by the offsets of the lines.
 
-The offsets come from `FILE.idx`, if there is one as `python -m megatron.blending prepare` and energon write it, in no time
-and no memory; else from a scan for line ends, at about 1 GB/s, which keeps 8 bytes per record.
+The offsets come from `FILE.idx`, as `python -m megatron.blending prepare` and energon write it, if it is there: in no
+time and no memory; else from a scan for line ends, at about 1 GB/s, which keeps 8 bytes per record.
 
 Invariant: an index file beside the data changes how fast it is opened, never what is read.
 """
@@ -41,7 +41,7 @@ class JsonlSource:
     def _open(self) -> None:
         self._file = open_file(self._path)
         self._offsets = _indexed_lines(self._file)
-        self._places = memoryview(self._offsets)
+        self._places = self._offsets.data
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -9,12 +9,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megatron.blending.files import File
+from megatron.blending.files import File, read_ranges
 
 Record = dict[str, Any]
 
-_FINGERPRINT_PROBES = 64
-_FINGERPRINT_PROBE_BYTES = 4096
+_PROBE_BYTES = 4096
 
 
 class RecordError(ValueError):
@@ -59,9 +58,11 @@ def check_index(index: int, source: RecordSource) -> None:
         raise IndexError(f"index must be in range({len(source)}), but is {index}")
 
 
-def fingerprint_file(file: File, num_records: int) -> str:
+def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
+    """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4 KiB."""
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
-    for probe in range(_FINGERPRINT_PROBES):
-        start = max(file.size - _FINGERPRINT_PROBE_BYTES, 0) * probe // (_FINGERPRINT_PROBES - 1)
-        digest.update(file.read(start, min(start + _FINGERPRINT_PROBE_BYTES, file.size)))
+    last = max(file.size - _PROBE_BYTES, 0)
+    starts = [last * probe // (num_probes - 1) for probe in range(num_probes)]
+    for block in read_ranges([(file, start, min(start + _PROBE_BYTES, file.size)) for start in starts]):
+        digest.update(block)
     return digest.hexdigest()
