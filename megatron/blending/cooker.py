@@ -12,13 +12,11 @@ from megatron.blending.stateless import with_seeds
 class Cooker:
     """A function from CrudeSample to a sample, for the sources that have all of `has_subflavors`.
 
-    Called `cook(sample, **aux)` with the stores that the metadataset names, and with `cache=`, `primary=` on request.
+    Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker` asks for.
     """
 
     cook: Callable[..., Any]
     has_subflavors: Mapping[str, Any] | None = None
-    need_cache: bool = False
-    need_primary: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.cook):
@@ -32,11 +30,20 @@ class Cooker:
         return all(key in subflavors and subflavors[key] == value for key, value in asked.items())
 
 
+def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool = False) -> Any:
+    """Ask for more arguments of a cook function: `cache`, which reads stores, and `primary`, its own source by name."""
+    if function is None:
+        return functools.partial(cooker, need_cache=need_cache, need_primary=need_primary)
+    function.__need_cache__ = need_cache
+    function.__need_primary__ = need_primary
+    return function
+
+
 class DirectCache:
-    """What a cooker with `need_cache` is given: it reads at once and keeps nothing."""
+    """Reads at once and keeps nothing: the operating system keeps what was read."""
 
     def get(self, store: Any, name: str, sample: Any = None) -> Any:
-        return store[name]
+        return store.get(name, sample)
 
     def get_lazy(self, store: Any, name: str) -> "Lazy":
         return Lazy(store, name)
@@ -50,7 +57,7 @@ class Lazy:
     fname: str
 
     def get(self, sample: Any = None) -> Any:
-        return self.store[self.fname]
+        return self.store.get(self.fname, sample)
 
 
 def choose_cook(
@@ -60,18 +67,18 @@ def choose_cook(
 
     The first cooker that matches; ValueError, starting with `where`, if none does.
     """
-    for cooker in cookers:
-        if cooker.is_match(subflavors):
+    for entry in cookers:
+        if entry.is_match(subflavors):
             extra = dict(stores)
-            if cooker.need_cache:
+            if getattr(entry.cook, "__need_cache__", False):
                 extra["cache"] = DirectCache()
-            if cooker.need_primary:
+            if getattr(entry.cook, "__need_primary__", False):
                 extra["primary"] = primary
-            cook = with_seeds(cooker.cook)
+            cook = with_seeds(entry.cook)
             return functools.partial(cook, **extra) if extra else cook
     if not cookers:
         return None
-    asked = " or ".join(str(dict(cooker.has_subflavors or {})) for cooker in cookers)
+    asked = " or ".join(str(dict(entry.has_subflavors or {})) for entry in cookers)
     raise ValueError(
         f"{where}: no cooker is for its subflavors {dict(subflavors)}; those of the task encoder ask for {asked}"
     )

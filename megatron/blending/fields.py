@@ -1,7 +1,7 @@
 """pure. Samples and batches as what they have in common: named fields, of a dataclass, a named tuple or a dict."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.blending.collate import generic_batch
@@ -37,10 +37,20 @@ def required_names(kind: Any) -> set[str]:
     return {field.name for field in fields if field.default is missing and field.default_factory is missing}
 
 
-def batch_samples(samples: Sequence[Any], batch_type: Any, **fields: Any) -> Any:
+Action = Callable[[list[Any]], Any]
+
+
+def batch_samples(
+    samples: Sequence[Any],
+    batch_type: Any,
+    actions: Mapping[str, Action] | None = None,
+    default_action: Action = generic_batch,
+    **fields: Any,
+) -> Any:
     """Return a `batch_type` of `samples`: each of its fields collated from theirs, except those given as `fields`.
 
-    A dict holds all that the first sample has. ValueError for a field without default that the samples lack.
+    `actions` say for fields by name how several values become one. A dict holds all that the first sample has.
+    ValueError for a field without default that the samples lack.
     """
     first = samples[0]
     is_mapping = isinstance(first, Mapping)
@@ -49,11 +59,15 @@ def batch_samples(samples: Sequence[Any], batch_type: Any, **fields: Any) -> Any
         if name in fields:
             continue
         if is_mapping and name in first:
-            fields[name] = _column(name, [sample[name] for sample in samples])
+            fields[name] = [sample[name] for sample in samples]
         elif not is_mapping and hasattr(first, name):
-            fields[name] = _column(name, [getattr(sample, name) for sample in samples])
+            fields[name] = [getattr(sample, name) for sample in samples]
         elif name in required_names(batch_type):
             raise _missing(name, batch_type, first)
+        else:
+            continue
+        action = actions.get(name) if actions else None
+        fields[name] = action(fields[name]) if action else _column(name, fields[name], default_action)
     return batch_type(**fields)
 
 
@@ -81,10 +95,10 @@ def _missing(name: str, kind: Any, value: Any) -> ValueError:
     return ValueError(f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}")
 
 
-def _column(name: str, values: list[Any]) -> Any:
+def _column(name: str, values: list[Any], action: Action) -> Any:
     """A field of all samples. What says where they came from is listed, or None if there is nothing to say."""
     if not name.startswith("__"):
-        return generic_batch(values)
+        return action(values)
     if all(value is None for value in values):
         return None
     if name == "__sources__":

@@ -118,14 +118,37 @@ class _Outer:
     """(file, split) from the first to this one."""
 
 
-def load_metadataset(path: str | os.PathLike[str], split: str) -> Node:
+_Files = dict[str, dict[str, Entry]]
+
+
+def load_metadataset(
+    path: str | os.PathLike[str], split: str, *, told: Reference | None = None, files: _Files | None = None
+) -> Node:
     """Return the tree of `split` of the metadataset at `path`; a path that is data is a Leaf.
 
+    `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that need not be there.
     ValueError, one line that names file, line and key, for anything that the grammar does not have, a path where
     nothing is, a split that a file lacks, or files that name one another in a circle.
     """
     path = os.fspath(path)
-    return _follow(Reference(path=path), path, _Outer(split), {})
+    reference = Reference(path=path) if told is None else replace(told, path=path)
+    return _follow(reference, path, _Outer(split), {} if files is None else dict(files))
+
+
+def flattened(node: Node) -> tuple[type, list[tuple[Leaf | Join, Fraction]]]:
+    """Return what the top of a tree is, and its sources with their shares of the whole, or repetitions per epoch.
+
+    Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are 10/24 and 5/24.
+    """
+    if isinstance(node, (Leaf, Join)):
+        return type(node), [(node, Fraction(1))]
+    shares = [Fraction(str(share)) for _, share in node.children]
+    total = sum(shares) if isinstance(node, Blend) else 1
+    return type(node), [
+        (leaf, share / total * inner)
+        for (child, _), share in zip(node.children, shares)
+        for leaf, inner in flattened(child)[1]
+    ]
 
 
 def leaves(node: Node) -> Iterator[Leaf | Join]:
@@ -137,13 +160,10 @@ def leaves(node: Node) -> Iterator[Leaf | Join]:
             yield from leaves(child)
 
 
-_Files = dict[str, dict[str, Entry]]
-
-
 def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
     split = reference.split_part or outer.split
     outer = replace(_told(reference, outer), split=split)
-    if not is_metadataset(path):
+    if not is_metadataset(path) and path not in files:
         return _leaf(reference, path, outer)
     for key in ("dataset_config", "split_config", "aux"):
         if getattr(reference, key):
@@ -231,12 +251,13 @@ def _told(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
     return replace(
         outer,
         subflavors={**entry.subflavors, **outer.subflavors},
-        multiplier=_multiplied(outer.multiplier, 1 if entry.multiplier is UNSET else entry.multiplier),
+        multiplier=multiplied(outer.multiplier, 1 if entry.multiplier is UNSET else entry.multiplier),
         subset=outer.subset if entry.subset is None else _subset(entry.subset, outer.subset),
     )
 
 
-def _multiplied(outer: int | None, inner: int | None) -> int | None:
+def multiplied(outer: int | None, inner: int | None) -> int | None:
+    """Return what two multipliers, one within the other, come to: None (no shuffling) wins, then -1 (at random)."""
     if outer is None or inner is None:
         return None
     return -1 if -1 in (outer, inner) else outer * inner

@@ -36,7 +36,7 @@ class SourceInfo:
     """Where a sample was read."""
 
     dataset_path: str
-    index: int
+    index: int | str
     shard_name: str
     file_names: tuple[str, ...] = ()
 
@@ -76,6 +76,11 @@ class Sample(_Fields):
     def derive_from(cls, base_sample: Any, **fields: Any) -> Self:
         """Return a sample with `fields` that came from where `base_sample` came from."""
         return cls(**{**basic_sample_keys(base_sample), **fields})
+
+    @classmethod
+    def from_joined(cls, *samples: Any, **named_samples: Any) -> Self:
+        """Return one sample of those that a join found, in the order or by the names that it has them."""
+        raise NotImplementedError(f"{cls.__name__} must define from_joined to be the joiner of a join")
 
 
 class CrudeSample(dict[str, Any]):
@@ -127,6 +132,39 @@ class InterleavedSample(Sample):
 
 
 @edataclass
+class SimilarityInterleavedSample(Sample):
+    images: list[torch.Tensor]
+    texts: list[str]
+    audio: list[torch.Tensor] | None = None
+    video: list[torch.Tensor] | None = None
+    similarity_matrix: torch.Tensor | None = None
+    matched_text_indices: list[int] | None = None
+
+
+@edataclass
+class OCRSample(Sample):
+    image: torch.Tensor
+    text: str
+    block_boxes: torch.Tensor | None = None
+    block_classes: torch.Tensor | list[str] | None = None
+    block_text: list[str] | None = None
+    lines_boxes: torch.Tensor | None = None
+    lines_text: list[str] | None = None
+    words_boxes: torch.Tensor | None = None
+    words_text: list[str] | None = None
+    chars_boxes: torch.Tensor | None = None
+    chars_text: list[str] | None = None
+
+
+@edataclass
+class VidQASample(Sample):
+    video: Any
+    context: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+
+
+@edataclass
 class Batch(_Fields):
     """Samples put together. `__key__` and the like hold one entry per sample."""
 
@@ -159,6 +197,9 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
         ImageClassificationSample,
         MultiChoiceVQASample,
         InterleavedSample,
+        SimilarityInterleavedSample,
+        OCRSample,
+        VidQASample,
     )
 }
 

@@ -6,7 +6,7 @@ A step that is not overridden is not there: it costs nothing. Steps, in order (*
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.collate import generic_batch
@@ -65,8 +65,17 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         """Whether the method of that name does anything: it is overridden, by the class or on the object."""
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
 
-    def _batch(self, samples: list[Any], batch_type: Any) -> Any:
-        return batch_samples(samples, batch_type) if has_fields(batch_type) else generic_batch(samples)
+    def _batch(
+        self,
+        samples: list[Any],
+        result_type: Any,
+        actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        default_action: Callable[[list[Any]], Any] = generic_batch,
+    ) -> Any:
+        """Return a `result_type` of samples; `actions` say for fields by name how several values become one."""
+        if not has_fields(result_type):
+            return default_action(samples)
+        return batch_samples(samples, result_type, actions or {}, default_action)
 
     # How steps become nodes.
 
@@ -159,19 +168,22 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
         virtual_epoch_length: int = 0,
-        blend: Callable[[Sequence[Any]], Any] | None = None,
+        blend_mode: str = "none",
+        proportions: str = "exact",
+        repeat: bool = True,
     ) -> Any:
         """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
 
-        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight); `blend` makes one of
-        them, as the metadataset says. By default weighted, sample by sample.
+        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight). They are endless if
+        `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make them end together.
         """
-        from megatron.blending.datasets import BlendDataset, EpochizeDataset
+        from megatron.blending.datasets import BlendDataset, EpochizeDataset, RepeatDataset
 
-        if blend is not None:
-            dataset = blend(datasets)
-        else:
-            dataset = datasets[0][0] if len(datasets) == 1 else BlendDataset(*datasets, worker_config=worker_config)
+        dataset = datasets[0][0]
+        if len(datasets) > 1:
+            dataset = BlendDataset(*datasets, mode=proportions, worker_config=worker_config)
+        if repeat and blend_mode == "sample_repetitions":
+            dataset = RepeatDataset(dataset, worker_config=worker_config)
         dataset = self.build_encode_sample(dataset, worker_config=worker_config)
         dataset = self.build_batch(
             dataset,

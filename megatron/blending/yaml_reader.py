@@ -60,6 +60,19 @@ def read_scalar(word: str) -> Any:
     return float(word) if _FLOAT.fullmatch(word) else word
 
 
+def as_tables(value: Any) -> Any:
+    """Return dicts and lists as they would come from a file, all in its first line."""
+    if isinstance(value, dict):
+        table = Table({str(key): as_tables(item) for key, item in value.items()})
+        table.line, table.lines = 1, dict.fromkeys(table, 1)
+        return table
+    if isinstance(value, (list, tuple)):
+        items = Items(map(as_tables, value))
+        items.line, items.lines = 1, [1] * len(items)
+        return items
+    return value
+
+
 class _Values:
     """From the nodes of one file to values. An anchor used twice is one value."""
 

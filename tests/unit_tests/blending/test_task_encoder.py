@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.blending.cooker import Cooker, choose_cook
+from megatron.blending.cooker import Cooker, choose_cook, cooker
 from megatron.blending.samples import Batch, TextSample, edataclass
 from megatron.blending.stateless import failure_tolerance_of, is_stateless, stateless, with_seeds
 from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, call_hook, check_encoder
@@ -207,10 +207,16 @@ def test_the_first_matching_cooker_cooks():
 
 
 def test_cookers_may_ask_for_cache_and_primary():
-    cook = choose_cook(
-        [Cooker(lambda s, cache, primary: (cache, primary), need_cache=True, need_primary=True)], {}, {}, {"k": 7}, ""
-    )
+    class Store:
+        def get(self, name, sample=None):
+            return 7, sample
+
+    @cooker(need_cache=True, need_primary=True)
+    def with_all(sample, cache, primary):
+        return cache, primary
+
+    cook = choose_cook([Cooker(with_all)], {}, {}, Store(), "")
     assert cook is not None
     cache, primary = cook({})
-    assert cache.get(primary, "k") == 7
-    assert cache.get_lazy(primary, "k").get() == 7
+    assert cache.get(primary, "k") == (7, None)
+    assert cache.get_lazy(primary, "k").get("sample") == (7, "sample")

@@ -1,0 +1,187 @@
+"""pure. From a path and a task encoder to a stream: the functions that users begin with.
+
+A path is data (a prepared folder, .jsonl, .json, .parquet, .bin) or a metadataset (.yaml). For training, sources are
+repeated for ever and blended by their weights, or read through a given number of times per epoch (blend_epochized); for
+validation they are read one after the other, once. Options have the names and meanings that energon gives them, but:
+
+shuffle_buffer_size, max_samples_per_sequence   keep reads local, within an order that is fixed by seed and epoch; None
+                                                for both is the best shuffling
+parallel_shard_iters                            accepted, of no effect: nothing is read ahead of what is asked for
+worker_config                                   may be left out; the loader then uses its own
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.blending.dataset_loader import DatasetLoaderInterface, LoadedDatasetList, load_dataset
+from megatron.blending.leaves import Reading
+from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, call_hook, check_encoder
+
+Path = str | os.PathLike[str]
+Encoder = TaskEncoder[Any, Any, Any, Any]
+
+_WEIGHTS_BY = ("samples", "tokens")
+
+
+def get_train_dataset(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "train",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    shuffle_buffer_size: int | None = None,
+    max_samples_per_sequence: int | None = None,
+    virtual_epoch_length: int = 0,
+    shuffle_over_epochs_multiplier: int | None = 1,
+    task_encoder: Encoder | None = None,
+    repeat: bool = True,
+    parallel_shard_iters: int | None = None,
+    proportions: str = "exact",
+    allow_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return the training stream of a path, as a data set to iterate over, to give to a loader, or to blend.
+
+    `proportions`: "exact", each source at every moment within a sample of its share, or "random". `repeat=False`: one
+    epoch; of a blend, until all sources are read. `allow_code`: whether Python code that a data set names may run.
+    `options`: those of DatasetLoader (subflavors, dataset_config, split_config). ValueError for anything that cannot
+    work, before the first sample is read.
+    """
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size, proportions)
+    reading = Reading(
+        encoder=encoder,
+        slice_length=_positive("max_samples_per_sequence", max_samples_per_sequence),
+        shuffle_window=_positive("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
+        allow_code=allow_code,
+    )
+    loaded = _loader(path, options).get_datasets(
+        training=True,
+        split_part=split_part,
+        worker_config=worker_config,
+        shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
+        reading=reading,
+        repeat=repeat,
+    )
+    return call_hook(
+        encoder.build_train_datasets,
+        datasets=loaded.datasets,
+        worker_config=worker_config,
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        virtual_epoch_length=virtual_epoch_length,
+        shuffle_buffer_size=shuffle_buffer_size,
+        blend_mode=loaded.blend_mode,
+        proportions=proportions,
+        repeat=repeat,
+    )
+
+
+def get_val_dataset(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "val",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    limit: int | None = None,
+    task_encoder: Encoder | None = None,
+    allow_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size)
+    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
+    return _build_val(encoder, loaded.datasets, worker_config, batch_size, batch_drop_last, packing_buffer_size, limit)
+
+
+def get_val_datasets(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "val",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    limit: int | None = None,
+    task_encoder: Encoder | None = None,
+    allow_code: bool = False,
+    **options: Any,
+) -> list[tuple[Any, Any]]:
+    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size)
+    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
+    return [
+        (
+            _build_val(encoder, [one], worker_config, batch_size, batch_drop_last, packing_buffer_size, limit),
+            one.dataset,
+        )
+        for one in loaded.datasets
+    ]
+
+
+def _val_sources(
+    path: Path | DatasetLoaderInterface,
+    split_part: str,
+    worker_config: Any,
+    encoder: Encoder,
+    allow_code: bool,
+    options: Mapping[str, Any],
+) -> LoadedDatasetList:
+    return _loader(path, options).get_datasets(
+        training=False,
+        split_part=split_part,
+        worker_config=worker_config,
+        reading=Reading(encoder=encoder, is_shuffled=False, allow_code=allow_code),
+    )
+
+
+def _build_val(
+    encoder: Encoder,
+    datasets: list[Any],
+    worker_config: Any,
+    batch_size: int | None,
+    batch_drop_last: bool,
+    packing_buffer_size: int | None,
+    limit: int | None,
+) -> Any:
+    return call_hook(
+        encoder.build_val_datasets,
+        datasets=datasets,
+        worker_config=worker_config,
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        limit=limit,
+    )
+
+
+def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> DatasetLoaderInterface:
+    if isinstance(path, DatasetLoaderInterface):
+        return path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
+    return load_dataset(path, **options)
+
+
+def _check(
+    encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None, proportions: str = "exact"
+) -> None:
+    check_encoder(encoder, packing_buffer_size)
+    _positive("batch_size", batch_size)
+    _positive("packing_buffer_size", packing_buffer_size)
+    if proportions not in ("exact", "random"):
+        raise ValueError(f"proportions must be 'exact' or 'random', but is {proportions!r}")
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be a whole number of at least 1, or None, but is {value!r}")
+    return value
