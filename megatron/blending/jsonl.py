@@ -8,7 +8,7 @@ Invariant: an index file beside the data changes how fast it is opened, never wh
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,14 +111,22 @@ class JsonlSource:
         self._open()
 
 
-def index_lines(file: File) -> npt.NDArray[np.uint64]:
+def _unseen(steps: Iterable[Any], total: int) -> Iterable[Any]:
+    return steps
+
+
+def index_lines(
+    file: File, progress: Callable[[Iterable[Any], int], Iterable[Any]] = _unseen
+) -> npt.NDArray[np.uint64]:
     """Return where each non-blank line starts, then the end of the file: what an index file holds.
 
-    `b'{}\\n\\n{}\\n' -> [0, 4, 7]`; after a byte-order mark the first line starts at 3.
+    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress` passes the
+    blocks of the file on, of which there are so many.
     """
     carried = np.array([_mark_bytes(file)], np.int64)
     found, suspects = [], []
-    for scan in range(0, file.size, _SCAN_BYTES):
+    scans = range(0, file.size, _SCAN_BYTES)
+    for scan in progress(scans, len(scans)):
         data = np.frombuffer(file.read(scan, min(scan + _SCAN_BYTES, file.size)), np.uint8)
         starts = np.append(carried, np.flatnonzero(data == ord("\n")) + 1)
         carried, starts = starts[starts >= len(data)] - len(data), starts[starts < len(data)]
