@@ -50,16 +50,8 @@ def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) ->
     """Return a source as a LeafDataset: one pass over its samples. ValueError starts with where it is named."""
     from megatron.blending.datasets import LeafDataset
 
-    try:
-        if isinstance(leaf, Join):
-            source, load = _open_join(leaf, reading)
-            name = " + ".join(f"{leg.leaf.path} {leg.leaf.split_part}" for leg in leaf.legs)
-        else:
-            source, load = _open(leaf, reading)
-            name = f"{leaf.path} {leaf.split_part}"
-    except ValueError as error:
-        fault = str(error)
-        raise ValueError(fault if fault.startswith(leaf.where) else f"{leaf.where}: {fault}") from None
+    source, load = open_records(leaf, reading)
+    sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
     return LeafDataset(
         source,
         load=load,
@@ -67,9 +59,18 @@ def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) ->
         multiplier=leaf.shuffle_over_epochs_multiplier,
         slice_length=reading.slice_length,
         shuffle_window=reading.shuffle_window,
-        name=name,
+        name=" + ".join(f"{one.path} {one.split_part}" for one in sources),
         worker_config=worker_config,
     )
+
+
+def open_records(leaf: Leaf | Join, reading: Reading) -> tuple[RecordSource, Load]:
+    """Return the records of a source, and what makes a sample of each; ValueError starts with where it is named."""
+    try:
+        return _open_join(leaf, reading) if isinstance(leaf, Join) else _open(leaf, reading)
+    except ValueError as error:
+        fault = str(error)
+        raise ValueError(fault if fault.startswith(leaf.where) else f"{leaf.where}: {fault}") from None
 
 
 def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
