@@ -8,15 +8,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.blending.failures import FatalSampleError
 from megatron.blending.record import Record, RecordError
 from megatron.blending.samples import Sample, SkipSample
 from megatron.blending.webdataset import WebDataset
 
-_SKIP, _ERROR = "skip", "error"
-
 
 class JoinSource:
-    """A record is {"__key__": str, "legs": [record of each source, or None, or why it must be skipped]}."""
+    """A record is {"legs": [(index, record) or None, of each source]}, or {"fault": why it is none; None: skip it}."""
 
     def __init__(self, sources: Sequence[WebDataset], nonmatch: Sequence[str]) -> None:
         self._sources = list(sources)
@@ -57,17 +56,19 @@ class JoinSource:
         records: list[Any] = [(index, primary)]
         for number, leg in enumerate(legs, 1):
             partner = leg.get(key)
-            if partner is None and self._nonmatch[number] == _ERROR:
-                path = self._sources[number].path
-                return RecordError(f"{self.describe(index)}: key {key!r} is not in {path}; set nonmatch: skip or none")
             if partner is not None and isinstance(partner[1], RecordError):
                 return partner[1]
-            records.append(_SKIP if partner is None and self._nonmatch[number] == _SKIP else partner)
-        return {"__key__": key, "legs": records}
+            if partner is None and self._nonmatch[number] == "error":
+                path = self._sources[number].path
+                return {"fault": f"{self.describe(index)}: {key!r} is not in {path}; set nonmatch: skip or none there"}
+            if partner is None and self._nonmatch[number] == "skip":
+                return {"fault": None}
+            records.append(partner)
+        return {"legs": records}
 
 
 class JoinedLoad:
-    """A record of a JoinSource as the sample that the joiner makes; SkipSample where a partner is missing."""
+    """A record of a JoinSource as the sample that the joiner makes. A partner missing: SkipSample, or the run ends."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class JoinedLoad:
         self._subflavors = subflavors
 
     def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
-        if _SKIP in record["legs"]:
-            raise SkipSample
+        if "fault" in record:
+            raise FatalSampleError(record["fault"]) if record["fault"] else SkipSample
         samples = [
             None if leg is None else self._samples(load, leg, restore_key)
             for load, leg in zip(self._loads, record["legs"])

@@ -14,14 +14,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.blending.dataset_loader import DatasetLoaderInterface, LoadedDatasetList, load_dataset
+from megatron.blending.dataset_loader import DatasetBlendMode, DatasetLoaderInterface, LoadedDatasetList, load_dataset
 from megatron.blending.leaves import Reading
 from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, call_hook, check_encoder
+from megatron.blending.token_weights import by_tokens
+from megatron.blending.weights import WeightSchedule
 
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]
-
-_WEIGHTS_BY = ("samples", "tokens")
 
 
 def get_train_dataset(
@@ -40,18 +40,25 @@ def get_train_dataset(
     repeat: bool = True,
     parallel_shard_iters: int | None = None,
     proportions: str = "exact",
+    weights_by: str = "samples",
+    weight_schedule: WeightSchedule | None = None,
     allow_code: bool = False,
     **options: Any,
 ) -> Any:
     """Return the training stream of a path, as a data set to iterate over, to give to a loader, or to blend.
 
-    `proportions`: "exact", each source at every moment within a sample of its share, or "random". `repeat=False`: one
-    epoch; of a blend, until all sources are read. `allow_code`: whether Python code that a data set names may run.
-    `options`: those of DatasetLoader (subflavors, dataset_config, split_config). ValueError for anything that cannot
-    work, before the first sample is read.
+    `proportions`: "exact", each source at every moment within a sample of its share, or "random".
+    `weights_by`: what weights are shares of, "samples" or "tokens" (found by encoding a few samples of each source).
+    `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over steps.
+    `repeat=False`: one epoch; of a blend, until all sources are read.
+    `allow_code`: whether Python code that a data set names may run.
+    `options`: those of DatasetLoader (subflavors, dataset_config, split_config).
+    ValueError for anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size, proportions)
+    _check(encoder, batch_size, packing_buffer_size)
+    _one_of("proportions", proportions, ("exact", "random"))
+    _one_of("weights_by", weights_by, ("samples", "tokens"))
     reading = Reading(
         encoder=encoder,
         slice_length=_positive("max_samples_per_sequence", max_samples_per_sequence),
@@ -66,9 +73,14 @@ def get_train_dataset(
         reading=reading,
         repeat=repeat,
     )
+    datasets = loaded.datasets
+    if weights_by == "tokens":
+        if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+            raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
+        datasets, weight_schedule = by_tokens(datasets, weight_schedule, encoder)
     return call_hook(
         encoder.build_train_datasets,
-        datasets=loaded.datasets,
+        datasets=datasets,
         worker_config=worker_config,
         batch_size=batch_size,
         batch_drop_last=batch_drop_last,
@@ -77,6 +89,7 @@ def get_train_dataset(
         shuffle_buffer_size=shuffle_buffer_size,
         blend_mode=loaded.blend_mode,
         proportions=proportions,
+        weight_schedule=weight_schedule,
         repeat=repeat,
     )
 
@@ -171,14 +184,15 @@ def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> 
     return load_dataset(path, **options)
 
 
-def _check(
-    encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None, proportions: str = "exact"
-) -> None:
+def _check(encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None) -> None:
     check_encoder(encoder, packing_buffer_size)
     _positive("batch_size", batch_size)
     _positive("packing_buffer_size", packing_buffer_size)
-    if proportions not in ("exact", "random"):
-        raise ValueError(f"proportions must be 'exact' or 'random', but is {proportions!r}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
 
 
 def _positive(name: str, value: int | None) -> int | None:

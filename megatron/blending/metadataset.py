@@ -229,19 +229,23 @@ def _store(store: str, beside: str) -> str:
 
 def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
     told = replace(_told(entry, outer), split=entry.split_part or outer.split)
-    legs = []
+    legs: list[JoinLeg] = []
+    # The order is the primary's, so what it says of that is said of the join.
+    primary = _told(entry.legs[0][1], replace(told, subflavors={}))
     for name, reference, nonmatch in entry.legs:
         leg_path = resolve_path(reference.path, path)
         if is_metadataset(leg_path):
             raise _error(reference.where, f"a join is of data, but {leg_path} is a metadataset")
-        leg = _told(reference, _Outer(reference.split_part or told.split))
+        if legs and reference.subset:
+            raise _error(reference.where, "subset is for the first source of a join, or for the join; remove it")
+        leg = replace(_told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING)
         legs.append(JoinLeg(name, _leaf(reference, leg_path, leg), nonmatch))
     return Join(
         legs=tuple(legs),
         joiner=entry.joiner,
         subflavors=told.subflavors,
-        shuffle_over_epochs_multiplier=told.multiplier,
-        subset=told.subset,
+        shuffle_over_epochs_multiplier=primary.multiplier,
+        subset=primary.subset,
         where=entry.where,
     )
 

@@ -61,6 +61,13 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         """Return what the training loop gets."""
         return batch
 
+    def num_tokens(self, sample: Any) -> int:
+        """Return the length of an encoded sample, for weights by tokens: that of its `tokens`."""
+        tokens = sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
+        if tokens is None:
+            raise NotImplementedError(f"{type(self).__name__} must define num_tokens: its samples have no 'tokens'")
+        return len(tokens)
+
     def uses(self, step: str) -> bool:
         """Whether the method of that name does anything: it is overridden, by the class or on the object."""
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
@@ -170,6 +177,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         virtual_epoch_length: int = 0,
         blend_mode: str = "none",
         proportions: str = "exact",
+        weight_schedule: Any = None,
         repeat: bool = True,
     ) -> Any:
         """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
@@ -181,7 +189,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
         dataset = datasets[0][0]
         if len(datasets) > 1:
-            dataset = BlendDataset(*datasets, mode=proportions, worker_config=worker_config)
+            dataset = BlendDataset(*datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config)
         if repeat and blend_mode == "sample_repetitions":
             dataset = RepeatDataset(dataset, worker_config=worker_config)
         dataset = self.build_encode_sample(dataset, worker_config=worker_config)

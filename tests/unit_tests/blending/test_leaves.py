@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megatron.blending.cooker import Cooker, cooker
+from megatron.blending.failures import FatalSampleError
 from megatron.blending.leaves import Reading, open_records
-from megatron.blending.metadataset import load_metadataset
-from megatron.blending.samples import CaptioningSample, CrudeSample, TextSample, basic_sample_keys
+from megatron.blending.metadataset import leaves, load_metadataset
+from megatron.blending.samples import CaptioningSample, CrudeSample, SkipSample, TextSample, basic_sample_keys
 from megatron.blending.stateless import stateless
 from megatron.blending.task_encoder import DefaultTaskEncoder
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
@@ -19,7 +20,7 @@ V2 = "__class__: MetadatasetV2\nsplits:\n"
 
 
 def records_of(path, split, reading):
-    return open_records(load_metadataset(path, split), reading)
+    return open_records(next(leaves(load_metadataset(path, split))), reading)
 
 
 def opened(path, split="train", encoder=None, allow_code=False):
@@ -199,3 +200,14 @@ def test_join_skips_or_fills(tmp_path):
     path = write_join(tmp_path, "      one: {path: one}\n      two: {path: two, nonmatch: none}\n")
     assert opened(path, allow_code=True)[0].text == "['one=a', 'two=A']"
     assert "names Python code" in refused(path)
+
+
+def test_join_partners_that_are_missing(tmp_path):
+    """`error` ends the run, where any other failing sample would be logged and left out."""
+    reading = Reading(encoder=DefaultTaskEncoder(), allow_code=True)
+    for nonmatch, fault in (("error", FatalSampleError), ("skip", SkipSample)):
+        legs = f"      - {{path: one, subset: {{range: [1, 3]}}}}\n      - {{path: two, nonmatch: {nonmatch}}}\n"
+        source, load = records_of(write_join(tmp_path, legs), "train", reading)
+        with pytest.raises(fault, match=r"s\.tar sample 1: 'b' is not in .*two" if nonmatch == "error" else None):
+            load(source[0], ("0", 0, 0))
+        assert load(source[1], ("0", 0, 1)).text == "['c', 'C']"
