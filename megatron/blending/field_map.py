@@ -27,6 +27,10 @@ class FieldMap:
     def __init__(self, fields: Mapping[str, str], where: str = "field_map") -> None:
         self._texts = dict(fields)
         self._fields = [(name, _parse(text, f"{where}: {name}")) for name, text in fields.items()]
+        # The common case, in which nothing is to be chosen and nothing decoded twice: each field a part of its own.
+        self._parts_alone = [(name, options[0].part) for name, options in self._fields]
+        if any(len(options) > 1 or options[0].keys for _, options in self._fields) or len(self.parts) < len(fields):
+            self._parts_alone = []
 
     @property
     def parts(self) -> set[str]:
@@ -34,6 +38,14 @@ class FieldMap:
         return {option.part for _, options in self._fields for option in options}
 
     def __call__(self, record: Record, decode: Decode) -> dict[str, Any]:
+        try:
+            if self._parts_alone:
+                return {name: decode(part, record[part]) for name, part in self._parts_alone}
+        except KeyError:
+            pass
+        return self._choose(record, decode)
+
+    def _choose(self, record: Record, decode: Decode) -> dict[str, Any]:
         decoded: dict[str, Any] = {}
         values = {}
         for name, options in self._fields:

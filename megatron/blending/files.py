@@ -123,14 +123,15 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.location = path
-        self._map, self.size = _map_file(path)
+        self.content, self.size = _map_file(path)
+        """The mapped memory: `content[a:b]` is bytes. Nobody checks that the file goes so far."""
 
     def read(self, start: int, end: int) -> bytes:
         if not 0 <= start <= end <= self.size:
             raise ValueError(f"{self.location}: bytes {start} to {end} asked for, but it has {self.size}")
         if end - start > _ADVISED_BYTES:
-            _advise(ctypes.addressof(self._map) + start, end - start)
-        return self._map[start:end]
+            _advise(ctypes.addressof(self.content) + start, end - start)
+        return self.content[start:end]
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
         item = np.dtype(dtype).itemsize
@@ -141,7 +142,7 @@ class LocalFile:
                 f"{self.location}: {count} numbers of {item} bytes from byte {start} on asked for, "
                 f"but it has {self.size} bytes; it is cut or damaged"
             )
-        numbers = np.frombuffer(self._map, np.uint8, count * item, start) if count else np.zeros(0, np.uint8)
+        numbers = np.frombuffer(self.content, np.uint8, count * item, start) if count else np.zeros(0, np.uint8)
         # Numpy takes the map for writable memory; to write there would end the process.
         numbers.flags.writeable = False
         return numbers.view(dtype)

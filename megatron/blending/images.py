@@ -37,5 +37,5 @@ def decode_image(content: bytes, mode: str) -> Any:
         pixels = pixels.astype(np.float32) / np.float32(255)
     if kind != "torch":
         return pixels
-    planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    planes = pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return import_module("torch").from_numpy(np.array(planes, order="C"))

@@ -9,11 +9,14 @@ Reads POSIX (ustar, pax) and GNU archives, long names and large sizes included; 
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 BLOCK = 512
-_PLAIN_KINDS = (ord("0"), 0)
-_SIZE_ENDS = (0, ord(" "))
+# The header of the usual member, a regular file whose name is not cut in two: key and part in the name, and the size.
+_PLAIN_HEADER = re.compile(
+    rb"(?s)(?=(?!__)((?:[^\0/]*/)*[^/.\0]+)\.([^/\0]*)\0)" + rb".{124}([0-7]{11})[\0 ].{20}[0\0].{188}\0"
+).match
+_MAX_PLAIN_NAME = 98
 _REGULAR = (b"0", b"\0", b"7")
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE, _PAX, _PAX_GLOBAL = b"L", b"K", b"S", (b"x", b"X"), b"g"
 # What stands before the member that it belongs to, as part of it.
@@ -91,50 +94,45 @@ def scan_tar(file: Readable) -> TarScan:
     return TarScan(samples, end)
 
 
+def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> str:
+    """Put the parts of the one sample that stands in `content[start:end]` into `parts`, and return its key.
+
+    `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is copied. TarError if
+    there is no sample, or a piece of one. About 1 microsecond per member. Of parts of one name the last is kept.
+    """
+    key = None
+    at = start
+    while at + BLOCK <= end:
+        match = _PLAIN_HEADER(content, at, at + BLOCK)
+        if match is None:
+            return _parse_by_walking(content[start:end], parts)
+        base, part, octal = match.groups()
+        data = at + BLOCK
+        stop = data + int(octal, 8)
+        if stop > end or len(base) + len(part) > _MAX_PLAIN_NAME or (key is not None and base != key):
+            return _parse_by_walking(content[start:end], parts)
+        key = base
+        parts[part.decode("utf-8", "surrogateescape")] = content[data:stop]
+        at = (stop + BLOCK - 1) & -BLOCK
+    if key is None:
+        raise TarError("no sample starts here")
+    return key.decode("utf-8", "surrogateescape")
+
+
 def header_key(header: bytes) -> str | None:
     """Return the key that a sample's first header says, None if other blocks must be read for it."""
-    end = header.find(0, 0, 100)
-    if header[156] not in _PLAIN_KINDS or header[345] or end < 0:
+    match = _PLAIN_HEADER(header)
+    if match is None or len(match[1]) + len(match[2]) > _MAX_PLAIN_NAME:
         return None
-    names = split_name(_text(header[:end]))
-    return names[0] if names else None
+    return match[1].decode("utf-8", "surrogateescape")
 
 
-def parse_sample(raw: bytes) -> tuple[str, dict[str, bytes]]:
-    """Return the key and the parts of the one sample that `raw`, cut from an archive, holds; TarError if it does not.
-
-    About 1 microsecond per member. Of parts of one name the last is kept.
-    """
-    key, parts = "", {}
-    at, end = 0, len(raw)
-    while at + BLOCK <= end:
-        # The usual member: a regular file, no prefix to its name, a size of eleven octal digits.
-        if raw[at + 156] not in _PLAIN_KINDS or raw[at + 345] or raw[at + 135] not in _SIZE_ENDS:
-            return _parse_by_walking(raw)
-        try:
-            name = raw[at : raw.index(0, at, at + 100)].decode()
-            size = int(raw[at + 124 : at + 135], 8)
-        except ValueError:
-            return _parse_by_walking(raw)
-        at += BLOCK
-        after_folder = name.rfind("/") + 1
-        dot = name.find(".", after_folder)
-        if dot <= after_folder or name[:2] == "__" or not 0 <= size <= end - at or key not in ("", name[:dot]):
-            return _parse_by_walking(raw)
-        key = name[:dot]
-        parts[name[dot + 1 :]] = raw[at : at + size]
-        at += (size + BLOCK - 1) & -BLOCK
-    if not key:
-        raise TarError("no sample starts here")
-    return key, parts
-
-
-def _parse_by_walking(raw: bytes) -> tuple[str, dict[str, bytes]]:
+def _parse_by_walking(raw: bytes, parts: dict[str, Any]) -> str:
     samples = scan_tar(Buffer(raw)).samples
     if len(samples) != 1:
         raise TarError(f"one sample must be here, but {len(samples)} are")
-    sample = samples[0]
-    return sample.key, {part.name: raw[part.start : part.start + part.size] for part in sample.parts}
+    parts.update((part.name, raw[part.start : part.start + part.size]) for part in samples[0].parts)
+    return samples[0].key
 
 
 class Buffer:

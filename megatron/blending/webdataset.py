@@ -32,6 +32,7 @@ _MAPPED_SHARDS = 8192
 # Of a remote shard the offsets are in memory, 8 bytes per sample.
 _REMOTE_SHARDS = 512
 _FINGERPRINT_SHARDS = 8
+_META = ("__key__", "__shard__")
 _FINGERPRINT_PROBES = 8
 
 
@@ -76,10 +77,12 @@ class WebDataset:
         self._shards = part.shards
         self._allow_code = allow_code
         self._is_local = local_path(path) is not None
+        self._prefix = join_location(path, "")
         self._ends = np.cumsum([count for _, count in part.shards], dtype=np.int64)
         # What this object has mapped is not for one that opens the folder later: files may have changed.
         self._opened_at = time.time_ns()
         self._skipped = self._find_skipped(part.excluded)
+        self._start_of_file: list[int | None] | None = None
         self._prepare_parts()
         if len(self) == 0:
             raise ValueError(f"{path}: this part of the data set has no samples; name another, or leave it out")
@@ -95,21 +98,37 @@ class WebDataset:
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         places = self._places(indices)
-        ranges = []
-        for number, sample in places:
-            shard = self._shard(number)
-            ranges.append((shard.file, shard.offsets[sample], shard.offsets[sample + 1]))
+        if self._is_local:
+            pieces: Iterable[Piece] = map(self._mapped, places)
+        else:
+            pieces = self._fetched(places)
         records: list[Record | RecordError] = []
-        for index, (number, _), raw in zip(indices, places, read_ranges(ranges)):
+        for (number, sample), (content, start, end) in zip(places, pieces):
+            record = {"__key__": "", "__shard__": self._shards[number][0]}
             try:
-                key, parts = parse_sample(raw)
+                record["__key__"] = parse_sample(content, start, end, record)
             except TarError as error:
-                records.append(RecordError(f"{self.describe(index)}: {error}; prepare the data set again"))
+                where = self._describe(number, sample)
+                records.append(RecordError(f"{where}: {error}; write the shard again, and prepare the data set"))
                 continue
-            if self._is_read is not None:
-                parts = {name: content for name, content in parts.items() if self._is_read(name)}
-            records.append({"__key__": key, "__shard__": self._shards[number][0], **parts})
+            records.append(record if self._is_read is None else self._filtered(record))
         return records
+
+    def _mapped(self, place: tuple[int, int]) -> "Piece":
+        """Return the memory that a shard is mapped to, and where in it the sample stands."""
+        (name, count), sample = self._shards[place[0]], place[1]
+        shard = _open_local_shard(self._prefix + name, count, self._opened_at)
+        return shard.content, shard.offsets[sample], shard.offsets[sample + 1]
+
+    def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
+        shards = [self._shard(number) for number, _ in places]
+        offsets = [(shard.offsets[sample], shard.offsets[sample + 1]) for shard, (_, sample) in zip(shards, places)]
+        raws = read_ranges([(shard.file, start, end) for shard, (start, end) in zip(shards, offsets)])
+        return [(raw, 0, len(raw)) for raw in raws]
+
+    def _filtered(self, record: Record) -> Record:
+        assert self._is_read is not None
+        return {name: value for name, value in record.items() if name in _META or self._is_read(name)}
 
     def fields(self, record: Record, decode: Decode = decode_part) -> dict[str, Any]:
         """Return the fields of the sample that a record makes, as dataset.yaml says; ValueError if it makes none.
@@ -117,7 +136,9 @@ class WebDataset:
         Of a crude data set, all parts decoded. Parts that no field needs are not decoded.
         """
         if self._field_map is not None:
-            return {"__key__": record["__key__"], **self._field_map(record, decode)}
+            fields = self._field_map(record, decode)
+            fields["__key__"] = record["__key__"]
+            return fields
         decoded = {
             name: decode(name, content) if isinstance(content, bytes) else content for name, content in record.items()
         }
@@ -127,18 +148,21 @@ class WebDataset:
 
     def find(self, keys: Iterable[str]) -> dict[str, int]:
         """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there is none."""
-        starts = {shard: int(end) - count for (shard, count), end in zip(self._shards, self._ends)}
-        names = list(read_info(self.path))
+        if self._start_of_file is None:
+            start_of = {shard: int(end) - count for (shard, count), end in zip(self._shards, self._ends)}
+            self._start_of_file = [start_of.get(shard) for shard in read_info(self.path)]
         found = {}
         for key, (file_id, sample) in find_samples(self.path, keys).items():
-            start = starts.get(names[file_id]) if file_id < len(names) else None
+            start = self._start_of_file[file_id]
             if start is not None and (at := start + sample) not in self._skipped:
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found
 
     def describe(self, index: int) -> str:
-        number, sample = self._places([index])[0]
-        return f"{join_location(self.path, self._shards[number][0])} sample {sample}"
+        return self._describe(*self._places([index])[0])
+
+    def _describe(self, number: int, sample: int) -> str:
+        return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
         """Made of names, numbers and exclusions, and of the files of 8 evenly spread shards."""
@@ -165,7 +189,7 @@ class WebDataset:
     def _shard(self, number: int) -> "_Shard":
         name, count = self._shards[number]
         opened = _open_local_shard if self._is_local else _open_remote_shard
-        return opened(join_location(self.path, name), count, self._opened_at)
+        return opened(self._prefix + name, count, self._opened_at)
 
     def _find_skipped(self, excluded: Sequence[tuple[str, str]]) -> npt.NDArray[np.int64]:
         """Return the indices of excluded samples, in ascending order."""
@@ -185,10 +209,11 @@ class WebDataset:
 
     def _keys(self, number: int) -> list[str]:
         """Return the keys of a shard's samples, from the first header of each. About 2 microseconds per sample."""
-        file, offsets = self._shard(number)
+        shard = self._shard(number)
+        file, offsets = shard.file, shard.offsets
         headers = read_ranges([(file, start, start + BLOCK) for start in offsets[:-1]])
         return [
-            header_key(header) or parse_sample(file.read(start, end))[0]
+            header_key(header) or parse_sample(file.read(start, end), 0, end - start, {})
             for header, (start, end) in zip(headers, itertools.pairwise(offsets))
         ]
 
@@ -216,20 +241,27 @@ class WebDataset:
         self._prepare_parts()
 
 
+Piece = tuple[Any, int, int]
+"""Bytes, or memory that gives bytes when sliced, and where in it a sample starts and ends."""
+
+
 class _Shard(NamedTuple):
     file: File
+    content: Any
+    """The memory that a local file is mapped to."""
     offsets: memoryview
     """Where each sample starts, then where the last ends."""
 
 
 def _open_shard(location: str, num_samples: int, opened_at: int) -> _Shard:
     file = open_file(location)
+    content = file.content if isinstance(file, LocalFile) else None
     fault = "is not there"
     if is_file(location + ".idx"):
         offsets = open_file(location + ".idx").array(np.uint64)
         fault = _fault_of_offsets(offsets, file, num_samples)
         if not fault:
-            return _Shard(file, offsets.data)
+            return _Shard(file, content, offsets.data)
     warnings.warn(
         f"{location}.idx: {fault}; the archive is read through instead. Prepare the data set again", stacklevel=2
     )
@@ -242,7 +274,7 @@ def _open_shard(location: str, num_samples: int, opened_at: int) -> _Shard:
             f"{location}: has {len(scan.samples)} samples, but {num_samples} when it was prepared; "
             "prepare the data set again"
         )
-    return _Shard(file, np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).data)
+    return _Shard(file, content, np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).data)
 
 
 def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: int) -> str:
@@ -250,8 +282,8 @@ def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: 
     if len(offsets) != num_samples + 1:
         return f"has {len(offsets) - 1} samples instead of {num_samples}"
     end = int(offsets[-1])
-    if end > file.size:
-        return f"goes to byte {end}, but the archive has {file.size}"
+    if end > file.size or (offsets > end).any():
+        return f"goes beyond its end, byte {end}, or that of the archive, {file.size}"
     if file.read(end, min(end + BLOCK, file.size)).strip(b"\0"):
         return f"ends at byte {end}, but the archive goes on"
     return ""
