@@ -4,7 +4,7 @@
       metadataset.yaml                    metadataset, metadataset_file, yaml_*: what is blended, as a tree of values
       folders and files                   sources, webdataset, jsonl, parquet, indexed, files: (source, index) -> record
       a record                            decode, field_map, loads, leaves, join, file_store: -> sample
-      a sample                            task_encoder, cooker, stateless, samples, collate: -> batch
+      a sample                            task_encoder, cooking, seeding, samples, collate: -> batch
     BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
       which comes next                    order, weights, blend: functions of (seed, place in the tree, epoch, index)
       what is left out or packed          lane, failures
@@ -27,8 +27,8 @@ _MODULES = {
     "failures": "FatalSampleError",
     "weights": "WeightSchedule",
     "task_encoder": "DefaultTaskEncoder TaskEncoder",
-    "cooker": "Cooker cooker",
-    "stateless": "stateless",
+    "cooking": "Cooker cooker",
+    "seeding": "stateless",
     "decode": "SampleDecoder",
     "samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
         MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample SourceInfo TextSample VQASample

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.blending.cooker import choose_cook
+from megatron.blending.cooking import choose_cook
 from megatron.blending.decode import SampleDecoder, decode_part, keep_bytes
 from megatron.blending.file_store import LazyStore, SystemFileStore, open_store
 from megatron.blending.join import JoinedLoad, JoinSource

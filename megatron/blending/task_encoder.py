@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.collate import generic_batch
-from megatron.blending.cooker import Cooker
+from megatron.blending.cooking import Cooker
 from megatron.blending.fields import batch_samples, converted, has_fields, is_made_of
-from megatron.blending.stateless import with_seeds
+from megatron.blending.seeding import with_seeds
 
 T_sample = TypeVar("T_sample")
 T_encoded_sample = TypeVar("T_encoded_sample")

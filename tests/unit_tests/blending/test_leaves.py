@@ -7,12 +7,12 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.blending.cooker import Cooker, cooker
+from megatron.blending.cooking import Cooker, cooker
 from megatron.blending.failures import FatalSampleError
 from megatron.blending.leaves import Reading, open_records
 from megatron.blending.metadataset import leaves, load_metadataset
 from megatron.blending.samples import CaptioningSample, CrudeSample, SkipSample, TextSample, basic_sample_keys
-from megatron.blending.stateless import stateless
+from megatron.blending.seeding import stateless
 from megatron.blending.task_encoder import DefaultTaskEncoder
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
 

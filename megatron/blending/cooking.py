@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.blending.stateless import with_seeds
+from megatron.blending.seeding import with_seeds
 
 
 @dataclass(frozen=True)
