@@ -12,7 +12,7 @@ from megatron.blending.metadataset_file import Entry, Reference, parse_metadatas
 from megatron.blending.paths import is_metadataset, read_text
 from megatron.blending.task_encoder import DefaultTaskEncoder
 from megatron.blending.yaml_place import nearest
-from megatron.blending.yaml_reader import as_tables, read_yaml
+from megatron.blending.yaml_reader import Table, as_tables, read_yaml
 
 
 class DatasetBlendMode(str, Enum):
@@ -127,9 +127,10 @@ class _Metadataset(DatasetLoaderInterface):
 
     def __init__(self, path: str | os.PathLike[str], splits: Mapping[str, Any] | None = None) -> None:
         self.path = os.fspath(path)
+        content = splits
         if splits is None:
             content = read_yaml(self.path, read_text(self.path, ""))
-        else:
+        elif not isinstance(splits, Table):
             content = as_tables({"__class__": type(self).__name__, "splits": dict(splits)})
         self._splits: dict[str, Entry] = parse_metadataset(self.path, content)
 
@@ -156,4 +157,4 @@ def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderI
         return DatasetLoader(path=location, **options)
     content = read_yaml(location, read_text(location, ""))
     is_second = isinstance(content, dict) and content.get("__class__") == MetadatasetV2.__name__
-    return (MetadatasetV2 if is_second else Metadataset)(location)
+    return (MetadatasetV2 if is_second else Metadataset)(location, content)

@@ -126,12 +126,12 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     ) -> Any:
         """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is None.
 
-        Samples that were not encoded on the way here are encoded first, so that an overridden `build_train_datasets`
-        that only blends and batches gives what the task's batches are made of.
+        Samples that no function has touched on the way here are encoded first, so that an overridden
+        `build_train_datasets` that only blends and batches gives what the task's batches are made of.
         """
         from megatron.blending.datasets import BatchDataset, GroupBatchDataset, MapDataset
 
-        if not self._is_encoded(dataset):
+        if not is_touched(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
         dataset = self.build_packing(dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config)
         if self.uses("batch_group_criterion"):
@@ -156,15 +156,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         if self.uses("encode_batch"):
             dataset = MapDataset(dataset, map_fn=with_seeds(self.encode_batch), worker_config=worker_config)
         return dataset
-
-    def _is_encoded(self, dataset: Any) -> bool:
-        """Whether every source below has gone through this encoder."""
-        function = getattr(dataset, "map_fn", None)
-        function = getattr(function, "function", function)
-        if getattr(function, "__self__", None) is self:
-            return True
-        children = getattr(dataset, "children", ())
-        return bool(children) and all(self._is_encoded(child) for child in children)
 
     def build_train_datasets(
         self,
@@ -312,3 +303,9 @@ def call_hook(hook: Callable[..., Any], **available: Any) -> Any:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return hook(**available)
     return hook(**{p.name: available[p.name] for p in parameters if p.name in available})
+
+
+def is_touched(dataset: Any) -> bool:
+    """Whether samples go through a function (MapDataset) or into batches anywhere below."""
+    has_function = hasattr(dataset, "map_fn") or hasattr(dataset, "batcher") or hasattr(dataset, "final_packer")
+    return has_function or any(is_touched(child) for child in dataset.children)

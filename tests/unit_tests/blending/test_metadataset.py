@@ -320,3 +320,32 @@ def test_urls_are_kept(folder):
     with fsspec.open("memory://blends/m.yaml", "wb") as file:
         file.write((V2 + "  train: {path: ../data/x.jsonl}\n").encode())
     assert load("memory://blends/m.yaml").path == "memory://data/x.jsonl"
+
+
+def test_shares_are_exact(folder):
+    """Each level is normalised by its sum: shares of shares, as fractions, so that no rounding adds up."""
+    write(
+        folder, V2 + "  train:\n    blend: [{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 0.1}]\n", "inner.yaml"
+    )
+    path = write(folder, V2 + "  train:\n    blend: [{path: inner.yaml, weight: 0.3}, {path: c.jsonl, weight: 0.6}]\n")
+    kind, shares = metadataset.flattened(load(path))
+    assert kind is Blend
+    assert [share for _, share in shares] == [Fraction(20, 63), Fraction(1, 63), Fraction(2, 3)]
+    write(folder, V2 + "  train:\n    blend_epochized: [{path: a.jsonl, repetitions: 1.5}]\n", "inner.yaml")
+    path = write(folder, V2 + "  train:\n    blend_epochized: [{path: inner.yaml, repetitions: 3}, {path: c.jsonl}]\n")
+    kind, shares = metadataset.flattened(load(path))
+    assert kind is Epochized
+    assert [share for _, share in shares] == [Fraction(9, 2), 1]
+    assert metadataset.flattened(load(folder / "a.jsonl"))[0] is Leaf
+
+
+def test_parts_of_joins(folder):
+    """The order is the first source's, and so are parts of it; a part of another source would be without effect."""
+    text = V2 + (
+        "  train:\n    join:\n      - {path: coyo, subset: {range: [0, 10]}, shuffle_over_epochs_multiplier: 2}\n"
+        "      - {path: cc}\n    joiner: {__module__: m, __function__: f}\n    subset: {range: [50%, 100%]}\n"
+    )
+    join = load(write(folder, text))
+    assert (join.subset.of(100), join.shuffle_over_epochs_multiplier) == (range(5, 10), 2)
+    with pytest.raises(ValueError, match=r"m\.yaml:7: splits\.train\.join\[1\]: subset is for the first source"):
+        load(write(folder, text.replace("{path: cc}", "{path: cc, subset: {range: [0, 10]}}")))
