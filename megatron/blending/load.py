@@ -10,13 +10,14 @@ parallel_shard_iters                            accepted, of no effect: nothing 
 worker_config                                   may be left out; the loader then uses its own
 """
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.blending.dataset_loader import DatasetBlendMode, DatasetLoaderInterface, LoadedDatasetList, load_dataset
 from megatron.blending.leaves import Reading
-from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, call_hook, check_encoder
+from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
 from megatron.blending.token_weights import by_tokens
 from megatron.blending.weights import WeightSchedule
 
@@ -199,3 +200,19 @@ def _positive(name: str, value: int | None) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{name} must be a whole number of at least 1, or None, but is {value!r}")
     return value
+
+
+def call_hook(hook: Callable[..., Any], **available: Any) -> Any:
+    """Call a method that users override with those of the arguments that its signature takes."""
+    parameters = inspect.signature(hook).parameters.values()
+    missing = [
+        p.name
+        for p in parameters
+        if p.name not in available and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if missing:
+        name = getattr(hook, "__qualname__", hook)
+        raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return hook(**available)
+    return hook(**{p.name: available[p.name] for p in parameters if p.name in available})

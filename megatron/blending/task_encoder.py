@@ -5,7 +5,6 @@ A step that is not overridden is not there: it costs nothing. Steps, in order (*
     ->  pack_selected_samples *  ->  batch  ->  encode_batch
 """
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +27,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE
+    over_long: str = "error"
+    """What becomes of a sample that fits in no pack: "error", "alone" (a pack by itself), or "drop" (and count)."""
 
     def encode_sample(self, sample: Any) -> Any:
         """Return what the model's input is made of; raise SkipSample to leave it out. A generator gives several."""
@@ -112,6 +113,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             pre_packer=self.select_samples_to_pack,
             final_packer=with_seeds(self.pack_selected_samples),
             sample_encoder=post_encode,
+            over_long=self.over_long,
             worker_config=worker_config,
         )
 
@@ -287,22 +289,6 @@ def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:
     for step in ("select_samples_to_pack", "pack_selected_samples"):
         if not encoder.uses(step):
             raise ValueError(f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it")
-
-
-def call_hook(hook: Callable[..., Any], **available: Any) -> Any:
-    """Call a method that users override with those of the arguments that its signature takes."""
-    parameters = inspect.signature(hook).parameters.values()
-    missing = [
-        p.name
-        for p in parameters
-        if p.name not in available and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    if missing:
-        name = getattr(hook, "__qualname__", hook)
-        raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return hook(**available)
-    return hook(**{p.name: available[p.name] for p in parameters if p.name in available})
 
 
 def is_touched(dataset: Any) -> bool:

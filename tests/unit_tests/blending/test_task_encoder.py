@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron.blending.cooking import Cooker, choose_cook, cooker
+from megatron.blending.load import call_hook
 from megatron.blending.samples import Batch, TextSample, edataclass
 from megatron.blending.seeding import failure_tolerance_of, is_stateless, stateless, with_seeds
-from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, call_hook, check_encoder
+from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
 
 STEPS = ["encode_sample", "preencode_sample", "postencode_sample", "batch", "encode_batch", "batch_group_criterion"]
 
