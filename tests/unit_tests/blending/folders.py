@@ -19,7 +19,7 @@ TEXT = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nf
 CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 CAPTION = (
     "sample_type:\n  __module__: megatron.energon\n  __class__: CaptioningSample\n"
-    "field_map:\n  image: npy\n  caption: json[caption]\n"
+    "field_map:\n  image: pth\n  caption: json[caption]\n"
 )
 
 

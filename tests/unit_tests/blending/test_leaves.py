@@ -4,8 +4,8 @@ import io
 import json
 import pickle
 
-import numpy as np
 import pytest
+import torch
 
 from megatron.blending.cooking import Cooker, cooker
 from megatron.blending.failures import FatalSampleError
@@ -56,9 +56,9 @@ def test_subflavors_of_the_metadataset_win(tmp_path):
     assert opened(path)[0].__subflavors__ == {"lang": "en", "n": 2}
 
 
-def test_captions_and_arrays(tmp_path):
-    array = np.arange(3, dtype=np.float32)
-    parts = {"npy": to_npy(array), "json": json.dumps({"caption": "c"}).encode()}
+def test_captions_and_tensors(tmp_path):
+    array = torch.arange(3.0)
+    parts = {"pth": to_pth(array), "json": json.dumps({"caption": "c"}).encode()}
     folder = write_folder(tmp_path / "c", {"s.tar": [("k", parts)]}, CAPTION)
     sample = opened(folder)[0]
     assert type(sample) is CaptioningSample
@@ -71,9 +71,9 @@ def test_captions_and_arrays(tmp_path):
         opened(folder, encoder=Raw())
 
 
-def to_npy(array):
+def to_pth(tensor):
     buffer = io.BytesIO()
-    np.save(buffer, array)
+    torch.save(tensor, buffer)
     return buffer.getvalue()
 
 
