@@ -13,8 +13,9 @@ import yaml
 
 _BOOLS = {word: value for value, words in ((True, "true yes"), (False, "false no")) for word in words.split()}
 _NULLS = {"", "~", "null"}
-_INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_INT = re.compile(rf"[-+]?{_DIGITS}")
+_FLOAT = re.compile(rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?{_DIGITS})?")
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in "map seq str int float bool null timestamp value merge".split()}
 _MERGE = "<<"
 
