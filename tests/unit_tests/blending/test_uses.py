@@ -1,5 +1,6 @@
 """The uses that energon's users know, as they write them, apart from the import line."""
 
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -514,3 +515,13 @@ def test_the_package_is_cheap_to_import():
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="has no attribute 'get_trian_dataset'"):
         blending.get_trian_dataset  # noqa: B018
+
+
+def test_datasets_travel_to_workers(data, tmp_path):
+    """What spawned workers get is pickled: encoders, sources, decoders and all."""
+    text = V2 + "  train:\n    blend: [{path: @im2}, {path: @im3, subset: {range: [3, 9]}}, {path: @lines.jsonl}]\n"
+    path = metadataset(data, tmp_path, text)
+    dataset = get_train_dataset(path, batch_size=4, task_encoder=PackingEncoder(), packing_buffer_size=8)
+    assert len(pickle.dumps(dataset)) < 20_000
+    dataset = get_train_dataset(data / "im2", batch_size=40, task_encoder=CaptioningEncoder())
+    assert take(pickle.loads(pickle.dumps(dataset)), 1) == take(dataset, 1)
