@@ -138,9 +138,11 @@ def _find_shards(folder: str, asked: Preparation) -> list[str]:
         return list(read_info(folder))
     if is_prepared and not asked.force_overwrite:
         raise ValueError(f"{folder}: is prepared already; pass --force-overwrite to prepare it anew")
-    if compressed := list_names(folder, "**/*.tgz") + list_names(folder, "**/*.tar.gz"):
-        raise ValueError(f"{folder}: {compressed[0]} is compressed, which allows no random access; gunzip it")
-    shards = [name for name in list_names(folder, "**/*.tar") if not (asked.exclude and re.search(asked.exclude, name))]
+    names = [name for pattern in ("*.tar", "*.tgz", "*.tar.gz") for name in list_names(folder, f"**/{pattern}")]
+    shards = [name for name in names if not (asked.exclude and re.search(asked.exclude, name))]
+    for name in shards:
+        if not name.endswith(".tar"):
+            raise ValueError(f"{folder}: {name} is compressed, which allows no random access; gunzip or --exclude it")
     if not shards:
         raise ValueError(f"{folder}: no .tar file is below it" + (", or all are excluded" if asked.exclude else ""))
     return shards

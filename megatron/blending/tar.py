@@ -177,8 +177,8 @@ def walk_tar(file: Readable) -> Iterator[Member]:
             is_regular = kind in _REGULAR and not (kind == b"\0" and name.endswith("/"))
             yield Member(name, start, data, num_bytes, at, is_regular)
         name, size, start = None, None, at
-    if at < file.size:
-        raise TarError(f"{file.size - at} bytes follow byte {at}, and no member is so short; the file is cut")
+    if at != file.size:
+        raise TarError(f"a member, or the end, should stand at byte {at} of {file.size}; the file is cut")
 
 
 def _name_field(header: bytes) -> str:

@@ -124,6 +124,37 @@ def test_fingerprint_follows_the_content(path, tmp_path):
         assert open_source(moved).fingerprint() != fingerprint
 
 
+def test_bulk_reads_agree_with_single_ones(path):
+    """Training reads in bulk, people look at single records: what they see would not be what was trained on."""
+    source = open_source(path)
+    order = [3, 0, 5, 5, 1, 4, 2]
+    assert source.read(order) == [source[i] for i in order] == [{"text": str(i)} for i in order]
+    assert source.read([]) == []
+    with pytest.raises(IndexError):
+        source.read([0, 6])
+
+
+def test_bulk_reads_keep_errors_in_their_places(tmp_path):
+    """A caller counts and names what it skips."""
+    source = open_source(write(tmp_path / "a.json", '[{"a": 0}, 1, {"a": 2}]'))
+    first, error, last = source.read([0, 1, 2])
+    assert (first, last) == ({"a": 0}, {"a": 2})
+    assert isinstance(error, RecordError)
+
+
+def test_urls(path):
+    """Any file of these kinds may lie in object storage."""
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    system.put(str(path), f"/sources/{path.name}")
+    source = open_source(f"memory://sources/{path.name}")
+    assert source.read([5, 2]) == [{"text": "5"}, {"text": "2"}]
+    assert pickle.loads(pickle.dumps(source))[1] == {"text": "1"}
+    assert source.fingerprint() == open_source(path).fingerprint()
+    system.rm("/sources", recursive=True)
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_source(f"memory://sources/{path.name}")
+
+
 def test_index_out_of_range(path):
     """A negative index would read a record that the order never meant."""
     source = open_source(path)
