@@ -57,7 +57,7 @@ class ExactSequence:
         self.period = self._sum
         self._seed = seed
         self._length = self._sum * self._num_periods
-        self._per_length = np.array(self._weights, np.int64) * self._num_periods
+        self._per_length: Ints = np.array([weight * self._num_periods for weight in self._weights], np.int64)
         self._children = np.zeros(0, np.int64)
         self._numbers = np.zeros(0, np.int64)
         self._counts = [0] * len(weights)
@@ -69,7 +69,8 @@ class ExactSequence:
         if len(places):
             self._grow(int(places.max()) + 1)
         children = self._children[places]
-        return Choices(children, self._numbers[places] + turns * self._per_length[children])
+        numbers: Ints = self._numbers[places] + turns * self._per_length[children]
+        return Choices(children, numbers)
 
     def counts(self, position: int) -> list[int]:
         turns, place = divmod(position, self._length)

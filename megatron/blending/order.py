@@ -33,7 +33,7 @@ class _Grid(NamedTuple):
     round_keys: Sequence[Any]
 
     def at(self, places: Any) -> "_Grid":
-        return _Grid(*(field[places] for field in self[:2]), [key[places] for key in self.round_keys])
+        return _Grid(self.num_rows[places], self.num_columns[places], [key[places] for key in self.round_keys])
 
 
 def permute_index(index: int, size: int, seed: int, epoch: int) -> int:
@@ -119,7 +119,7 @@ def records_at(
     About 0.3 microseconds per position and 100 per call, for one stream or a thousand.
     """
     records = [_unshuffled(order, asked) for order, asked in zip(orders, positions)]
-    pages: list[_Page] = []
+    pages: list[tuple[_Page, tuple[int, ...]]] = []
     parts: list[tuple[int, Any, npt.NDArray[np.int64]]] = []
     for stream, (order, asked) in enumerate(zip(orders, positions)):
         if not order.shuffle or order.num_turns < 0 or not len(asked):
