@@ -112,11 +112,14 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
         if stop > end or len(base) + len(part) > _MAX_PLAIN_NAME or (key is not None and base != key):
             return _parse_by_walking(content[start:end], parts)
         key = base
-        parts[part.decode("utf-8", "surrogateescape")] = content[data:stop]
+        try:
+            parts[part.decode()] = content[data:stop]
+        except UnicodeDecodeError:
+            return _parse_by_walking(content[start:end], parts)
         at = (stop + BLOCK - 1) & -BLOCK
     if key is None:
         raise TarError("no sample starts here")
-    return key.decode("utf-8", "surrogateescape")
+    return _text(key)
 
 
 def header_key(header: bytes) -> str | None:

@@ -81,7 +81,9 @@ class WebDataset:
         self._ends = np.cumsum([count for _, count in part.shards], dtype=np.int64)
         # What this object has mapped is not for one that opens the folder later: files may have changed.
         self._opened_at = time.time_ns()
+        self._starts = np.append(0, self._ends[:-1])
         self._skipped = self._find_skipped(part.excluded)
+        self._kept_before_skipped = self._skipped - np.arange(self._skipped.size)
         self._start_of_file: list[int | None] | None = None
         self._prepare_parts()
         if len(self) == 0:
@@ -98,10 +100,7 @@ class WebDataset:
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         places = self._places(indices)
-        if self._is_local:
-            pieces: Iterable[Piece] = map(self._mapped, places)
-        else:
-            pieces = self._fetched(places)
+        pieces = [self._mapped(*place) for place in places] if self._is_local else self._fetched(places)
         records: list[Record | RecordError] = []
         for (number, sample), (content, start, end) in zip(places, pieces):
             record = {"__key__": "", "__shard__": self._shards[number][0]}
@@ -114,11 +113,11 @@ class WebDataset:
             records.append(record if self._is_read is None else self._filtered(record))
         return records
 
-    def _mapped(self, place: tuple[int, int]) -> "Piece":
+    def _mapped(self, number: int, sample: int) -> "Piece":
         """Return the memory that a shard is mapped to, and where in it the sample stands."""
-        (name, count), sample = self._shards[place[0]], place[1]
-        shard = _open_local_shard(self._prefix + name, count, self._opened_at)
-        return shard.content, shard.offsets[sample], shard.offsets[sample + 1]
+        name, count = self._shards[number]
+        _, content, offsets = _open_local_shard(self._prefix, name, count, self._opened_at)
+        return content, offsets[sample], offsets[sample + 1]
 
     def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
         shards = [self._shard(number) for number, _ in places]
@@ -181,15 +180,14 @@ class WebDataset:
             for index in indices:
                 check_index(index, self)
         if self._skipped.size:
-            asked = asked + np.searchsorted(self._skipped - np.arange(self._skipped.size), asked, side="right")
+            asked = asked + np.searchsorted(self._kept_before_skipped, asked, side="right")
         numbers = np.searchsorted(self._ends, asked, side="right")
-        starts = np.append(0, self._ends)[numbers]
-        return list(zip(numbers.tolist(), (asked - starts).tolist()))
+        return list(zip(numbers.tolist(), (asked - self._starts[numbers]).tolist()))
 
     def _shard(self, number: int) -> "_Shard":
         name, count = self._shards[number]
         opened = _open_local_shard if self._is_local else _open_remote_shard
-        return opened(self._prefix + name, count, self._opened_at)
+        return opened(self._prefix, name, count, self._opened_at)
 
     def _find_skipped(self, excluded: Sequence[tuple[str, str]]) -> npt.NDArray[np.int64]:
         """Return the indices of excluded samples, in ascending order."""
@@ -253,7 +251,8 @@ class _Shard(NamedTuple):
     """Where each sample starts, then where the last ends."""
 
 
-def _open_shard(location: str, num_samples: int, opened_at: int) -> _Shard:
+def _open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> _Shard:
+    location = prefix + name
     file = open_file(location)
     content = file.content if isinstance(file, LocalFile) else None
     fault = "is not there"
