@@ -100,7 +100,7 @@ def test_misuse(video, audio):
     pytest.importorskip("av")
     with pytest.raises(ValueError, match="the file has no video"):
         decode_part("wav", audio).get_video()
-    with pytest.raises(ValueError, match="no frame is shown from 9.000 to 10.000 seconds"):
+    with pytest.raises(ValueError, match=r"no frame is shown from 9\.000 to 10\.000 seconds"):
         decode_part("mp4", video).get_video_clips([(9, 10)])
     with pytest.raises(ValueError, match="unit must be seconds or frames, but is 'samples'"):
         decode_part("mp4", video).get_video_clips([(0, 1)], "samples")

@@ -43,6 +43,17 @@ def test_types(tmp_path, code, dtype):
     assert tokens(open_source(path), [2, 0]) == [[4, 5], [1, 2, 3]]
 
 
+def test_url(tmp_path):
+    """The same sequences from object storage."""
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    write(tmp_path)
+    system.put(str(tmp_path), "/indexed", recursive=True)
+    source = open_source("memory://indexed/t.bin")
+    assert tokens(source, [2, 0, 1]) == [[4, 5], [7, 65535, 9], []]
+    assert source[2]["tokens"].tolist() == [4, 5]
+    system.rm("/indexed", recursive=True)
+
+
 @pytest.mark.parametrize("name", ["t", "t.bin", "t.idx"])
 def test_named_by_either_file_or_their_common_name(tmp_path, name):
     """Megatron's own options name data without a suffix."""
