@@ -8,8 +8,10 @@ import pytest
 from megatron.blending import (
     DefaultTaskEncoder,
     MapDataset,
+    SkipSample,
     WorkerConfig,
     get_loader,
+    get_savable_loader,
     get_train_dataset,
     get_val_dataset,
 )
@@ -182,3 +184,35 @@ def test_over_long_samples(data):
 
     packs = take(get_train_dataset(data / "a", packing_buffer_size=7, task_encoder=Small()), 40)
     assert set(packs) == {f"a-{i}" for i in range(10)}
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (3, 0)])
+def test_a_metadataset_goes_on_with_other_ranks_and_workers(data, ranks, workers):
+    """Cooked, encoded, packed and batched, with samples that are left out: the same stream, saved in its middle."""
+    write_jsonl(data / "x.jsonl", [{"t": f"x-{i}"} for i in range(20)])
+    path = blend(data, "{path: a, weight: 2}, {path: b}, {path: x.jsonl}")
+
+    class Mixed(Packs):
+        def preencode_sample(self, sample):
+            text = sample.text if hasattr(sample, "text") else sample["json"]["t"]
+            if text.endswith("3"):
+                raise SkipSample
+            return text
+
+    def loader(rank, world_size, workers):
+        config = WorkerConfig(rank, world_size, num_workers=workers, num_lanes=12, worker_kind="thread")
+        dataset = get_train_dataset(path, batch_size=2, packing_buffer_size=8, task_encoder=Mixed())
+        return get_savable_loader(dataset, config)
+
+    first = loader(0, 1, 0)
+    batches = iter(first)
+    seen = [next(batches) for _ in range(30)]
+    states = [first.state_dict()]
+    expected = [next(batches) for _ in range(30)]
+    assert not any("3+" in pack or pack.endswith("3") for batch in seen + expected for pack in batch)
+    found = []
+    for rank in range(ranks):
+        with loader(rank, ranks, workers) as restored:
+            restored.load_state_dict(states)
+            found.append(list(islice(restored, 30 // ranks)))
+    assert [batch for step in zip(*found) for batch in step] == expected
