@@ -12,7 +12,7 @@ random where the bound allows it, as a short pattern would give one rank always 
 import heapq
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class ExactSequence:
         if len(places):
             self._grow(int(places.max()) + 1)
         children = self._children[places]
-        numbers: Ints = self._numbers[places] + turns * self._per_length[children]
+        numbers: Any = self._numbers[places] + turns * self._per_length[children]
         return Choices(children, numbers)
 
     def counts(self, position: int) -> list[int]:

@@ -134,6 +134,10 @@ class SavableDataset(Generic[T_co]):
 
     keeps_place: bool = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers have no use for it, and process groups cannot be sent to them.
+        return {**self.__dict__, "worker_config": None}
+
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         """Take what a bound node needs; its children are bound."""
 

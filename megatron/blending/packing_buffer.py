@@ -22,8 +22,8 @@ class PackingDataset(HoldingDataset):
     """Packs made of `buffer_size` samples at a time.
 
     `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
-    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer, its
-    first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
+    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
+    its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
     dropped and counted; the latter two also befall a sample that is not chosen from 16 full buffers. At the end of
     finite data what is left makes packs by itself.
     """

@@ -48,7 +48,9 @@ class Server:
         """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step."""
         self._pass = pass_number
         self._lanes = {number: self._lane(number, state) for number, state in lanes.items() if self._runs(number)}
-        self._slot = slot + (self._seat - slot) % self._step
+        # Where lanes are shared, the slots since this seat's last one are other seats', and were not run here.
+        first = slot if self._step == self._num_seats else max(0, slot - self._num_seats + 1)
+        self._slot = first + (self._seat - first) % self._step
         self._length = _FIRST_PLANNED
         self._slots: list[int] = []
         self._plan: Plan | None = None

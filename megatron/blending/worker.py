@@ -1,0 +1,312 @@
+"""pure. Workers: servers in processes or threads of their own, which work ahead of what they are asked for.
+
+A worker may have as many outputs on the way as it was given credit for. It is told to start anew at any time; outputs
+of before carry an older generation, and are thrown away by whoever gets them.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol
+
+from megatron.blending import transport
+from megatron.blending.failures import FatalSampleError
+from megatron.blending.server import END, Server
+
+logger = logging.getLogger("megatron.blending")
+
+_LOOK_FOR_PARENT_SECONDS = 2.0
+_LEAVE_SECONDS = 3.0
+
+
+class Message(NamedTuple):
+    """One output, and what else the state of the stream needs once it was used."""
+
+    generation: int
+    slot: int
+    value: Any
+    lanes: dict[int, Any]
+    """States of the lanes that it changed."""
+    num_failed: int
+    num_skipped: int
+    error: tuple[str, bool] | None = None
+    """What went wrong in place of an output, and whether it was a sample."""
+
+
+class Start(NamedTuple):
+    generation: int
+    pass_number: int
+    slot: int
+    lanes: dict[int, Any]
+
+
+class Patience(NamedTuple):
+    """How long a worker may give nothing: until it is named in the log, until it is an error."""
+
+    slow_seconds: float
+    timeout_seconds: float
+
+
+class Worker(Protocol):
+    def start(self, start: Start) -> None: ...
+
+    def next(self) -> Message:
+        """Return the next output of the latest generation. RuntimeError if the worker failed, died or hangs."""
+
+    def close(self) -> None: ...
+
+
+def serve(make_server: Callable[[], Server], get: Callable[[bool], Any], put: Callable[[Message], None], ahead: int):
+    """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends an output."""
+    server: Server | None = None
+    credit, generation = 0, -1
+    while True:
+        while (command := get(credit == 0)) is not None:
+            if command == "stop":
+                return
+            if command == "more":
+                credit += server is not None
+                continue
+            generation, credit = command.generation, ahead
+            try:
+                server = make_server() if server is None else server
+                server.start(*command[1:])
+            except Exception as error:
+                put(_failed(generation, error))
+                credit = 0
+        if not credit or server is None:
+            continue
+        try:
+            slot, value = server.next()
+        except Exception as error:
+            put(_failed(generation, error))
+            credit, server = 0, None
+            continue
+        counts = server.failures.num_failed, server.failures.num_skipped
+        put(Message(generation, slot, value, server.changed_states(), *counts))
+        credit = 0 if slot == END else credit - 1
+
+
+def _failed(generation: int, error: Exception) -> Message:
+    is_sample = isinstance(error, FatalSampleError)
+    text = str(error) if is_sample else "".join(traceback.format_exception(error)).rstrip()
+    return Message(generation, -1, None, {}, 0, 0, (text, is_sample))
+
+
+def raise_error(name: str, message: Message) -> None:
+    if message.error is not None:
+        text, is_sample = message.error
+        raise (FatalSampleError if is_sample else RuntimeError)(f"{name}: {text}")
+
+
+class ThreadWorker:
+    """A server in a thread: for work that waits, or leaves the interpreter's lock alone."""
+
+    def __init__(self, name: str, make_server: Callable[[], Server], ahead: int, patience: Patience) -> None:
+        self.name = name
+        self._slow, self._timeout = patience
+        self._generation = -1
+        self._is_at_end = True
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=serve, args=(make_server, self._get, self._outputs.put, ahead), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _get(self, is_waiting: bool) -> Any:
+        try:
+            return self._commands.get(block=is_waiting)
+        except queue.Empty:
+            return None
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self._commands.put(start)
+
+    def next(self) -> Message:
+        waited = 0.0
+        while True:
+            try:
+                message = self._outputs.get(timeout=self._slow)
+            except queue.Empty:
+                waited += self._slow
+                told = f"{self.name} has given nothing for {waited:.0f} seconds{_stack_of(self._thread)}"
+                if waited >= self._timeout:
+                    raise RuntimeError(told) from None
+                logger.warning("%s", told)
+                continue
+            if message.generation == self._generation:
+                raise_error(self.name, message)
+                if message.slot != END:
+                    self._commands.put("more")
+                return message
+
+    def close(self) -> None:
+        self._commands.put("stop")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_LEAVE_SECONDS)
+
+
+class ProcessWorker:
+    """A server in a process. It ends when it is closed, when this process ends, and with this object."""
+
+    def __init__(
+        self,
+        name: str,
+        make_server: Callable[[], Server],
+        ahead: int,
+        patience: Patience,
+        start_method: str | None,
+        others: "list[ProcessWorker]",
+    ) -> None:
+        self.name = name
+        self._slow, self._timeout = patience
+        self._generation = -1
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context(start_method or ("fork" if "fork" in methods else "spawn"))
+        self._connection, theirs = context.Pipe()
+        handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
+        os.close(handle)
+        inherited = [self._connection, *(other._connection for other in others)]
+        to_close = inherited if context.get_start_method() == "fork" else []
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_process_main,
+            args=(make_server, theirs, to_close, ahead, self._stack_file, os.getpid()),
+            name=name,
+            daemon=True,
+        )
+        try:
+            self._process.start()
+        except (AttributeError, TypeError, OSError) as error:
+            os.unlink(self._stack_file)
+            raise ValueError(
+                f"{name} cannot be started: {error}; functions must be defined at the top of a module "
+                "(start_method='fork' takes any)"
+            ) from error
+        theirs.close()
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self._tell(start)
+
+    def next(self) -> Message:
+        while True:
+            self._wait()
+            try:
+                message = transport.receive(self._connection)
+            except (EOFError, OSError):
+                raise RuntimeError(self._died()) from None
+            if message.generation == self._generation:
+                raise_error(self._named(), message)
+                if message.slot != END:
+                    self._tell("more")
+                return message
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._connection.send("stop")
+        # A worker that is about to send into a full pipe finds it closed.
+        self._connection.close()
+        self._process.join(_LEAVE_SECONDS)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(_LEAVE_SECONDS)
+        if os.path.exists(self._stack_file):
+            os.unlink(self._stack_file)
+
+    def _tell(self, command: Any) -> None:
+        # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
+        with contextlib.suppress(OSError):
+            self._connection.send(command)
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        while True:
+            ready = wait([self._connection, self._process.sentinel], self._slow)
+            if self._connection in ready:
+                return
+            if ready:
+                # It may have sent something on its way out.
+                if self._connection.poll():
+                    return
+                raise RuntimeError(self._died())
+            waited = time.monotonic() - started
+            told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
+            if waited >= self._timeout:
+                raise RuntimeError(told)
+            logger.warning("%s", told)
+
+    def _named(self) -> str:
+        return f"{self.name} (pid {self._process.pid})"
+
+    def _died(self) -> str:
+        self._process.join(_LEAVE_SECONDS)
+        code = self._process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+        return f"{self._named()} died: {how}{hint}"
+
+    def _stack(self) -> str:
+        """Where the process stands, by its own account."""
+        try:
+            before = os.path.getsize(self._stack_file)
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            for _ in range(20):
+                time.sleep(0.02)
+                if os.path.getsize(self._stack_file) > before:
+                    break
+            with open(self._stack_file) as file:
+                file.seek(before)
+                return ":\n" + file.read().rstrip()
+        except OSError:
+            return ""
+
+
+def _process_main(
+    make_server: Callable[[], Server],
+    connection: Connection,
+    to_close: list[Connection],
+    ahead: int,
+    stack_file: str,
+    parent: int,
+) -> None:
+    import faulthandler
+
+    # The end of the pipe must be seen when the parent is gone, so no other process may hold it open.
+    for inherited in to_close:
+        inherited.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+    def get(is_waiting: bool) -> Any:
+        while not connection.poll(_LOOK_FOR_PARENT_SECONDS if is_waiting else 0):
+            if not is_waiting:
+                return None
+            if os.getppid() != parent:
+                return "stop"
+        return connection.recv()
+
+    # The error is that the other end was closed.
+    with contextlib.suppress(EOFError, OSError):
+        serve(make_server, get, lambda message: transport.send(connection, message), ahead)
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "" if frame is None else ":\n" + "".join(traceback.format_stack(frame)).rstrip()
