@@ -59,7 +59,7 @@ def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) ->
         multiplier=leaf.shuffle_over_epochs_multiplier,
         slice_length=reading.slice_length,
         shuffle_window=reading.shuffle_window,
-        name=" + ".join(f"{one.path} {one.split_part}" for one in sources),
+        name=" + ".join(f"{one.path} {one.split_part}{one.subset}" for one in sources),
         worker_config=worker_config,
     )
 

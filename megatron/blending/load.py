@@ -13,6 +13,7 @@ worker_config                                   may be left out; the loader then
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 from megatron.blending.dataset_loader import DatasetBlendMode, DatasetLoaderInterface, LoadedDatasetList, load_dataset
@@ -58,12 +59,13 @@ def get_train_dataset(
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, batch_size, packing_buffer_size)
+    _whole_number("virtual_epoch_length", virtual_epoch_length, 0)
     _one_of("proportions", proportions, ("exact", "random"))
     _one_of("weights_by", weights_by, ("samples", "tokens"))
     reading = Reading(
         encoder=encoder,
-        slice_length=_positive("max_samples_per_sequence", max_samples_per_sequence),
-        shuffle_window=_positive("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
+        slice_length=_whole_number("max_samples_per_sequence", max_samples_per_sequence),
+        shuffle_window=_whole_number("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
         allow_code=allow_code,
     )
     loaded = _loader(path, options).get_datasets(
@@ -79,6 +81,10 @@ def get_train_dataset(
         if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
             raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
         datasets, weight_schedule = by_tokens(datasets, weight_schedule, encoder)
+    if weight_schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
+        raise ValueError(f"{path}: weight_schedule is for a 'blend' of several sources; remove it")
+    asked = {"packing_buffer_size": packing_buffer_size, "weight_schedule": weight_schedule}
+    _check_takes(encoder.build_train_datasets, [name for name, value in asked.items() if value is not None])
     return call_hook(
         encoder.build_train_datasets,
         datasets=datasets,
@@ -179,6 +185,8 @@ def _build_val(
 
 def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> DatasetLoaderInterface:
     if isinstance(path, DatasetLoaderInterface):
+        if options:
+            raise ValueError(f"option {next(iter(options))!r} is for a path; give it to load_dataset")
         return path
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
@@ -187,8 +195,8 @@ def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> 
 
 def _check(encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None) -> None:
     check_encoder(encoder, packing_buffer_size)
-    _positive("batch_size", batch_size)
-    _positive("packing_buffer_size", packing_buffer_size)
+    _whole_number("batch_size", batch_size)
+    _whole_number("packing_buffer_size", packing_buffer_size)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -196,10 +204,24 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
 
 
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{name} must be a whole number of at least 1, or None, but is {value!r}")
-    return value
+def _whole_number(name: str, value: Any, least: int = 1) -> int | None:
+    """The number; None is one too, where 0 is not."""
+    if value is None and least:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        known = f"at least {least}, or None" if least else "at least 0"
+        raise ValueError(f"{name} must be a whole number of {known}, but is {value!r}")
+    return int(value)
+
+
+def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
+    """ValueError if a method that a user overrode has no place for what was asked for: it would be without effect."""
+    parameters = inspect.signature(hook).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
 
 
 def call_hook(hook: Callable[..., Any], **available: Any) -> Any:

@@ -41,6 +41,12 @@ class Subset:
         count = end - self.start
         return range(self.start + int(count * self.from_share), self.start + int(count * self.to_share))
 
+    def __str__(self) -> str:
+        """Nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to 3/4"."""
+        records = f" [{self.start}, {'end' if self.end is None else self.end})"
+        shares = f" from {self.from_share} to {self.to_share}" if (self.from_share, self.to_share) != (0, 1) else ""
+        return "" if self == Subset() else records + shares
+
     def within(self, outer: "Subset") -> "Subset":
         """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50 %."""
         width = self.to_share - self.from_share

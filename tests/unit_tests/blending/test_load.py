@@ -9,11 +9,13 @@ from megatron.blending import (
     DefaultTaskEncoder,
     MapDataset,
     SkipSample,
+    WeightSchedule,
     WorkerConfig,
     get_loader,
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
+    load_dataset,
 )
 from tests.unit_tests.blending.folders import write_jsonl, write_texts
 
@@ -216,3 +218,22 @@ def test_a_metadataset_goes_on_with_other_ranks_and_workers(data, ranks, workers
             restored.load_state_dict(states)
             found.append(list(islice(restored, 30 // ranks)))
     assert [batch for step in zip(*found) for batch in step] == expected
+
+
+def test_what_a_hook_does_not_take_is_not_lost(data):
+    """A signature without `packing_buffer_size` would train on single samples, and say nothing."""
+
+    class Hooked(Packs):
+        def build_train_datasets(self, *, datasets, batch_size):
+            return self.build_batch(datasets[0][0], batch_size=batch_size)
+
+    message = r"packing_buffer_size is given, but .*Hooked\.build_train_datasets does not take it; add it"
+    with pytest.raises(ValueError, match=message):
+        get_train_dataset(data / "a", packing_buffer_size=4, task_encoder=Hooked())
+    schedule = WeightSchedule(points=((0, (1,)),))
+    with pytest.raises(ValueError, match="weight_schedule is for a 'blend' of several sources; remove it"):
+        get_train_dataset(data / "a", weight_schedule=schedule)
+    with pytest.raises(ValueError, match="option 'subflavors' is for a path; give it to load_dataset"):
+        get_train_dataset(load_dataset(data / "a"), subflavors={})
+    with pytest.raises(ValueError, match="virtual_epoch_length must be a whole number of at least 0, but is -1"):
+        get_train_dataset(data / "a", virtual_epoch_length=-1)
