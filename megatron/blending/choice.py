@@ -1,5 +1,6 @@
 """pure. Nodes with several children, each of whose outputs is one of a child's: BlendDataset and ConcatDataset."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -170,13 +171,8 @@ class ChoicePlan:
         self._at += count
         if count == 1:
             return self._plans[chosen[0]].take(1)
-        counts: dict[int, int] = {}
-        for child in chosen:
-            counts[child] = counts.get(child, 0) + 1
-        if len(counts) == 1:
-            return self._plans[chosen[0]].take(count)
-        taken = {child: iter(self._plans[child].take(number)).__next__ for child, number in counts.items()}
-        return [taken[child]() for child in chosen]
+        taken = {child: iter(self._plans[child].take(number)) for child, number in Counter(chosen).items()}
+        return list(map(next, map(taken.__getitem__, chosen)))
 
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)

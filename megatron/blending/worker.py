@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import sys
 import tempfile
@@ -16,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from megatron.blending import transport
@@ -175,14 +175,15 @@ class ProcessWorker:
         self._generation = -1
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context(start_method or ("fork" if "fork" in methods else "spawn"))
-        self._connection, theirs = context.Pipe()
+        self._outputs, their_outputs = context.Pipe(duplex=False)
+        their_commands, self._commands = context.Pipe(duplex=False)
         handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
         os.close(handle)
-        inherited = [self._connection, *(other._connection for other in others)]
+        inherited = [end for worker in [self, *others] for end in (worker._outputs, worker._commands)]
         to_close = inherited if context.get_start_method() == "fork" else []
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_process_main,
-            args=(make_server, theirs, to_close, ahead, self._stack_file, os.getpid()),
+            args=(make_server, their_commands, their_outputs, to_close, ahead, self._stack_file, os.getpid()),
             name=name,
             daemon=True,
         )
@@ -194,7 +195,12 @@ class ProcessWorker:
                 f"{name} cannot be started: {error}; functions must be defined at the top of a module "
                 "(start_method='fork' takes any)"
             ) from error
-        theirs.close()
+        their_outputs.close()
+        their_commands.close()
+        # Unlike multiprocessing's `wait`, it is made once.
+        self._poll = select.poll()
+        for file in (self._outputs.fileno(), self._process.sentinel):
+            self._poll.register(file, select.POLLIN)
 
     def start(self, start: Start) -> None:
         self._generation = start.generation
@@ -204,7 +210,7 @@ class ProcessWorker:
         while True:
             self._wait()
             try:
-                message = transport.receive(self._connection)
+                message = transport.receive(self._outputs)
             except (EOFError, OSError):
                 raise RuntimeError(self._died()) from None
             if message.generation == self._generation:
@@ -215,9 +221,10 @@ class ProcessWorker:
 
     def close(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._connection.send("stop")
+            self._commands.send("stop")
         # A worker that is about to send into a full pipe finds it closed.
-        self._connection.close()
+        self._outputs.close()
+        self._commands.close()
         self._process.join(_LEAVE_SECONDS)
         for end in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
@@ -229,18 +236,16 @@ class ProcessWorker:
     def _tell(self, command: Any) -> None:
         # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
         with contextlib.suppress(OSError):
-            self._connection.send(command)
+            self._commands.send(command)
 
     def _wait(self) -> None:
         started = time.monotonic()
         while True:
-            ready = wait([self._connection, self._process.sentinel], self._slow)
-            if self._connection in ready:
+            # Outputs first: it may have sent something on its way out.
+            ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
+            if self._outputs.fileno() in ready:
                 return
             if ready:
-                # It may have sent something on its way out.
-                if self._connection.poll():
-                    return
                 raise RuntimeError(self._died())
             waited = time.monotonic() - started
             told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
@@ -276,8 +281,9 @@ class ProcessWorker:
 
 def _process_main(
     make_server: Callable[[], Server],
-    connection: Connection,
-    to_close: list[Connection],
+    commands: Any,
+    outputs: Any,
+    to_close: list[Any],
     ahead: int,
     stack_file: str,
     parent: int,
@@ -294,17 +300,20 @@ def _process_main(
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 
+    poll = select.poll()
+    poll.register(commands.fileno(), select.POLLIN)
+
     def get(is_waiting: bool) -> Any:
-        while not connection.poll(_LOOK_FOR_PARENT_SECONDS if is_waiting else 0):
+        while not poll.poll(_LOOK_FOR_PARENT_SECONDS * 1000 if is_waiting else 0):
             if not is_waiting:
                 return None
             if os.getppid() != parent:
                 return "stop"
-        return connection.recv()
+        return commands.recv()
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):
-        serve(make_server, get, lambda message: transport.send(connection, message), ahead)
+        serve(make_server, get, lambda message: transport.send(outputs, message), ahead)
 
 
 def _stack_of(thread: threading.Thread) -> str:
