@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.blending.cooking import choose_cook
 from megatron.blending.decode import SampleDecoder, decode_part, keep_bytes
+from megatron.blending.fields import required_names
 from megatron.blending.file_store import LazyStore, SystemFileStore, open_store
 from megatron.blending.join import JoinedLoad, JoinSource
 from megatron.blending.loads import CrudeLoad, FileFields, TypedLoad, WebdatasetFields
@@ -162,6 +163,9 @@ def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
         if names and name not in names:
             own = [field for field in names if not field.startswith("__")]
             raise ValueError(f"{kind.where}: field_map: {kind.name} has no field {name!r}; {nearest(name, own)}")
+    if kind.field_map and names:
+        for name in sorted(required_names(made) - kind.field_map.keys() - {"__key__", "__restore_key__"}):
+            raise ValueError(f"{kind.where}: field_map: {kind.name} needs a field {name!r}; say where it comes from")
     return made
 
 
