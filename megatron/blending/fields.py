@@ -8,8 +8,12 @@ from megatron.blending.collate import generic_batch
 from megatron.blending.yaml_place import nearest
 
 
+class FieldError(ValueError):
+    """Two types do not fit: no sample of the one makes the other."""
+
+
 def field_names(value: Any) -> list[str]:
-    """Return the names of the fields of an object, or of those of a class; ValueError if it has none."""
+    """Return the names of the fields of an object, or of those of a class; FieldError if it has none."""
     if isinstance(value, Mapping):
         return list(value)
     if dataclasses.is_dataclass(value):
@@ -17,7 +21,7 @@ def field_names(value: Any) -> list[str]:
     if hasattr(value, "_fields"):
         return list(value._fields)
     name = value.__name__ if isinstance(value, type) else type(value).__name__
-    raise ValueError(f"{name} must be a dataclass, a named tuple or a dict; override the method that makes it")
+    raise FieldError(f"{name} must be a dataclass, a named tuple or a dict; override the method that makes it")
 
 
 def has_fields(value: Any) -> bool:
@@ -50,7 +54,7 @@ def batch_samples(
     """Return a `batch_type` of `samples`: each of its fields collated from theirs, except those given as `fields`.
 
     `actions` say for fields by name how several values become one. A dict holds all that the first sample has.
-    ValueError for a field without default that the samples lack.
+    FieldError for a field without default that the samples lack.
     """
     first = samples[0]
     is_mapping = isinstance(first, Mapping)
@@ -72,7 +76,7 @@ def batch_samples(
 
 
 def converted(value: Any, kind: Any) -> Any:
-    """Return `value` as a `kind`, by the names of fields; ValueError for one without default that it lacks."""
+    """Return `value` as a `kind`, by the names of fields; FieldError for one without default that it lacks."""
     names = field_names(value)
     has = {name: value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names}
     if issubclass(kind, Mapping):
@@ -90,9 +94,9 @@ def is_made_of(kind: Any, value: Any) -> bool:
     return issubclass(kind, Mapping) or required_names(kind) <= names <= set(field_names(kind))
 
 
-def _missing(name: str, kind: Any, value: Any) -> ValueError:
+def _missing(name: str, kind: Any, value: Any) -> FieldError:
     hint = nearest(name, field_names(value), "its fields")
-    return ValueError(f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}")
+    return FieldError(f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}")
 
 
 def _column(name: str, values: list[Any], action: Action) -> Any:

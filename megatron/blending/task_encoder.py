@@ -5,12 +5,14 @@ A step that is not overridden is not there: it costs nothing. Steps, in order (*
     ->  pack_selected_samples *  ->  batch  ->  encode_batch
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.collate import generic_batch
 from megatron.blending.cooking import Cooker
-from megatron.blending.fields import batch_samples, converted, has_fields, is_made_of
+from megatron.blending.failures import FatalSampleError
+from megatron.blending.fields import FieldError, batch_samples, converted, has_fields, is_made_of
 from megatron.blending.seeding import with_seeds
 
 T_sample = TypeVar("T_sample")
@@ -242,7 +244,8 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
     def encode_sample(self, sample: Any) -> Any:
         if self._encoded_sample_type is None or type(sample) is self._encoded_sample_type:
             return sample
-        return converted(sample, self._encoded_sample_type)
+        with types_must_fit():
+            return converted(sample, self._encoded_sample_type)
 
     def batch(self, samples: list[Any]) -> Any:
         """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
@@ -250,16 +253,19 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
         `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
         some that it needs.
         """
-        if self._raw_batch_type is not None:
-            return self._batch(samples, self._raw_batch_type)
-        if self._batch_type is not None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
-            return self._batch(samples, self._batch_type)
-        return self._batch(samples, type(samples[0]))
+        kind = self._raw_batch_type
+        if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
+            kind = self._batch_type
+        if kind is None:
+            return self._batch(samples, type(samples[0]))
+        with types_must_fit():
+            return self._batch(samples, kind)
 
     def encode_batch(self, batch: Any) -> Any:
         if self._batch_type is None or type(batch) is self._batch_type:
             return batch
-        return converted(batch, self._batch_type)
+        with types_must_fit():
+            return converted(batch, self._batch_type)
 
     def uses(self, step: str) -> bool:
         if step == "encode_sample" and not self._has_own(step):
@@ -273,6 +279,15 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
 
     def _makes_batch(self) -> bool:
         return self._has_own("encode_batch")
+
+
+@contextmanager
+def types_must_fit() -> Iterator[None]:
+    """What does not fit for one sample does for none: the run ends, where a failing sample would be left out."""
+    try:
+        yield
+    except FieldError as error:
+        raise FatalSampleError(str(error)) from None
 
 
 def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.blending.cooking import Cooker, choose_cook, cooker
+from megatron.blending.failures import FatalSampleError
 from megatron.blending.load import call_hook
 from megatron.blending.samples import Batch, TextSample, edataclass
 from megatron.blending.seeding import failure_tolerance_of, is_stateless, stateless, with_seeds
@@ -79,7 +80,7 @@ def test_batch_type():
     assert type(DefaultTaskEncoder(raw_batch_type=RawBatch).batch(texts("a"))) is RawBatch
     both = default(raw_batch_type=RawBatch, batch_type=dict)
     assert both.encode_batch(both.batch(texts("a", "b")))["text"] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"Narrow has a field 'tokens' that TextSample lacks; its fields are"):
+    with pytest.raises(FatalSampleError, match=r"Narrow has a field 'tokens' that TextSample lacks; its fields are"):
         DefaultTaskEncoder(batch_type=Narrow).batch(texts("a"))
 
 
