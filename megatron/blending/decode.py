@@ -20,7 +20,7 @@ from megatron.blending.images import IMAGE_MODES, IMAGE_SUFFIXES, decode_image
 Decode = Callable[[str, bytes], Any]
 
 AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
-_AV_MODES = ("AVDecoder", "pyav")
+_AV_MODES = ("AVDecoder", "torch", "pyav")
 _PICKLES = frozenset("pkl pickle pyd".split())
 
 
@@ -40,7 +40,9 @@ class SampleDecoder:
     image_decode: str = "torchrgb"
     """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8" bytes, "pilrgb" ..."""
     av_decode: str = "AVDecoder"
-    """`AVDecoder` gives an object that decodes on demand, `pyav` an open PyAV container."""
+    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an open PyAV container."""
+    video_decode_audio: bool = False
+    """With `torch`: the audio of a video too."""
     allow_code: bool = False
     """Unpickle pickles, which runs what they hold."""
 
@@ -67,7 +69,7 @@ class SampleDecoder:
             if suffix.lower() in IMAGE_SUFFIXES:
                 return decode_image(content, self.image_decode)
             if suffix.lower() in AV_SUFFIXES:
-                return _open_av(content, self.av_decode)
+                return self._open_av(content)
         except DecodeError:
             raise
         except ImportError as error:
@@ -76,11 +78,11 @@ class SampleDecoder:
             raise DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}") from error
         return content
 
-
-def _open_av(content: bytes, mode: str) -> Any:
-    if mode == "pyav":
-        return import_module("av").open(io.BytesIO(content))
-    return import_module("megatron.blending.av").AVDecoder(io.BytesIO(content))
+    def _open_av(self, content: bytes) -> Any:
+        if self.av_decode == "pyav":
+            return import_module("av").open(io.BytesIO(content))
+        decoder = import_module("megatron.blending.av").AVDecoder(io.BytesIO(content))
+        return decoder if self.av_decode == "AVDecoder" else decoder.get_frames(self.video_decode_audio)
 
 
 def _load_torch(content: bytes) -> Any:

@@ -106,9 +106,10 @@ def test_misuse(video, audio):
         decode_part("mp4", video).get_video_clips([(0, 1)], "samples")
 
 
-def test_pyav_container(video):
-    """For those who use PyAV themselves."""
+def test_other_ways_to_decode(video):
+    """`av_decode` of a task encoder's SampleDecoder."""
     pytest.importorskip("av")
+    assert numbers(SampleDecoder(av_decode="torch")("mp4", video).video_clips[0]) == list(range(25))
     with SampleDecoder(av_decode="pyav")("mp4", video) as container:
         assert container.streams.video[0].frames == NUM_FRAMES
 
