@@ -16,7 +16,13 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
-from megatron.blending.dataset_loader import DatasetBlendMode, DatasetLoaderInterface, LoadedDatasetList, load_dataset
+from megatron.blending.dataset_loader import (
+    DatasetBlendMode,
+    DatasetLoaderInterface,
+    LoadedDataset,
+    LoadedDatasetList,
+    load_dataset,
+)
 from megatron.blending.leaves import Reading
 from megatron.blending.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
 from megatron.blending.token_weights import by_tokens
@@ -76,13 +82,7 @@ def get_train_dataset(
         reading=reading,
         repeat=repeat,
     )
-    datasets = loaded.datasets
-    if weights_by == "tokens":
-        if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
-            raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
-        datasets, weight_schedule = by_tokens(datasets, weight_schedule, encoder)
-    if weight_schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
-        raise ValueError(f"{path}: weight_schedule is for a 'blend' of several sources; remove it")
+    datasets, weight_schedule = _weighted(f"{path}", loaded, weights_by, weight_schedule, encoder)
     asked = {"packing_buffer_size": packing_buffer_size, "weight_schedule": weight_schedule}
     _check_takes(encoder.build_train_datasets, [name for name, value in asked.items() if value is not None])
     return call_hook(
@@ -181,6 +181,19 @@ def _build_val(
         packing_buffer_size=packing_buffer_size,
         limit=limit,
     )
+
+
+def _weighted(
+    path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
+) -> tuple[list[LoadedDataset], WeightSchedule | None]:
+    """The sources and the schedule, with weights in samples."""
+    if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
+        raise ValueError(f"{path}: weight_schedule is for a 'blend' of several sources; remove it")
+    if weights_by == "samples":
+        return loaded.datasets, schedule
+    if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+        raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
+    return by_tokens(loaded.datasets, schedule, encoder)
 
 
 def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> DatasetLoaderInterface:
