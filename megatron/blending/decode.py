@@ -55,7 +55,7 @@ class SampleDecoder:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
 
     def __call__(self, name: str, content: bytes) -> Any:
-        suffix = name.rpartition(".")[2]
+        suffix = name if name in _PLAIN else name.rpartition(".")[2]
         plain = _PLAIN.get(suffix)
         try:
             if plain is not None:
