@@ -23,7 +23,7 @@ from megatron.blending.weights import Weight, integer_weights
 Ints = npt.NDArray[np.int64]
 
 _TABLE_LENGTH = 4096
-_NUM_EXCHANGES = 32
+_NUM_EXCHANGES = 16
 _DRAWN_TOGETHER = 2**16
 _KEPT_DRAWS = 64
 
@@ -89,10 +89,20 @@ class ExactSequence:
         while len(self._children) < min(length, self._length):
             start = len(self._children)
             end = min(start + _TABLE_LENGTH, self._length)
-            children, numbers = self._earliest_deadline_first(start, end)
+            children, numbers = self._arranged(start, end)
             self._exchange(children, numbers, start)
             self._children = np.concatenate([self._children, children])
             self._numbers = np.concatenate([self._numbers, numbers])
+
+    def _arranged(self, start: int, end: int) -> tuple[Ints, Ints]:
+        if self._num_periods == 1:
+            return self._earliest_deadline_first(start, end)
+        # A whole period, which repeats itself.
+        places = np.arange(start, end)
+        if not start:
+            self._first = self._earliest_deadline_first(0, self._sum)
+        children, numbers = (column[places % self._sum] for column in self._first)
+        return children, numbers + places // self._sum * np.array(self._weights, np.int64)[children]
 
     def _earliest_deadline_first(self, start: int, end: int) -> tuple[Ints, Ints]:
         children, numbers = np.zeros(end - start, np.int64), np.zeros(end - start, np.int64)
