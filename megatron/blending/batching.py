@@ -67,6 +67,13 @@ class BatchDataset(SavableDataset[Any]):
     def in_lane(self, lane: Any, parent: Any, child_number: int) -> "BatchLane":
         return BatchLane(self, lane, parent, child_number)
 
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        inner = self.children[0].size
+        if inner is None or not self.size:
+            return [position * self.batch_size]
+        passes, place = divmod(position, self.size)
+        return [passes * inner + min(place * self.batch_size, inner)]
+
     def rebuild(self, origin: Any) -> Any:
         below = self.children[0]
         return nth(self.batcher([below.rebuild(part) for part in origin[1]]), origin[2])

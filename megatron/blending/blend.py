@@ -285,14 +285,10 @@ class UntilExhausted:
         left = {c: size - int(used[c]) for c, size in enumerate(self._sizes) if alive[c] and size is not None}
         if not left:
             return None
-        total = sum(alive)
-        if (
-            len(left) == sum(map(bool, alive))
-            and len({count * total * 1000 // alive[c] for c, count in left.items()}) == 1
-        ):
-            count = sum(left.values())
-            if all(count * alive[c] == left[c] * total for c in left):
-                return count
+        # All at once, if they are in proportion: known without making a table of them.
+        num_left, total = sum(left.values()), sum(alive)
+        if all(w == 0 or (c in left and num_left * w == left[c] * total) for c, w in enumerate(alive)):
+            return num_left
         return min(sequence.position_of(c, count - 1) + 1 for c, count in left.items())
 
 

@@ -32,6 +32,13 @@ class ChoiceDataset(SavableDataset[Any]):
     def __len__(self) -> int:
         return sum(len(child) for child in self.children)
 
+    def counts(self, position: int) -> list[int]:
+        """How many of the first outputs are each child's; of a bound node."""
+        raise NotImplementedError
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return self.counts(position)
+
 
 class BlendDataset(ChoiceDataset):
     """Children in proportion to weights, of their outputs: of batches, if they give batches.
@@ -99,7 +106,6 @@ class BlendDataset(ChoiceDataset):
         return Choices(children, numbers + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
-        """How many of the first outputs are each child's; of a bound blend."""
         if self.size is None:
             return self._sequence.counts(position)
         passes, place = divmod(position, self.size)
@@ -144,6 +150,12 @@ class ConcatDataset(ChoiceDataset):
         children = np.searchsorted(self._ends, places, side="right").astype(np.int64)
         sizes = np.diff(self._ends, prepend=0)
         return Choices(children, places - (self._ends - sizes)[children] + passes * sizes[children])
+
+    def counts(self, position: int) -> list[int]:
+        passes, place = divmod(position, self.size)
+        sizes = [child.size or 0 for child in self.children]
+        within = [min(max(place - (int(end) - size), 0), size) for end, size in zip(self._ends, sizes)]
+        return [passes * size + count for size, count in zip(sizes, within)]
 
 
 class ChoicePlan:

@@ -72,7 +72,9 @@ class Binding:
     world_size: int = 1
     nodes: list["SavableDataset[Any]"] = field(default_factory=list)
     salts: dict[str, str] = field(default_factory=dict)
-    """Places of leaves that keep the order that another place has."""
+    """Places of leaves that keep the order of another place: where they stood when their data was begun."""
+    bases: dict[str, int] = field(default_factory=dict)
+    """Places of leaves that do not begin at 0, and where they begin."""
 
     def seed_at(self, place: str) -> int:
         return salted_seed(self.seed, self.salts.get(place, place))
@@ -134,6 +136,12 @@ class SavableDataset(Generic[T_co]):
 
     keeps_place: bool = True
 
+    def found_config(self) -> Any:
+        """The first worker_config in the tree, from here down; None if there is none."""
+        if self.worker_config is not None:
+            return self.worker_config
+        return next((found for child in self.children if (found := child.found_config()) is not None), None)
+
     def __getstate__(self) -> dict[str, Any]:
         # Workers have no use for it, and process groups cannot be sent to them.
         return {**self.__dict__, "worker_config": None}
@@ -155,6 +163,13 @@ class SavableDataset(Generic[T_co]):
     def child_of(self, origin: Any) -> "SavableDataset[Any]":
         leaf = first_leaf(origin)
         return next(child for child in self.children if child.number <= leaf < child.end)
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        """Return how many outputs of each child the first `position` outputs are made of.
+
+        `drawn`: by number of node, how many it drew, where positions do not tell.
+        """
+        return [position]
 
     def signature(self) -> list[Any]:
         """What must be equal for a saved state to mean the same, apart from the children."""

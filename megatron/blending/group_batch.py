@@ -1,5 +1,6 @@
 """pure. Batches of samples that are alike: GroupBatchDataset."""
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -57,9 +58,8 @@ class GroupBatchLane(HoldingLane):
         self._saved: Any = None
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
-        for group in self._saved or ():
-            for origin in group:
-                value = self.rebuild(origin)
+        for origin in itertools.chain.from_iterable(self._saved[1:] if self._saved else ()):
+            for value in self.rebuild(origin):
                 self._groups.setdefault(self.node.sample_group_key(value)[0], []).append((origin, value))
         self._saved = None
         while True:
@@ -95,8 +95,9 @@ class GroupBatchLane(HoldingLane):
             return self._saved
         if not self.is_started:
             return None
-        return [[origin for origin, _ in group] for group in self._groups.values()]
+        return [self.num_drawn, *([origin for origin, _ in group] for group in self._groups.values())]
 
     def restore(self, held: Any) -> None:
         self.is_started = True
+        self.num_drawn = held[0]
         self._saved = held

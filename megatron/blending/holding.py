@@ -39,6 +39,9 @@ class HoldingDataset(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> "HoldingPlan":
         return HoldingPlan(self, positions, block)
 
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return [drawn.get(self.number, 0)]
+
     def signature(self) -> list[Any]:
         return [type(self).__name__, self.num_held]
 
@@ -61,21 +64,31 @@ class HoldingPlan:
 
 
 class HoldingLane(LaneNode):
+    """Its state begins with how many it drew."""
+
     node: Any
     is_started = False
+    num_drawn = 0
 
     def draw(self, place: Place | None) -> tuple[Any, Any]:
         """Take the child's next output. The first is where this node stands, the others follow it."""
         child = self.child(0)
         if self.is_started:
-            return child.pull(None)
-        found = child.pull(None if place is None else (place[0], place[1] * self.node.num_consecutive))
-        self.is_started = True
-        child.detach()
+            found = child.pull(None)
+        else:
+            found = child.pull(None if place is None else (place[0], place[1] * self.node.num_consecutive))
+            self.is_started = True
+            child.detach()
+        self.num_drawn += 1
         return found
 
-    def rebuild(self, origin: Any) -> Any:
-        return self.node.children[0].rebuild(origin)
+    def rebuild(self, origin: Any) -> list[Any]:
+        """Make a sample that was held back again: a list of it, or of none if it fails this time."""
+        try:
+            return [self.node.children[0].rebuild(origin)]
+        except Exception as error:
+            self.fail(error, self.node.children[0], origin, None)
+            return []
 
     def is_detached(self) -> bool:
         return self.is_started

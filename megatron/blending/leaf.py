@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from megatron.blending.dataset import Binding, Block, Ints, NotPlain, SavableDataset
 from megatron.blending.lane import CursorNode, Place
-from megatron.blending.order import ReadingOrder
+from megatron.blending.order import ReadingOrder, records_at
 from megatron.blending.record import Record, RecordError, RecordSource
 
 Load = Callable[[Record, tuple[str, int, int]], Any]
@@ -55,6 +57,8 @@ class LeafDataset(SavableDataset[Any]):
             window_length=shuffle_window or 1,
         )
         self.size = self.order.epoch_length
+        self.salt = ""
+        self.base = 0
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -62,24 +66,27 @@ class LeafDataset(SavableDataset[Any]):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self.order = self.order._replace(seed=binding.seed_at(self.place))
+        self.salt = binding.salts.get(self.place, self.place)
+        self.base = binding.bases.get(self.place, 0)
 
     def plan(self, positions: Ints, block: Block) -> "LeafPlan":
-        return LeafPlan(self, positions, block)
+        return LeafPlan(self, positions + self.base if self.base else positions, block)
 
     def in_lane(self, lane: Any, parent: Any, child_number: int) -> "LeafLane":
         return LeafLane(self, lane, parent, child_number)
 
     def rebuild(self, origin: Any) -> Any:
-        plan = self.plan(_one(origin[1]), Block())
-        return self.read_one(origin[1], plan.record(0))
+        return self.read_one(origin[1], self._record(origin[1]))
 
     def read_one(self, position: int, record: int) -> Any:
         found = self.source[record]
         return found if self.load is None else self.load(found, (self.place, position, record))
 
     def describe(self, position: int) -> str:
-        record = self.plan(_one(position), Block()).record(0)
-        return self.source.describe(record)
+        return self.source.describe(self._record(position))
+
+    def _record(self, position: int) -> int:
+        return int(records_at([self.order], [np.array([position], np.int64)])[0][0])
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
@@ -150,9 +157,3 @@ class LeafLane(CursorNode):
             else:
                 self.passed(block, within)
                 return (self.node.number, position), value
-
-
-def _one(position: int) -> Ints:
-    import numpy as np
-
-    return np.array([position], np.int64)

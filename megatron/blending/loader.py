@@ -5,21 +5,31 @@ Invariants, for any numbers of ranks and workers before and after:
 - a loader that is restored continues with the output after the last one that was drawn when the state was made.
 """
 
-import functools
+import logging
 import math
-import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from megatron.blending.crew import Crew
 from megatron.blending.dataset import Binding, SavableDataset
-from megatron.blending.failures import Failures
-from megatron.blending.loader_state import VERSION, State, check_stream, describe_stream, merge_states
-from megatron.blending.server import END, Server
-from megatron.blending.worker import Message, Patience, ProcessWorker, Start, ThreadWorker, Worker
+from megatron.blending.loader_state import (
+    VERSION,
+    State,
+    check_stream,
+    describe_stream,
+    leaf_positions,
+    merge_states,
+    remapped,
+    total_drawn,
+)
+from megatron.blending.pinning import may_pin, pinned
+from megatron.blending.server import END
+from megatron.blending.worker import Message
 from megatron.blending.worker_config import WorkerConfig
 
 __all__ = ["Loader", "WorkerConfig", "get_loader", "get_savable_loader"]
+
+logger = logging.getLogger("megatron.blending")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -76,23 +86,19 @@ class Loader(Generic[T_co]):
             raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
         if prefetch_factor < 1:
             raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
-        self.config = worker_config or _found_config(dataset) or WorkerConfig()
+        self.config = worker_config or dataset.found_config() or WorkerConfig()
         self._dataset = dataset
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
-        self._pins = _may_pin(self.config) if pin_memory is None else pin_memory and _may_pin(self.config)
+        self._pins = (self.config.num_workers > 0 if pin_memory is None else pin_memory) and may_pin()
         self._num_lanes = self.config.num_lanes
-        self._binding = Binding(self.config.seed + self.config.seed_offset, self.config.num_ranks)
-        self._root = dataset.bind(self._binding)
-        self._stream: State | None = None
-        self._crew: list[Worker] = []
-        self._stop: weakref.finalize[Any, Any] | None = None
-        self._server: Server | None = None
-        self._generation = 0
         self._lanes: dict[str, Any] = {}
         self._heads: dict[int, Message] = {}
         self._counts: dict[int, tuple[int, int]] = {}
         self._is_over = self._has_drawn = self._is_started = False
+        self._stream: State | None = None
+        self._crew: Crew | None = None
+        self._bind({}, {})
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
@@ -119,46 +125,56 @@ class Loader(Generic[T_co]):
             self._is_over = True
             raise
         except BaseException:
-            if self._crew:
+            if self.config.num_workers:
                 self.close()
             raise
-        return self._pinned(value) if self._pins else value
+        return pinned(value) if self._pins else value
 
-    # Saving. A state is made of ints, strings, lists and dicts (JSON, or torch.load(weights_only=True)).
+    # Saving. A state is made of ints, strings, lists and dicts: JSON, or torch.load(weights_only=True), will do.
 
     def state_dict(self) -> State:
-        """Return where this rank stands: a few hundred bytes, about 60 per source, and what open buffers hold."""
-        if self._stream is None:
-            self._stream = describe_stream(self._root, self._binding.seed, self._binding.nodes)
-        if self._server is not None:
-            self._lanes = {str(number): state for number, state in self._server.lane_states().items()}
+        """Return where this rank stands: a few hundred bytes, about 70 per source, and what open buffers hold."""
+        self._keep_lanes()
+        rank, ranks = self.config.this_rank, self.config.num_ranks
+        drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
         return {
             "version": VERSION,
-            "rank": self.config.this_rank,
-            "world_size": self.config.num_ranks,
+            "rank": rank,
+            "world_size": ranks,
             "num_lanes": self._num_lanes,
             "pass": self._pass,
             "epoch_start": self._epoch_start,
             "slot": self._slot,
             "is_over": self._is_over,
             "lanes": dict(self._lanes),
-            "stream": self._stream,
+            "positions": leaf_positions(self._root, self._slot // ranks * ranks, drawn),
+            "stream": self._described(),
         }
 
-    def load_state_dict(self, state: State | Sequence[State]) -> None:
+    def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
         """Continue from a state, or from the states of all ranks, whose number then does not matter; at any time.
 
-        ValueError, naming what differs, if the state is of another stream.
+        If the state is of another stream: ValueError naming what differs; or, with `on_change="remap"`, each source
+        goes on from where that of its name stood, in the order that it had, and new ones begin. Then what lanes held
+        back is given up, and weights start anew.
         """
+        if on_change not in ("error", "remap"):
+            raise ValueError(f"on_change must be 'error' or 'remap', but is {on_change!r}")
         states = [state] if isinstance(state, dict) else list(state)
         if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
             raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
-        if self._stream is None:
-            self._stream = describe_stream(self._root, self._binding.seed, self._binding.nodes)
-        check_stream(merged["stream"], self._stream)
-        if self._num_lanes != merged["num_lanes"]:
-            self.close()
+        self.close()
+        self._bind({}, {})
+        try:
+            check_stream(merged["stream"], self._described())
+        except ValueError as difference:
+            if on_change == "error":
+                raise
+            self._remap(merged, str(difference))
+            return
+        sources = merged["stream"]["sources"]
+        self._bind({row[3]: row[4] for row in sources}, {row[3]: row[5] for row in sources})
         self._num_lanes = merged["num_lanes"]
         self._begin_pass(merged["pass"], merged["slot"])
         self._epoch_start = merged["epoch_start"]
@@ -169,10 +185,10 @@ class Loader(Generic[T_co]):
         """As `state_dict`, under energon's name."""
         return self.state_dict()
 
-    def restore_state_rank(self, state: State | Sequence[State] | None) -> None:
+    def restore_state_rank(self, state: State | Sequence[State] | None, *, on_change: str = "error") -> None:
         """As `load_state_dict`, under energon's name; None does nothing."""
         if state is not None:
-            self.load_state_dict(state)
+            self.load_state_dict(state, on_change=on_change)
 
     # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
 
@@ -186,13 +202,11 @@ class Loader(Generic[T_co]):
 
     def close(self) -> None:
         """Stop the workers."""
-        if self._server is not None:
-            self._lanes = {str(number): state for number, state in self._server.lane_states().items()}
-            self._server = None
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
-        self._crew, self._heads = [], {}
+        self._keep_lanes()
+        if self._crew is not None:
+            self._crew.close()
+        self._crew = None
+        self._heads = {}
         self._is_started = False
 
     def __enter__(self) -> "Loader[T_co]":
@@ -205,9 +219,28 @@ class Loader(Generic[T_co]):
     def _is_finite(self) -> bool:
         return self._root.size is not None and not self._root.goes_on
 
+    def _bind(self, salts: dict[str, str], bases: dict[str, int]) -> None:
+        config = self.config
+        self._binding = Binding(config.seed + config.seed_offset, config.num_ranks, salts=salts, bases=bases)
+        self._root = self._dataset.bind(self._binding)
+        self._stream = None
+
+    def _described(self) -> State:
+        if self._stream is None:
+            self._stream = describe_stream(self._root, self._binding)
+        return self._stream
+
+    def _remap(self, state: State, difference: str) -> None:
+        if self._is_finite:
+            raise ValueError(f"on_change='remap' is for endless data, but this is finite: begin it anew. {difference}")
+        salts, bases, told = remapped(state, self._described())
+        logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
+        self._bind(salts, bases)
+        self._begin_pass(0, 0)
+
     def _next_pass(self) -> None:
         if self._is_finite:
-            self._begin_pass(self._pass + 1, self.config.this_rank)
+            self._begin_pass(self._pass + 1, 0)
             return
         # The stream just goes on: workers are not even told.
         self._epoch_start = self._slot - self.config.this_rank
@@ -220,110 +253,52 @@ class Loader(Generic[T_co]):
         self._epoch_start = 0
         self._lanes, self._heads, self._counts = {}, {}, {}
         self._is_over = self._has_drawn = self._is_started = False
-        self._server = None
 
     def _draw(self) -> Any:
-        if self._root.goes_on:
-            ranks = self.config.num_ranks
-            # Every rank gives as many: what does not go evenly belongs to the next epoch.
-            if self._slot - self._epoch_start >= (self._root.size or 0) // ranks * ranks:
-                raise StopIteration
-        if not self._is_started:
-            self._start()
-        return self._draw_here() if self.config.num_workers == 0 else self._draw_from_crew()
-
-    def _draw_here(self) -> Any:
-        assert self._server is not None
-        slot, value = self._server.next()
-        failures = self._server.failures
-        self._counts[0] = failures.num_failed, failures.num_skipped
-        if slot == END:
+        num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
+        # Every rank gives as many: what does not go evenly belongs to the next epoch.
+        epoch = (self._root.size or 0) // ranks * ranks if self._root.goes_on else END
+        if self._slot - self._epoch_start >= epoch:
             raise StopIteration
-        self._slot = slot + self.config.num_ranks
-        return value
-
-    def _draw_from_crew(self) -> Any:
-        num_workers, ranks = self.config.num_workers, self.config.num_ranks
+        crew = self._started()
         while True:
             worker = self._slot // ranks % num_workers
-            message = self._heads.get(worker)
-            if message is None:
-                message = self._heads[worker] = self._crew[worker].next()
-            if message.slot > self._slot:
-                # This slot was left empty; at the end all are.
-                if all(worker in self._heads and self._heads[worker].slot == END for worker in range(num_workers)):
-                    for number, head in self._heads.items():
-                        self._take_state(number, head)
-                    raise StopIteration
+            head = self._heads.get(worker)
+            if head is None:
+                head = self._heads[worker] = crew.next(worker)
+            if head.slot == self._slot:
+                del self._heads[worker]
+                self._take_state(worker, head)
                 self._slot += ranks
-                continue
-            del self._heads[worker]
-            self._take_state(worker, message)
+                return head.value
+            # This slot was left empty; at the end all are.
+            if len(self._heads) == num_workers and all(head.slot == END for head in self._heads.values()):
+                for number, head in self._heads.items():
+                    self._take_state(number, head)
+                raise StopIteration
             self._slot += ranks
-            return message.value
 
     def _take_state(self, worker: int, message: Message) -> None:
         for number, state in message.lanes.items():
             self._lanes[str(number)] = state
         self._counts[worker] = message.num_failed, message.num_skipped
 
-    def _start(self) -> None:
-        lanes = {int(number): state for number, state in self._lanes.items()}
-        if self.config.num_workers == 0:
-            self._server = self._make_server(0)()
-            self._server.start(self._pass, self._slot, lanes)
-        else:
-            if not self._crew:
-                self._crew = self._hire()
-                self._stop = weakref.finalize(self, _close_all, self._crew)
-            self._generation += 1
-            for worker in self._crew:
-                worker.start(Start(self._generation, self._pass, self._slot, lanes))
-        self._is_started = True
+    def _started(self) -> Crew:
+        if self._crew is None:
+            self._crew = Crew(self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor)
+        if not self._is_started:
+            self._crew.start(self._pass, self._slot, {int(number): lane for number, lane in self._lanes.items()})
+            self._is_started = True
+        return self._crew
+
+    def _keep_lanes(self) -> None:
+        states = self._crew.lane_states() if self._crew is not None and self._is_started else None
+        if states is not None:
+            self._lanes = {str(number): state for number, state in states.items()}
 
     def _runs(self, lane: int) -> bool:
         seats = [self.config.seat_of(worker) for worker in range(max(1, self.config.num_workers))]
         return any((lane - seat) % math.gcd(self._num_lanes, self.config.num_seats) == 0 for seat in seats)
-
-    def _make_server(self, worker: int) -> "functools.partial[Server]":
-        config = self.config
-        seat = config.seat_of(worker)
-        handling = (config.failure_tolerance, config.global_error_handler)
-        seed, ranks = self._binding.seed, config.num_ranks
-        return functools.partial(
-            make_server, self._dataset, seed, ranks, self._num_lanes, seat, config.num_seats, handling
-        )
-
-    def _hire(self) -> list[Worker]:
-        config = self.config
-        crew: list[Any] = []
-        try:
-            for number in range(config.num_workers):
-                name = f"worker {number} of rank {config.this_rank}"
-                patience = Patience(config.slow_worker_seconds, config.worker_timeout_seconds)
-                arguments = (name, self._make_server(number), self._prefetch_factor, patience)
-                if config.worker_kind == "thread":
-                    crew.append(ThreadWorker(*arguments))
-                else:
-                    crew.append(ProcessWorker(*arguments, config.start_method, crew))
-        except BaseException:
-            _close_all(crew)
-            raise
-        return crew
-
-    def _pinned(self, value: Any) -> Any:
-        if hasattr(value, "pin_memory"):
-            return value.pin_memory()
-        from megatron.blending.collate import map_tensors
-
-        return map_tensors(value, lambda tensor: tensor.pin_memory())
-
-
-def make_server(
-    dataset: SavableDataset[Any], seed: int, ranks: int, num_lanes: int, seat: int, num_seats: int, handling: Any
-) -> Server:
-    """Make a server where it works."""
-    return Server(dataset.bind(Binding(seed, ranks)), num_lanes, seat, num_seats, Failures(*handling))
 
 
 _ENERGON_ONLY = (
@@ -337,20 +312,3 @@ _ENERGON_ONLY = (
     "watchdog_timeout_seconds",
     "fail_on_timeout",
 )
-
-
-def _found_config(dataset: SavableDataset[Any]) -> WorkerConfig | None:
-    """The first worker_config in a tree, from the root down."""
-    if dataset.worker_config is not None:
-        return dataset.worker_config
-    return next((found for child in dataset.children if (found := _found_config(child)) is not None), None)
-
-
-def _may_pin(config: WorkerConfig) -> bool:
-    torch = sys.modules.get("torch")
-    return config.num_workers > 0 and torch is not None and torch.cuda.is_available()
-
-
-def _close_all(crew: Sequence[Worker]) -> None:
-    for worker in crew:
-        worker.close()

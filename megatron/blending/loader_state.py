@@ -6,12 +6,14 @@ some back, where they stand. Where there are none, it is the same for any number
 
 import difflib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.blending.dataset import SavableDataset
+from megatron.blending.dataset import Binding, SavableDataset
+from megatron.blending.holding import HoldingDataset
 from megatron.blending.lane import block_length
 from megatron.blending.leaf import LeafDataset
 
@@ -20,24 +22,68 @@ VERSION = 1
 State = dict[str, Any]
 
 
-def describe_stream(root: SavableDataset[Any], seed: int, nodes: Sequence[SavableDataset[Any]]) -> State:
-    """Return what makes the stream what it is, apart from the number of lanes. `root` and `nodes` are bound."""
-    leaves = [node for node in nodes if isinstance(node, LeafDataset)]
-    shape = [[node.number, node.end, node.signature()] for node in nodes]
+def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
+    """Return what makes the stream of a bound tree what it is, apart from the number of lanes.
+
+    Of each source: name, fingerprint, number of records, place, the place that its order is of, where it began.
+    """
+    leaves = _leaves(root)
     names = [leaf.name for leaf in leaves]
     # All of the path that they share, but for the last letters of a folder's name.
     folder = os.path.commonprefix(names)  # noqa: RUF071
     folder = folder[: folder.rfind("/") + 1]
     return {
-        "seed": seed,
+        "seed": binding.seed,
         "block_length": block_length(root),
-        "shape": _digest(shape),
+        "shape": _digest([[node.number, node.end, node.signature()] for node in binding.nodes]),
         "folder": folder,
         "sources": [
-            [name[len(folder) :], leaf.fingerprint()[:16], leaf.order.num_records, leaf.place]
+            [name[len(folder) :], leaf.fingerprint()[:16], leaf.order.num_records, leaf.place, leaf.salt, leaf.base]
             for name, leaf in zip(names, leaves)
         ],
     }
+
+
+def leaf_positions(root: SavableDataset[Any], position: int, drawn: dict[int, int]) -> list[int]:
+    """Return how many records of each source the first outputs were made of: exact, but for what lanes left out."""
+    if isinstance(root, LeafDataset):
+        return [root.base + position]
+    used = root.used(position, drawn)
+    return [found for child, count in zip(root.children, used) for found in leaf_positions(child, count, drawn)]
+
+
+def total_drawn(lanes: dict[str, Any], num_lanes: int, binding: Binding) -> dict[int, int]:
+    """Return about how many samples each node that holds some back drew, over all lanes, from the states of some."""
+    drawn: dict[int, int] = {}
+    for state in lanes.values():
+        for number, held in state[2:]:
+            if isinstance(binding.nodes[number], HoldingDataset):
+                drawn[number] = drawn.get(number, 0) + held[0]
+    return {number: count * num_lanes // len(lanes) for number, count in drawn.items()}
+
+
+def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], str]:
+    """Return for a changed stream: by place of each source the place that its order is of, and where it goes on.
+
+    Sources are recognised by name, those of one name by their order. The text says what became of them.
+    """
+    before: dict[str, list[tuple[str, int]]] = {}
+    for row, position in zip(state["stream"]["sources"], state["positions"]):
+        before.setdefault(state["stream"]["folder"] + row[0], []).append((row[4], position))
+    num_before = sum(map(len, before.values()))
+    taken = {salt for known in before.values() for salt, _ in known}
+    salts: dict[str, str] = {}
+    bases: dict[str, int] = {}
+    for name, _, _, place, *_ in now["sources"]:
+        if before.get(now["folder"] + name):
+            salts[place], bases[place] = before[now["folder"] + name].pop(0)
+            continue
+        salts[place] = next(salt for n in itertools.count() if (salt := place + "+" * n) not in taken)
+        taken.add(salts[place])
+    told = f"{len(bases)} sources go on, {len(now['sources']) - len(bases)} are new, {num_before - len(bases)} are gone"
+    if state["lanes"]:
+        told += f"; what {len(state['lanes'])} lanes held back or left out is given up"
+    return salts, bases, told
 
 
 def check_stream(saved: State, now: State) -> None:
@@ -96,6 +142,12 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
     return {**first, "rank": rank, "slot": _turn(first) * first["world_size"], "lanes": lanes}
 
 
+def _leaves(root: SavableDataset[Any]) -> list[LeafDataset]:
+    if isinstance(root, LeafDataset):
+        return [root]
+    return [leaf for child in root.children for leaf in _leaves(child)]
+
+
 def _turn(state: State) -> int:
     return state["slot"] // state["world_size"]
 
@@ -118,13 +170,13 @@ def _latest(lanes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _without_names(stream: State) -> list[Any]:
     """Data may be moved: its fingerprint tells that it is the same."""
-    return [stream["seed"], stream["block_length"], stream["shape"], [source[1:] for source in stream["sources"]]]
+    return [stream["seed"], stream["block_length"], stream["shape"], [row[1:4] for row in stream["sources"]]]
 
 
 def _by_place(stream: State) -> dict[str, tuple[str, str, int]]:
     return {
         place: (stream["folder"] + name, fingerprint, num_records)
-        for name, fingerprint, num_records, place in stream["sources"]
+        for name, fingerprint, num_records, place, *_ in stream["sources"]
     }
 
 

@@ -161,7 +161,7 @@ class PackingLane(HoldingLane):
         try:
             if self._packs is None:
                 encode = self.node.sample_encoder or (lambda sample: sample)
-                self._packs = iter(self.node.final_packer([encode(self.rebuild(origin)) for origin in origins]))
+                self._packs = iter(self.node.final_packer([encode(self.node.children[0].rebuild(o)) for o in origins]))
                 for _ in range(self._given):
                     next(self._packs, None)
             pack = next(self._packs)
@@ -182,13 +182,16 @@ class PackingLane(HoldingLane):
             return None
         buffer = [[origin, offers] for origin, _, offers in self._buffer]
         groups = [[origin for origin, _ in group] for group in self._groups]
-        return [buffer, groups, self._origins, self._given]
+        return [self.num_drawn, buffer, groups, self._origins, self._given]
 
     def restore(self, held: Any) -> None:
         self.is_started = True
+        self.num_drawn = held[0]
         self._saved = held
 
     def _make_again(self, held: Any) -> None:
-        buffer, groups, self._origins, self._given = held
-        self._buffer = [(origin, self.rebuild(origin), offers) for origin, offers in buffer]
-        self._groups = [[(origin, self.rebuild(origin)) for origin in group] for group in groups]
+        _, buffer, groups, self._origins, self._given = held
+        again = [(origin, self.rebuild(origin), offers) for origin, offers in buffer]
+        self._buffer = [(origin, made[0], offers) for origin, made, offers in again if made]
+        remade = [[(origin, self.rebuild(origin)) for origin in group] for group in groups]
+        self._groups = [[(origin, made[0]) for origin, made in group if made] for group in remade]

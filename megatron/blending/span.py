@@ -82,6 +82,9 @@ class LimitDataset(SpanDataset):
         passes, places = np.divmod(positions, self.size)
         return passes * self.children[0].size + places
 
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return self.within_child(np.array([position], np.int64)).tolist()
+
     def plan(self, positions: Ints, block: Block) -> "LimitPlan":
         return LimitPlan(positions, super().plan(positions, block))
 
