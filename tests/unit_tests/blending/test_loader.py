@@ -14,6 +14,7 @@ from megatron.blending.datasets import (
     LimitDataset,
     MapDataset,
     MixBatchDataset,
+    PackingDataset,
 )
 from megatron.blending.loader import WorkerConfig, get_loader, get_savable_loader
 from tests.unit_tests.blending.streams import config, drawn, endless, leaf, loaders, outputs
@@ -66,15 +67,15 @@ def test_restored_at_every_batch(name):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-@pytest.mark.parametrize("before, after", list(itertools.permutations([(2, 0), (1, 3), (5, 0), (4, 2)], 2)))
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations([(2, 0), (1, 3), (5, 0), (4, 2)], 2)))
 def test_restored_on_other_ranks_and_workers(name, before, after):
     """... and once more right after it, where energon repeats batches."""
     tree = ENDLESS[name]()
     stream = list(outputs(tree, LENGTH).values())
     # A position that both numbers of ranks divide: 20.
     head, states = drawn(loaders(tree, *before), 20 // before[0])
-    middle, again = drawn(loaders(tree, *after, states=states), 20 // after[0])
-    tail, _ = drawn(loaders(tree, *before, states=again), 20 // before[0])
+    middle, again = drawn(loaders(tree, *after, states), 20 // after[0])
+    tail, _ = drawn(loaders(tree, *before, again), 20 // before[0])
     assert head + middle + tail == stream
 
 
@@ -245,7 +246,7 @@ def _pair(first, second, weight=0.5):
 
 
 @pytest.mark.parametrize(
-    "tree, fault",
+    ("tree", "fault"),
     [
         (lambda: _pair("a", "c"), "source 'b' is gone"),
         (
@@ -315,8 +316,8 @@ def test_uses_of_energon():
     assert next(iter(tree)) == next(loader)
     with pytest.raises(TypeError, match="has no argument 'prefetch'"):
         get_loader(tree, prefetch=3)
-    with pytest.raises(ValueError, match="takes a data set of megatron.blending, but got list"):
-        get_loader([])
+    with pytest.raises(ValueError, match=r"takes a data set of megatron\.blending, but got list"):
+        get_loader([])  # type: ignore[arg-type]
 
 
 def test_memory_does_not_grow_with_what_was_left_out():
@@ -339,3 +340,53 @@ def test_packs_are_of_what_fits_and_lose_nothing():
     )
     assert all(sum(size for _, size in pack) <= 60 for pack in packs if len(pack) > 1)
     assert first_fit([("a", 1)]) == [[("a", 1)]]
+
+
+def remap(before, after, count):
+    """What a changed stream gives, after `count` outputs of what it was before."""
+    head, states = drawn(loaders(before), count)
+    made = loaders(after)[0]
+    made.load_state_dict(states, on_change="remap")
+    return head, made
+
+
+def test_remap_goes_on_in_every_source():
+    """Sources in another order, one gone, one new, other weights: nothing is read again before its epoch is over."""
+    before = BlendDataset((endless("a"), 2), (endless("b"), 1), (endless("c"), 1))
+    after = BlendDataset((endless("new"), 1), (endless("b"), 3), (endless("a"), 1))
+    head, loader = remap(before, after, 80)
+    tail = [next(loader) for _ in range(50)]
+    for name in "ab":
+        seen = [index for source, index in head + tail if source == name]
+        assert len(set(seen[:50])) == min(50, len(seen))
+    assert {name for name, _ in tail} == {"a", "b", "new"}
+    # ... and a state of this stream is like any other.
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = loaders(after, states=[state])[0]
+    assert [next(again) for _ in range(50)] == [next(loader) for _ in range(50)]
+
+
+def test_remap_of_equal_names_by_their_order():
+    before = BlendDataset((endless("a", 30), 1), (endless("a", 30), 1))
+    head, loader = remap(before, BlendDataset((endless("a", 30), 1), (endless("a", 30), 1), (endless("b"), 1)), 30)
+    tail = [next(loader) for _ in range(45)]
+    counts = [index for name, index in head + tail if name == "a"]
+    assert sorted(counts) == sorted(2 * list(range(30)))
+
+
+def test_remap_with_packs():
+    """Where lanes hold samples back, sources go on about where they stood."""
+    before, after = ENDLESS["packs"](), PackingDataset(endless("a", 50), 10, first_fit, list)
+    head, loader = remap(before, after, 100)
+    positions = [row[5] for row in loader.state_dict()["stream"]["sources"]]
+    seen = len([1 for pack in head for name, _ in pack if name == "a"])
+    assert 0.7 * seen < 0.7 * positions[0] < 3 * seen
+    next(loader)
+
+
+def test_remap_is_refused_for_finite_data():
+    state = loaders(leaf("a"))[0].state_dict()
+    with pytest.raises(ValueError, match="is for endless data"):
+        loaders(leaf("b"))[0].load_state_dict(state, on_change="remap")
+    with pytest.raises(ValueError, match="on_change must be 'error' or 'remap', but is 'remaps'"):
+        loaders(leaf("a"))[0].load_state_dict(state, on_change="remaps")

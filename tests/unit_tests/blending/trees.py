@@ -34,7 +34,7 @@ def is_not_fifth(batch):
 
 def several(sample):
     """0 to 2 outputs, as a generator, of odd samples; even ones as they are."""
-    return (sample + (part,) for part in range(sample[1] % 3)) if sample[1] % 2 else sample
+    return ((*sample, part) for part in range(sample[1] % 3)) if sample[1] % 2 else sample
 
 
 def halves(samples):
@@ -44,7 +44,8 @@ def halves(samples):
 
 def first_fit(samples):
     """Packs of at most 60, in order of arrival; the last one is left for later."""
-    packs, pack = [], []
+    packs: list[list[tuple[str, int]]] = []
+    pack: list[tuple[str, int]] = []
     for sample in samples:
         if sum(size for _, size in pack) + sample[1] > 60:
             packs.append(pack)
