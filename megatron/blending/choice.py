@@ -56,7 +56,8 @@ class BlendDataset(ChoiceDataset):
     ) -> None:
         """`mode`: "exact" is within one output of the weights at every prefix; "random" draws each output.
 
-        `schedule`: weights from each step on; then those of the pairs are not used.
+        Blends with finite children are exact in any mode. `schedule`: weights from each step on, in place of those of
+        the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
         if mode not in SEQUENCES:
@@ -74,24 +75,16 @@ class BlendDataset(ChoiceDataset):
             raise ValueError(
                 f"the schedule has {num_weights} weights for {len(self.children)} data sets; give each one"
             )
-        self.size = self._total() if self._is_read_through() else None
-        if (
-            not self._is_read_through()
-            and any(size is not None and weight for size, weight in zip(self._sizes, self.weights))
-            and (mode != "exact" or schedule is not None)
-        ):
-            raise ValueError("finite data sets blend in mode 'exact' and without schedule; repeat them (RepeatDataset)")
-
-    def _is_read_through(self) -> bool:
-        return all(size is not None for size, weight in zip(self._sizes, self.weights) if weight)
-
-    def _total(self) -> int:
-        return sum(size or 0 for size, weight in zip(self._sizes, self.weights) if weight)
+        used = [size for size, weight in zip(self._sizes, self.weights) if weight]
+        self._has_end = any(size is not None for size in used)
+        self.size = None if None in used else sum(size or 0 for size in used)
+        if schedule is not None and self._has_end:
+            raise ValueError("a schedule of weights is for endless data sets; repeat them (RepeatDataset)")
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
-        if any(size is not None and weight for size, weight in zip(self._sizes, self.weights)):
+        if self._has_end:
             self._sequence = UntilExhausted(self.weights, self._sizes, seed)
         else:
             segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()

@@ -74,8 +74,8 @@ def test_restored_on_other_ranks_and_workers(name, before, after):
     stream = list(outputs(tree, LENGTH).values())
     # A position that both numbers of ranks divide: 20.
     head, states = drawn(loaders(tree, *before), 20 // before[0])
-    middle, again = drawn(loaders(tree, *after, states), 20 // after[0])
-    tail, _ = drawn(loaders(tree, *before, again), 20 // before[0])
+    middle, again = drawn(loaders(tree, after[0], after[1], states), 20 // after[0])
+    tail, _ = drawn(loaders(tree, before[0], before[1], again), 20 // before[0])
     assert head + middle + tail == stream
 
 
