@@ -2,14 +2,15 @@
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron.blending.leaves import Reading, open_leaf
 from megatron.blending.metadataset import Blend, Epochized, Join, Leaf, Node, flattened, load_metadataset, multiplied
 from megatron.blending.metadataset_file import Entry, Reference, parse_metadataset
-from megatron.blending.paths import is_metadataset, read_text
+from megatron.blending.nv_meta import read_split_names
+from megatron.blending.paths import is_folder, is_metadataset, read_text
 from megatron.blending.task_encoder import DefaultTaskEncoder
 from megatron.blending.yaml_place import nearest
 from megatron.blending.yaml_reader import Table, as_tables, read_yaml
@@ -70,11 +71,27 @@ class DatasetLoaderInterface:
         opened = [(open_leaf(leaf, reading, worker_config), share, leaf) for leaf, share in leaves]
         if not training:
             return LoadedDatasetList([LoadedDataset(d, 1.0, leaf) for d, _, leaf in opened], DatasetBlendMode.NONE)
-        if kind is Epochized:
-            made = [_repeated(dataset, share, leaf) for dataset, share, leaf in opened if share]
-            return LoadedDatasetList([one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS)
-        mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
-        return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, leaf) for d, share, leaf in opened], mode)
+        return loaded_for_training(kind, opened, repeat)
+
+
+def loaded_for_training(
+    kind: type, opened: Sequence[tuple[Any, Any, Leaf | Join]], repeat: bool = True
+) -> LoadedDatasetList:
+    """Return sources (data set of one pass, share, leaf), of a tree of a `kind` (see `flattened`), as often as they are
+    read.
+    """
+    if kind is Epochized:
+        made = [_repeated(dataset, share, leaf) for dataset, share, leaf in opened if share]
+        return LoadedDatasetList([one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS)
+    mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
+    return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, leaf) for d, share, leaf in opened], mode)
+
+
+def split_names(path: str) -> set[str]:
+    """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
+    if is_metadataset(path):
+        return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
+    return set(read_split_names(path)) if is_folder(path) else set()
 
 
 def _endless(dataset: Any, repeat: bool) -> Any:

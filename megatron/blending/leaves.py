@@ -15,6 +15,7 @@ from megatron.blending.cooking import choose_cook
 from megatron.blending.decode import SampleDecoder, decode_part, keep_bytes
 from megatron.blending.fields import required_names
 from megatron.blending.file_store import LazyStore, SystemFileStore, open_store
+from megatron.blending.files import is_file
 from megatron.blending.join import JoinedLoad, JoinSource
 from megatron.blending.loads import CrudeLoad, FileFields, TypedLoad, WebdatasetFields
 from megatron.blending.metadataset import Join, Leaf
@@ -91,7 +92,8 @@ def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
 
 
 def _open_file(leaf: Leaf, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
-    path = leaf.path if os.path.splitext(leaf.path)[1] in SOURCES else leaf.path + _TOKENS_SUFFIX
+    is_named = os.path.splitext(leaf.path)[1] in SOURCES or not is_file(leaf.path + _TOKENS_SUFFIX)
+    path = leaf.path if is_named else leaf.path + _TOKENS_SUFFIX
     whole = open_source(path)
     fields = FileFields(os.path.basename(path), leaf.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES))
     stores = {name: open_store(store, decode, leaf.where) for name, store in leaf.aux.items()}

@@ -16,7 +16,7 @@ class TypedLoad:
 
     def __init__(self, dataset: WebDataset, kind: Any, subflavors: dict[str, Any], decode: Any) -> None:
         self._dataset = dataset
-        self._kind = kind
+        self.kind = kind
         is_ours = kind in SAMPLE_TYPES.values()
         self._is_plain = is_ours and required_names(kind) <= {"__key__", *dataset.sample_type.field_map}
         self._is_loaded = dataset.sample_type.sample_loader is not None
@@ -31,9 +31,9 @@ class TypedLoad:
         fields["__subflavors__"] = self._subflavors
         fields["__sources__"] = (SourceInfo(self._dataset.path, restore_key[-1], record["__shard__"]),)
         if not self._is_plain:
-            return self._kind(**fields)
+            return self.kind(**fields)
         # What the class's own `__init__` does, in a third of its time: the other fields have defaults in the class.
-        sample = _new(self._kind)
+        sample = _new(self.kind)
         sample.__dict__ = fields
         return sample
 

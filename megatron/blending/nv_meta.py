@@ -72,19 +72,7 @@ def read_info(root: str) -> dict[str, int]:
 def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
     """Return part `part` of the data set; ValueError naming file and key if there is no such part."""
     counts = read_info(root)
-    path = join_location(root, f"{FOLDER}/{split_config}")
-    if split_config == "split.yaml" and not is_file(path):
-        path = join_location(root, f"{FOLDER}/split.json")
-    if not is_file(path):
-        raise ValueError(f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set again")
-    content = _read_json(path) if path.endswith(".json") else read_yaml(path, _text(path))
-    if not isinstance(content, dict) or not isinstance(content.get("split_parts"), dict):
-        raise ValueError(f"{path}: split_parts must map names of parts to lists of shards; fix the file")
-    for key in content:
-        if key not in ("split_parts", "exclude"):
-            raise ValueError(
-                f"{path}: unknown key {key!r}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
-            )
+    path, content = _read_splits(root, split_config)
     parts = content["split_parts"]
     if part not in parts:
         raise ValueError(f"{path}: split_parts has no {part!r}; {nearest(part, parts, 'the parts')}")
@@ -101,6 +89,29 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
         tuple((shard, counts[shard]) for shard in shards if shard in kept),
         tuple(sample for entry in sorted(excluded) if (sample := _excluded_sample(entry, kept))),
     )
+
+
+def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
+    """Return the parts of the data set that have shards."""
+    return [part for part, shards in _read_splits(root, split_config)[1]["split_parts"].items() if shards]
+
+
+def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
+    """Return the path of the file that says how the shards are split, and its content."""
+    path = join_location(root, f"{FOLDER}/{split_config}")
+    if split_config == "split.yaml" and not is_file(path):
+        path = join_location(root, f"{FOLDER}/split.json")
+    if not is_file(path):
+        raise ValueError(f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set again")
+    content = _read_json(path) if path.endswith(".json") else read_yaml(path, _text(path))
+    if not isinstance(content, dict) or not isinstance(content.get("split_parts"), dict):
+        raise ValueError(f"{path}: split_parts must map names of parts to lists of shards; fix the file")
+    for key in content:
+        if key not in ("split_parts", "exclude"):
+            raise ValueError(
+                f"{path}: unknown key {key!r}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
+            )
+    return path, content
 
 
 def _excluded_sample(entry: str, shards: Mapping[str, int]) -> tuple[str, str] | None:

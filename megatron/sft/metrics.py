@@ -14,9 +14,12 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from megatron.sft.source_metrics import SourceMetrics, dropped_line, sources_line, sources_of_record
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_SCALARS = (
@@ -69,6 +72,10 @@ class StepMetrics:
     """Samples of this step that were left out: too long, broken, or without a token that counts."""
     cut_samples: int
     """Samples of this step that were cut."""
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of each source that had some: reason -> samples that were left out."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """Of each source that was drawn from; empty where there is one."""
 
     @property
     def fill(self) -> float:
@@ -95,8 +102,12 @@ class StepMetrics:
             f"balance {self.balance:.3f}",
             f"data {self.data_seconds * 1000:.1f} ms",
         ]
+        if self.sources:
+            parts.append(sources_line(self.sources))
         if self.dropped_samples:
-            parts.append(f"{self.dropped_samples} dropped")
+            parts.append(
+                f"{self.dropped_samples} dropped" + (f": {dropped_line(self.dropped)}" if self.dropped else "")
+            )
         if self.cut_samples:
             parts.append(f"{self.cut_samples} cut")
         if self.skipped:
@@ -125,12 +136,17 @@ class Evaluation:
     """Tokens that the loss is taken on."""
     dropped_samples: int = 0
     cut_samples: int = 0
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """As in a step."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """As in a step."""
 
     def to_line(self) -> str:
         """The evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
-        return f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        line = f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        return f"{line} | {sources_line(self.sources)}" if self.sources else line
 
     def to_json(self) -> str:
         """The evaluation as its line of `metrics.jsonl`."""
@@ -141,6 +157,8 @@ def json_line(kind: str, **values: Any) -> str:
     """One line of `metrics.jsonl`; a number that JSON doesn't have becomes null."""
 
     def valid(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: valid(part) for name, part in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps({"kind": kind, **{name: valid(value) for name, value in values.items()}}, allow_nan=False)
@@ -217,6 +235,8 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name in TENSORBOARD_SCALARS:
                 self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
+            for name, source in metrics.sources.items():
+                self._tensorboard.add_scalar(f"train/loss of {name}", source.loss, metrics.iteration)
         if self._bar is not None:
             self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
             self._bar.update(metrics.iteration - self._bar.n)
@@ -287,6 +307,7 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
     """The dataclass instance that a line was written from, null as NaN."""
-    values: dict[str, Any] = {field.name: record[field.name] for field in fields(kind)}
+    values: dict[str, Any] = {one.name: record[one.name] for one in fields(kind) if one.name in record}
     values.update({name: math.nan for name, value in values.items() if value is None})
+    values["sources"] = sources_of_record(values.get("sources", {}))
     return kind(**values)

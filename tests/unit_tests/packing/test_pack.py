@@ -25,6 +25,7 @@ def test_literal_pack():
         "cu_seqlens": [0, 3, 5, 5],
         "cu_seqlens_padded": [0, 4, 6, 8],
         "max_seqlen": 4,
+        "sources": [0, 0, 0],
         "tokens": [10, 11, 12, 0, 20, 21, 0, 0],
         "labels": [11, 12, 13, 0, 21, 22, 0, 0],
         "loss_mask": [0.125, 0.25, 0.375, 0, 0.125, 0.25, 0, 0],
