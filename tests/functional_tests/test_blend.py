@@ -1,4 +1,4 @@
-"""Whole runs of pretrain_sft.py on a metadataset: the proportions asked for, and losses by source, whatever the layout."""
+"""Whole runs of pretrain_sft.py on a metadataset: proportions as asked for, and losses by source in any layout."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def test_counts_follow_the_weights_and_losses_sum_up(whole: Path) -> None:
 
 LAYOUTS = {
     "context": "--context-parallel-size 2",
-    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pipeline": "--pipeline-model-parallel-size 2",
 }
 
