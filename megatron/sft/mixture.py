@@ -21,7 +21,8 @@ from megatron.sft.chat_encoder import Dropped, EncodedSample
 class Source(Protocol):
     """Map-style: `len` records, each a sample or the reason why it makes none."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def __len__(self) -> int: ...
 

@@ -47,7 +47,8 @@ def samples(draw, usual=False):
 
 
 def sample_of(*columns) -> Sample:
-    return Sample(*(torch.tensor(column, dtype=dtype) for column, dtype in zip(columns, FIELDS.values())))
+    tokens, labels, mask, positions = (torch.tensor(c, dtype=dtype) for c, dtype in zip(columns, FIELDS.values()))
+    return Sample(tokens, labels, mask, positions)
 
 
 def assert_same(sample: Sample, expected: Sample) -> None:

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from megatron.blending.failures import Failures
-from megatron.blending.metadataset import load_metadataset
+from megatron.blending.metadataset import leaves, load_metadataset
 from megatron.blending.samples import CrudeSample, SkipSample, TextSample
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
@@ -45,7 +45,8 @@ def text_of(sample):
 
 
 def chats(task, path, failures=None):
-    return ChatSource(open_chats(load_metadataset(path, "train"), task), "some", task, failures)
+    (leaf,) = leaves(load_metadataset(path, "train"))
+    return ChatSource(open_chats(leaf, task), "some", task, failures)
 
 
 @pytest.mark.parametrize(("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")])
