@@ -63,6 +63,9 @@ QUESTIONS = {
     ),
 }
 
+SOURCES = {"overviews": ("module", "class"), "calls": ("function", "method")}
+"""File of a part of the training data -> the kinds in it."""
+
 HELD_OUT_ONE_IN = 20
 LENGTH_QUANTILES = (("5 %", 0.05), ("median", 0.5), ("95 %", 0.95), ("99 %", 0.99), ("longest", 1.0))
 
@@ -227,11 +230,13 @@ def write_jsonl(path: Path, chats: Iterable[list[dict[str, str]]]) -> None:
 
 
 def write(split: Split, output_dir: Path) -> str:
-    """Writes `train.jsonl` and `valid.jsonl`, and gives the line that says what they hold."""
+    """Writes `train.jsonl`, its two parts, and `valid.jsonl`, and gives the line that says what they hold."""
     output_dir.mkdir(parents=True, exist_ok=True)
     train, valid = [messages(sample) for sample in split.train], [messages(sample) for sample in split.valid]
     write_jsonl(output_dir / "train.jsonl", train)
     write_jsonl(output_dir / "valid.jsonl", valid)
+    for name, kinds in SOURCES.items():  # the training data again, in two parts: what blend.yaml mixes
+        write_jsonl(output_dir / f"{name}.jsonl", [messages(sample) for sample in split.train if sample.kind in kinds])
     lengths = sorted(sum(len(turn["content"].encode()) for turn in chat) for chat in train + valid)
     quantiles = ", ".join(f"{label} {lengths[round(at * (len(lengths) - 1))]:,}" for label, at in LENGTH_QUANTILES)
     return (

@@ -1,5 +1,55 @@
 """From records in files to one resumable stream. Knows no tokens, no torch.distributed.
 
-sources   open_source(path): random access to the records of a JSONL, JSON or Parquet file
-order     permute_index(index, size, seed, epoch): which record is read when, computed and never stored
+    load_dataset, get_train_dataset ...   load, dataset_loader: the functions that users begin with
+      metadataset.yaml                    metadataset, metadataset_file, yaml_*: what is blended, as a tree of values
+      folders and files                   sources, webdataset, jsonl, parquet, indexed, files: (source, index) -> record
+      a record                            decode, field_map, loads, leaves, join, file_store: -> sample
+      a sample                            task_encoder, cooking, seeding, samples, collate: -> batch
+    BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
+      which comes next                    order, weights, blend: functions of (seed, place in the tree, epoch, index)
+      what is left out or packed          lane, failures
+    get_loader, get_savable_loader        loader: ranks and workers, prefetch, state
+    python -m megatron.blending prepare   prepare: the index files beside data
+
+Names are imported when they are used: `import megatron.blending` costs nothing.
 """
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "load": "get_train_dataset get_val_dataset get_val_datasets",
+    "dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
+    "datasets": """BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GroupBatchDataset LeafDataset
+        LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
+    "dataset": "SavableDataset",
+    "loader": "WorkerConfig get_loader get_savable_loader",
+    "failures": "FatalSampleError",
+    "weights": "WeightSchedule",
+    "task_encoder": "DefaultTaskEncoder TaskEncoder",
+    "cooking": "Cooker cooker",
+    "seeding": "stateless",
+    "decode": "SampleDecoder",
+    "samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
+        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample SourceInfo TextSample VQASample
+        VidQASample basic_sample_keys edataclass""",
+    "collate": "batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat homogeneous_concat_mix",
+    "sources": "RecordError RecordSource open_source",
+    "webdataset": "open_webdataset",
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    module = _PLACES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_PLACES]

@@ -102,6 +102,17 @@ def get_batch_on_this_rank_for_sequence_packing(
     )
 
 
+def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:
+    """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size]; padding is from 0 or
+    from its sequence's, and masked. No collective.
+    """
+    padded_lengths = microbatch["cu_seqlens_padded"].diff()
+    index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
+    sources = microbatch["sources"].repeat_interleave(padded_lengths.long())
+    shard = sources if index is None else sources[index]
+    return shard.to(device_of(groups.tp), non_blocking=True).unsqueeze(0)
+
+
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device, pads_are_apart: bool = True) -> PackedSeqParams:
     """The layout as megatron-core's modules take it.
 

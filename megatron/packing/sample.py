@@ -3,7 +3,7 @@
 A `Sample` is one sequence. What an iterator draws may hold one or several of them, in the three shapes that
 Megatron-LM's data sets emit; `samples_of` tells them apart. On the wire a sample is int32 words: 5 bytes per token
 where labels are the next tokens, the mask is one weight or zero and positions count from zero (nearly always), up to
-16 otherwise.
+16 otherwise. Which source it is from stands in the upper bits of its kind, which travels anyway.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from torch import Tensor
 LABELS_EXPLICIT = 1
 MASK_EXPLICIT = 2
 POSITIONS_EXPLICIT = 4
+_SOURCE_SHIFT = 3
+MAX_SOURCES = 2**31
 
 
 @dataclass(frozen=True)
 class Sample:
     """One sequence of L tokens, without padding.
 
-    tokens, labels, position_ids: int64 [L]; loss_mask: float32 [L], the weight of each label in the loss's sum.
+    tokens, labels, position_ids: int64 [L]; loss_mask: float32 [L], the weight of each label in the loss's sum; source:
+    a number of the user's, by which losses may be told apart.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    source: int = 0
 
     def __len__(self) -> int:
         return self.tokens.numel()
 
     def first(self, num_tokens: int) -> Sample:
         """The sample cut after `num_tokens`."""
-        return Sample(*(field[:num_tokens] for field in (self.tokens, self.labels, self.loss_mask, self.position_ids)))
+        tokens, labels = self.tokens[:num_tokens], self.labels[:num_tokens]
+        return Sample(tokens, labels, self.loss_mask[:num_tokens], self.position_ids[:num_tokens], self.source)
 
 
 def samples_of(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[Sample]:
@@ -49,7 +54,7 @@ def samples_of(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> list[S
     Three shapes of a dict, as Megatron-LM's data sets emit them: several sequences with `cu_seqlens` (repeated
     entries at its tail are padding; `cu_seqlens_padded` says where each one starts); one sequence padded from
     `original_seq_len` on; one plain sequence. `tokens` is needed; missing `labels` are the next tokens (the last one
-    unknown, so masked), a missing `loss_mask` is one, missing `position_ids` count from zero.
+    unknown, so masked), a missing `loss_mask` is one, missing `position_ids` count from zero, a missing `source` is 0.
 
     Raises ValueError for a sample without tokens or with fields of different lengths.
     """
@@ -86,7 +91,10 @@ def _sequences_of_dict(item: Mapping[str, Any]) -> list[Sample]:
         spans = [(0, tokens.numel() if original is None else int(original))]
     if not spans or any(not 0 <= start < end <= tokens.numel() for start, end in spans):
         raise ValueError(f"a sample must have at least one token; its spans are {spans} of {tokens.numel()} tokens")
-    return [_sample(tokens, fields, start, end) for start, end in spans]
+    source = int(item.get("source", 0))
+    if not 0 <= source < MAX_SOURCES:
+        raise ValueError(f"'source' must be from 0 to {MAX_SOURCES - 1}, but is {source}")
+    return [_sample(tokens, fields, start, end, source) for start, end in spans]
 
 
 def _check_for_the_wire(tokens: Tensor, fields: Mapping[str, Tensor | None]) -> None:
@@ -99,7 +107,7 @@ def _check_for_the_wire(tokens: Tensor, fields: Mapping[str, Tensor | None]) -> 
         raise ValueError("'loss_mask' must be finite, but has infinity or NaN")
 
 
-def _sample(tokens: Tensor, fields: Mapping[str, Tensor | None], start: int, end: int) -> Sample:
+def _sample(tokens: Tensor, fields: Mapping[str, Tensor | None], start: int, end: int, source: int) -> Sample:
     length = end - start
     labels, mask, positions = fields["labels"], fields["loss_mask"], fields["position_ids"]
     loss_mask = torch.ones(length) if mask is None else mask[start:end]
@@ -111,6 +119,7 @@ def _sample(tokens: Tensor, fields: Mapping[str, Tensor | None], start: int, end
         labels=next_tokens if labels is None else labels[start:end],
         loss_mask=loss_mask.to(torch.float32),
         position_ids=torch.arange(length) if positions is None else positions[start:end],
+        source=source,
     )
 
 
@@ -126,7 +135,7 @@ def _flat(values: Any, dtype: torch.dtype) -> Tensor:
 
 def encode(sample: Sample) -> tuple[int, Tensor]:
     """`sample` as (kind, int32 words). `kind` and the length give the number of words: `num_words`."""
-    kind = 0
+    kind = sample.source << _SOURCE_SHIFT
     parts = [sample.tokens.to(torch.int32)]
     if torch.equal(sample.labels[:-1], sample.tokens[1:]):
         parts.append(sample.labels[-1:].to(torch.int32))
@@ -172,4 +181,4 @@ def decode(length: int, kind: int, words: Tensor) -> Sample:
         position_ids = words[:length].to(torch.int64)
     else:
         position_ids = torch.arange(length, device=words.device)
-    return Sample(tokens, labels, loss_mask, position_ids)
+    return Sample(tokens, labels, loss_mask, position_ids, kind >> _SOURCE_SHIFT)

@@ -3,7 +3,7 @@
 Invariants:
 - labels[i] is the token that follows tokens[i], and loss_mask[i] belongs to labels[i] (Megatron's convention);
 - loss_mask is the record's weight where the label is the assistant's, its end-of-turn token included, and everywhere
-  in a `text`; elsewhere it is 0;
+  in a `text` and in `tokens`; elsewhere it is 0;
 - a sample that comes out holds at least one token with loss, and at most `seq_length` tokens.
 """
 
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 OverLengthPolicy = Literal["error", "truncate", "drop"]
+DropReason = Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
+DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 ROLES: Mapping[str, str] = {
     "system": "system",
@@ -26,7 +28,9 @@ ROLES: Mapping[str, str] = {
 }
 """Every accepted name of a role -> the name that tokenizers get. ShareGPT says human and gpt."""
 
-_ACCEPTED_KEYS = "messages | conversations | instruction [input] output | instruction [context] response | text"
+_ACCEPTED_KEYS = (
+    "messages | conversations | instruction [input] output | instruction [context] response | text | tokens"
+)
 _UNREAD_MESSAGE_KEYS: Mapping[str, Any] = {"tool_calls": [], "function_call": {}, "reasoning_content": "", "weight": 1}
 """Keys of a message that change what is trained on, and that are refused as they are not read -> what says nothing."""
 
@@ -95,7 +99,7 @@ class EncodedSample:
 class Dropped(NamedTuple):
     """A record that makes no sample. Counted, and shown in each step's log line."""
 
-    reason: Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
+    reason: DropReason
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,17 @@ class ChatEncoder:
             choices = "|".join(get_args(OverLengthPolicy))
             raise ValueError(f"--over-length-policy must be {choices}, but is {self.over_length_policy!r}")
 
-    def encode(self, record: Mapping[str, Any]) -> EncodedSample | Dropped:
-        """Return the sample that `record` holds.
+    def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:
+        """Return the sample that `record` holds, its loss scaled by `weight`.
 
         The shape of the record is told by the first of these keys that it has (a key that is None counts as absent):
         `messages` or `conversations`: a list of {role, content} (OpenAI) or {from, value} (ShareGPT), where content is
         a string or a list of {"type": "text", "text": ...}; `instruction` + `output`, perhaps `input` (Alpaca);
-        `instruction` + `response`, perhaps `context` (Dolly); `text`. A number in `weight` scales the loss of any.
+        `instruction` + `response`, perhaps `context` (Dolly); `text`; `tokens`, ids as they are. A number in
+        `weight` scales the loss of any.
         """
         ids, is_assistant = self._tokens(record)
-        loss_mask = is_assistant[1:].astype(np.float32) * np.float32(_weight(record))
+        loss_mask = is_assistant[1:].astype(np.float32) * np.float32(_weight(record) * weight)
         if not loss_mask.any():
             return Dropped("no loss token")
         num_tokens = len(ids) - 1
@@ -151,6 +156,9 @@ class ChatEncoder:
                 return self.tokenizer.encode_chat(_instruction(record, context, response))
         if "text" in keys:
             ids = np.array([*self.tokenizer.encode(_text(record["text"], "text")), self.tokenizer.eod], np.int64)
+            return ChatTokens(ids, np.ones(len(ids), np.bool_))
+        if "tokens" in keys:
+            ids = _token_ids(record["tokens"], self.tokenizer.vocab_size)
             return ChatTokens(ids, np.ones(len(ids), np.bool_))
         raise SampleError(f"record has keys {', '.join(map(repr, record)) or '(none)'}, but must have {_ACCEPTED_KEYS}")
 
@@ -207,6 +215,18 @@ def _text(text: Any, where: str) -> str:
     except UnicodeEncodeError as error:
         raise SampleError(f"{where} holds half of a surrogate pair at character {error.start}; remove it") from error
     return text
+
+
+def _token_ids(tokens: Any, vocab_size: int) -> npt.NDArray[np.int64]:
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # lists of unlike lengths
+        ids = np.empty(0, np.object_)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+        raise SampleError(f"tokens must be at least one whole number, but is {tokens!r:.60}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise SampleError(f"tokens must be from 0 to {vocab_size - 1}, but are from {ids.min()} to {ids.max()}")
+    return ids.astype(np.int64)
 
 
 def _weight(record: Mapping[str, Any]) -> float:

@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
+from megatron.sft.mixture import blend_changes
 from megatron.sft.model import Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,14 +88,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | Path, training: Training, model_options: dict[str, Any], data: dict[str, Any]
+    folder: str | Path,
+    training: Training,
+    model_options: dict[str, Any],
+    data: dict[str, Any],
+    allow_changed_data: bool = False,
 ) -> Progress | None:
     """Continue from the newest checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
 
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model. Random states (of dropout) continue only in the same layout.
+    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`. Random states (of
+    dropout) continue only in the same layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
@@ -110,6 +116,12 @@ def load_checkpoint(
     if differing:
         raise ValueError(
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
+        )
+    changes = blend_changes(common["data"], data)
+    if changes and not allow_changed_data:
+        raise ValueError(
+            f"{path} is of another blend ({'; '.join(changes)}), where its position means other records; give the same "
+            "one, another --load, or --allow-changed-data"
         )
     if common["data"] != data and dist.get_rank() == 0:
         print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)

@@ -1,125 +1,218 @@
-"""pure. Records -> the samples of each step: which ones is a function of (seed, position), the same for every layout.
+"""pure. From the options to what a run reads: sources opened, blended or one after the other, split three ways.
 
-The global stream of samples is one for all numbers of ranks; a global batch is the next `global_batch_size` positions
-of it, and a data-parallel rank draws its share of them. So the place to resume from is one number, the samples
-consumed.
+A metadataset (YAML) as --data-path is blended; anything else is read one after the other, each epoch in an order of
+its own over all of it. Held-out data are, in this order: --valid-data-path; the splits val and test that the data say
+they have (metadatasets and prepared folders); a part of the data by --split.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from megatron.blending.order import permute_index, stream_position
-from megatron.blending.sources import RecordError, RecordSource, open_source
-from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
+from megatron.blending.dataset_loader import (
+    DatasetBlendMode,
+    LoadedDataset,
+    LoadedDatasetList,
+    loaded_for_training,
+    split_names,
+)
+from megatron.blending.failures import Failures
+from megatron.blending.leaf import LeafDataset
+from megatron.blending.metadataset import Join, Leaf, flattened, leaves, load_metadataset
+from megatron.blending.paths import is_metadataset
+from megatron.blending.source_part import SourcePart
+from megatron.blending.token_weights import by_tokens
+from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
+from megatron.sft.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.config import SFTConfig
+from megatron.sft.mixture import Blended, Concatenation, Mixture
 from megatron.sft.mock_dataset import MockSFTDataset
+from megatron.sft.options import DataConfig
+from megatron.sft.source_names import short_names
 from megatron.sft.tokenizer import build_tokenizer
 
 _MOCK_VOCAB_SIZE = 1024
 _MOCK_SAMPLES = 2**40
-
-
-class Dataset(Protocol):
-    """Map-style: `len` records, each a sample or the reason why it makes none."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> EncodedSample | Dropped: ...
-
-    def fingerprint(self) -> str:
-        """Changes with the records and their order."""
-        ...
+_HELD_OUT = ("val", "test")
 
 
 class Datasets(NamedTuple):
     """What a run reads. An empty validation or test set is not evaluated."""
 
-    train: Dataset
-    valid: Dataset
-    test: Dataset
+    train: Mixture
+    valid: Mixture
+    test: Mixture
     vocab_size: int
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
-    """Open the files, or make up the data, that the options name. Reads an index, not the records."""
+    """Open the files, or make up the data, that the options name. Reads indices, not the records, but for weights by
+    tokens. ValueError, one line that names the file, for anything that cannot be read.
+    """
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
-    encoder = ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy)
-    everything = ChatDataset([open_source(path) for path in data.data_path], encoder, data.skip_bad_samples)
-    if data.valid_data_path:
-        valid = ChatDataset([open_source(path) for path in data.valid_data_path], encoder, data.skip_bad_samples)
-        return Datasets(everything, valid, Part(everything, 0, 0), tokenizer.vocab_size)
-    train_end = round(data.split_shares[0] * len(everything))
-    valid_end = round((data.split_shares[0] + data.split_shares[1]) * len(everything))
-    if train_end == 0:
-        raise ValueError(
-            f"--split {data.split} leaves no record of {len(everything)} for training; raise its first share"
+    task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
+    builder = _Builder(data, task, config.training.seed)
+    is_blend = any(map(is_metadataset, data.data_path))
+    train, valid, test = builder.build_blend() if is_blend else builder.build_files()
+    return Datasets(train, valid, test, tokenizer.vocab_size)
+
+
+class _Builder:
+    def __init__(self, data: DataConfig, task: ChatTask, seed: int) -> None:
+        self._data = data
+        self._task = task
+        self._seed = seed
+        self._held_out = self._splits_of_data()
+
+    def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
+        """Sources one after the other."""
+        data = self._data
+        sources = self._sources([leaf for path in data.data_path for leaf in leaves(load_metadataset(path, "train"))])
+        total = sum(map(len, sources))
+        if data.valid_data_path or self._held_out:
+            return Concatenation(sources, seed=self._seed), self._all_of("val"), self._all_of("test")
+        train, valid, test = self._cut(total, "")
+        return (
+            Concatenation(sources, train.start, train.stop, seed=self._seed),
+            Concatenation(sources, valid.start, valid.stop),
+            Concatenation(sources, test.start, test.stop),
         )
-    return Datasets(
-        train=Part(everything, 0, train_end),
-        valid=Part(everything, train_end, valid_end),
-        test=Part(everything, valid_end, len(everything)),
-        vocab_size=tokenizer.vocab_size,
+
+    def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
+        """Sources in the proportions of a metadataset."""
+        path = self._data.data_path[0]
+        kind, shares = flattened(load_metadataset(path, "train"))
+        opened = [(open_chats(leaf, self._task), share, leaf) for leaf, share in shares]
+        if self._data.valid_data_path or self._held_out:
+            return self._blended(loaded_for_training(kind, opened)), self._all_of("val"), self._all_of("test")
+        cuts = [self._cut(len(dataset.source), f" of {leaf.where}") for dataset, _, leaf in opened]
+        parts = [
+            (_part(dataset, leaf, train), share, leaf) for (dataset, share, leaf), (train, _, _) in zip(opened, cuts)
+        ]
+        held_out = [
+            self._chats(
+                [
+                    (_part(d, leaf, cut[which]), leaf, cut[which].start)
+                    for (d, _, leaf), cut in zip(opened, cuts)
+                    if cut[which]
+                ]
+            )
+            for which in (1, 2)
+        ]
+        return (
+            self._blended(loaded_for_training(kind, parts)),
+            Concatenation(held_out[0]),
+            Concatenation(held_out[1]),
+        )
+
+    def _splits_of_data(self) -> set[str]:
+        """Which splits to hold out the data themselves have."""
+        if self._data.valid_data_path:
+            return set()
+        found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.data_path}
+        with_splits = [path for path, names in found.items() if names]
+        without = [path for path, names in found.items() if not names]
+        if with_splits and without:
+            raise ValueError(
+                f"{with_splits[0]} has data to hold out, but {without[0]} has none; pass --valid-data-path, or name "
+                "both in a metadataset with splits train and val"
+            )
+        return set().union(*found.values())
+
+    def _all_of(self, split: str) -> Mixture:
+        """What is held out, unshuffled."""
+        paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
+        if not self._data.valid_data_path:
+            paths = [path for path in self._data.data_path if split in split_names(path)]
+        return Concatenation(self._sources([leaf for path in paths for leaf in leaves(load_metadataset(path, split))]))
+
+    def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
+        return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
+
+    def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
+        """Opened sources with their names; the number is the record at which they begin."""
+        names = short_names([_path_of(leaf) for _, leaf, _ in opened])
+        return [
+            ChatSource(dataset, name, self._task, self._failures(), first)
+            for name, (dataset, _, first) in zip(names, opened)
+        ]
+
+    def _failures(self) -> Failures | None:
+        return Failures(self._data.max_bad_samples_in_a_row) if self._data.skip_bad_samples else None
+
+    def _blended(self, loaded: LoadedDatasetList) -> Mixture:
+        shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
+        sources = self._chats([(_leaf_of(one), one.leaf, 0) for one in loaded.datasets])
+        weighted = loaded.datasets
+        if self._data.blend_weights_by == "tokens":
+            if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+                raise ValueError(
+                    "--blend-weights-by tokens is for 'blend', but the metadataset has 'blend_epochized', which says "
+                    "how often each source is read"
+                )
+            weighted, _ = by_tokens(loaded.datasets, None, self._task)
+        return Blended(sources, weighted, shares, self._seed, self._data.blend_mode)
+
+    def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
+        """Records for training, validation and test."""
+        shares = self._data.split_shares
+        train_end = round(shares[0] * num_records)
+        valid_end = round((shares[0] + shares[1]) * num_records)
+        if train_end == 0:
+            raise ValueError(
+                f"--split {self._data.split} leaves no record of {num_records}{of_what} for training; raise its first "
+                "share"
+            )
+        return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
+
+
+def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDataset:
+    return LeafDataset(
+        SourcePart(dataset.source, records),
+        load=dataset.load,
+        multiplier=leaf.shuffle_over_epochs_multiplier,
+        name=dataset.name,
     )
+
+
+def _leaf_of(loaded: LoadedDataset) -> LeafDataset:
+    node = loaded.dataset
+    while node.children:
+        node = node.children[0]
+    return node
+
+
+def _path_of(leaf: Leaf | Join) -> str:
+    return leaf.path if isinstance(leaf, Leaf) else leaf.legs[0].leaf.path
 
 
 def _build_mock(config: SFTConfig) -> Datasets:
     vocab_size = config.data.vocab_size or _MOCK_VOCAB_SIZE
     training = config.training
 
-    def made_up(seed: int) -> Dataset:
+    def made_up(seed: int) -> MockDataset:
         lengths = config.data.sft_mock_dataset_config_json
         samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=_MOCK_SAMPLES)
         return MockDataset(samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
 
     train, valid = made_up(training.seed), made_up(training.seed + 1)
-    valid = Part(valid, 0, training.eval_iters * training.global_batch_size)
-    return Datasets(train, valid, Part(train, 0, 0), vocab_size)
-
-
-class ChatDataset:
-    """Chats, instructions or texts from several sources, one after the other; encoded when asked for.
-
-    A broken record raises ValueError naming file and line, or is `Dropped` with `skip_bad_samples`.
-    """
-
-    def __init__(self, sources: Sequence[RecordSource], encoder: ChatEncoder, skip_bad_samples: bool) -> None:
-        self._sources = sources
-        self._ends = list(accumulate(len(source) for source in sources))
-        self._encoder = encoder
-        self._skip_bad_samples = skip_bad_samples
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> EncodedSample | Dropped:
-        number = bisect_right(self._ends, index)
-        source = self._sources[number]
-        place = index - (self._ends[number - 1] if number else 0)
-        try:
-            return self._encoder.encode(source[place])
-        except SampleError as failure:
-            if self._skip_bad_samples:
-                return Dropped("bad sample")
-            raise ValueError(f"{source.describe(place)}: {failure}") from None
-        except RecordError:
-            if self._skip_bad_samples:
-                return Dropped("bad sample")
-            raise
-
-    def fingerprint(self) -> str:
-        return " ".join(source.fingerprint() for source in self._sources)
+    num_valid = training.eval_iters * training.global_batch_size
+    return Datasets(
+        Concatenation([train], seed=training.seed),
+        Concatenation([valid], 0, num_valid),
+        Concatenation([]),
+        vocab_size,
+    )
 
 
 class MockDataset:
     """Made-up samples, all of whose tokens count in the loss."""
+
+    name = "mock"
 
     def __init__(self, samples: MockSFTDataset, fingerprint: str) -> None:
         self._samples = samples
@@ -133,114 +226,3 @@ class MockDataset:
 
     def fingerprint(self) -> str:
         return self._fingerprint
-
-
-class Part:
-    """Records `start` to `end` of a data set."""
-
-    def __init__(self, dataset: Dataset, start: int, end: int) -> None:
-        self._dataset = dataset
-        self._start = start
-        self._end = end
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    def __getitem__(self, index: int) -> EncodedSample | Dropped:
-        if not 0 <= index < len(self):
-            raise IndexError(f"index must be in range({len(self)}), but is {index}")
-        return self._dataset[self._start + index]
-
-    def fingerprint(self) -> str:
-        return f"{self._start}-{self._end} of {self._dataset.fingerprint()}"
-
-
-class Share(NamedTuple):
-    """Which part of every global batch a data-parallel rank draws, and in which portions."""
-
-    rank: int
-    num_ranks: int
-    global_batch_size: int
-    micro_batch_size: int
-
-    @property
-    def num_draws(self) -> int:
-        """`next` calls per global batch; equal on all ranks."""
-        return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
-
-    def draws_of(self, start: int, end: int) -> list[range]:
-        """Positions of each draw from a batch at [start, end); the last batch of finite data may be small, and draws
-        be empty.
-        """
-        size = end - start
-        mine = range(start + size * self.rank // self.num_ranks, start + size * (self.rank + 1) // self.num_ranks)
-        return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(self.num_draws)]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What a stream drew. Exact integers."""
-
-    num_sequences: int = 0
-    num_tokens: int = 0
-    square_sum: int = 0
-    num_dropped: int = 0
-    num_cut: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other))))
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(a - b for a, b in zip(astuple(self), astuple(other))))
-
-
-class SampleStream:
-    """Iterator over a rank's draws: each `next` gives the next up to `micro_batch_size` samples, as dicts of arrays.
-
-    Training: endless, each epoch in an order of its own. `seek` goes to any step boundary. Records that make no sample
-    are left out; `counts` tells of them, and of those drawn.
-    """
-
-    def __init__(self, dataset: Dataset, share: Share, *, seed: int | None, consumed_samples: int = 0) -> None:
-        """`seed`: of the order of each epoch; None reads the data once, in its own order."""
-        self._dataset = dataset
-        self._share = share
-        self._seed = seed
-        self.counts = Counts()
-        self.seek(consumed_samples)
-
-    def seek(self, consumed_samples: int) -> None:
-        """Continue with the global batch that follows this many samples of the stream."""
-        self._next_batch = consumed_samples
-        self._draws: Iterator[range] = iter(())
-
-    def __iter__(self) -> SampleStream:
-        return self
-
-    def __next__(self) -> list[Mapping[str, Any]]:
-        positions = next(self._draws, None)
-        if positions is None:
-            end = self._next_batch + self._share.global_batch_size
-            if self._seed is None:
-                end = min(end, len(self._dataset))
-                if end <= self._next_batch:
-                    raise StopIteration
-            self._draws = iter(self._share.draws_of(self._next_batch, end))
-            self._next_batch = end
-            positions = next(self._draws)
-        encoded = [self._dataset[self._record_at(position)] for position in positions]
-        samples = [sample for sample in encoded if isinstance(sample, EncodedSample)]
-        self.counts += Counts(
-            num_sequences=len(samples),
-            num_tokens=sum(len(sample.tokens) for sample in samples),
-            square_sum=sum(len(sample.tokens) ** 2 for sample in samples),
-            num_dropped=len(encoded) - len(samples),
-            num_cut=sum(sample.is_cut for sample in samples),
-        )
-        return [{"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask} for sample in samples]
-
-    def _record_at(self, position: int) -> int:
-        if self._seed is None:
-            return position
-        epoch, index = stream_position(position, len(self._dataset))
-        return permute_index(index, len(self._dataset), self._seed, epoch)

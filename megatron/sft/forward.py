@@ -8,32 +8,50 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.data_schedule import GROUPS
+from megatron.packing.get_batch import (
+    Batch,
+    get_batch_on_this_rank_for_sequence_packing,
+    sources_of_tokens,
+)
 from megatron.packing.sample import samples_of
 from megatron.packing.zigzag import shard_index
 
-Loss = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
+Loss = tuple[Tensor, Tensor, dict[str, Any]]
 
 
-def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Loss]]:
-    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es."""
+def forward_step(
+    data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
+) -> tuple[Tensor, Callable[[Tensor], Loss]]:
+    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
+
+    num_sources: where there are several, the loss of each is kept apart; one addition per token on the last stage.
+    """
     config = get_model_config(model)
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
     has_embedding = is_first or (is_last and config.mtp_num_layers is not None)
     batch: Batch | PaddedBatch
+    sources: Tensor | None = None
+    tells_sources = is_last and num_sources > 1
     if getattr(config, "sequence_packing_scheduler", None) is not None:
+        microbatch = next(data_iterator)
+        if tells_sources:
+            sources = sources_of_tokens(microbatch, ProcessGroupCollection.use_mpu_process_groups(GROUPS))
         batch = get_batch_on_this_rank_for_sequence_packing(
-            data_iterator,
+            iter((microbatch,)),
             vpp_size=config.virtual_pipeline_model_parallel_size,
             vp_stage=vp_stage,
             mtp_on_this_rank=is_last and config.mtp_num_layers is not None,
         )
     else:
-        batch = next(data_iterator)
+        batch = padded = next(data_iterator)
+        if tells_sources:
+            sources = padded.sources.to(padded.tokens.device, non_blocking=True)
     padding_mask = None
     if config.num_moe_experts is not None:
         padding_mask = batch.padding_mask
@@ -50,18 +68,22 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
         loss_mask=batch.loss_mask if is_last else None,
         padding_mask=padding_mask,
     )
-    return output, partial(loss_sum, batch.loss_mask)
+    return output, partial(loss_sum, batch.loss_mask, sources=sources, num_sources=num_sources)
 
 
-def loss_sum(loss_mask: Tensor | None, output: Tensor) -> Loss:
+def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
     """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is
-    divided here.
+    divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
-    losses = output.to(torch.promote_types(output.dtype, torch.float32))
-    total = (losses * loss_mask).sum()
+    losses = output.to(torch.promote_types(output.dtype, torch.float32)) * loss_mask
+    total = losses.sum()
     num_tokens = loss_mask.count_nonzero().to(torch.int32)
-    return total, num_tokens, {"lm loss": (total.detach(), num_tokens.detach())}
+    log: dict[str, Any] = {"lm loss": (total.detach(), num_tokens.detach())}
+    if sources is not None:
+        both = torch.stack((losses.detach().double().flatten(), (loss_mask != 0).double().flatten()))
+        log["source losses"] = both.new_zeros(2, num_sources).index_add_(1, sources.flatten(), both)
+    return total, num_tokens, log
 
 
 class PaddedBatch(NamedTuple):
@@ -74,6 +96,8 @@ class PaddedBatch(NamedTuple):
     loss_mask: Tensor
     position_ids: Tensor
     padding_mask: Tensor
+    sources: Tensor
+    """Of each token, on the host."""
     packed_seq_params: None = None
 
 
@@ -89,22 +113,23 @@ def padded_batches(
     )
     index = shard_index((seq_length,), size, rank)
 
-    def shard(rows: Tensor) -> Tensor:
+    def shard(rows: Tensor, device: torch.device = device) -> Tensor:
         return (rows if index is None else rows[:, index]).to(device)
 
     for draw in draws:
-        tokens, labels, position_ids = torch.zeros(3, num_rows, seq_length, dtype=torch.int64)
+        tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
         for row, sample in enumerate(samples_of(draw)):
             real = slice(len(sample))
             tokens[row, real], labels[row, real] = sample.tokens, sample.labels
             loss_mask[row, real], position_ids[row, real] = sample.loss_mask, sample.position_ids
-            padding_mask[row, real] = False
+            padding_mask[row, real], sources[row] = False, sample.source
         yield PaddedBatch(
             tokens=shard(tokens),
             labels=shard(labels),
             loss_mask=shard(loss_mask),
             position_ids=shard(position_ids),
             padding_mask=shard(padding_mask),
+            sources=shard(sources, torch.device("cpu")),
         )

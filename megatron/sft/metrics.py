@@ -14,9 +14,12 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from megatron.sft.source_metrics import SourceMetrics, dropped_line, sources_line, sources_of_record
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_SCALARS = (
@@ -24,8 +27,6 @@ TENSORBOARD_SCALARS = (
     *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
 )
 
-OPTIONAL = ("delays", "waiting")
-"""What a line leaves out where it does not apply."""
 
 T = TypeVar("T", "StepMetrics", "Evaluation")
 
@@ -92,6 +93,10 @@ class StepMetrics:
     """Sequences of this step that have waited 0, 1, 2 ... steps for others of their kind; empty where none may wait."""
     waiting: int = 0
     """Sequences drawn that wait for a later step."""
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of each source that had some: reason -> samples that were left out."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """Of each source that was drawn from; empty where there is one."""
 
     @property
     def fill(self) -> float:
@@ -138,8 +143,12 @@ class StepMetrics:
                 f"passes {self.passes_seconds * 1000:.1f} ms, predicted {self.predicted_seconds * 1000:.1f} ms "
                 f"({self.prediction_error:+.1%})"
             )
+        if self.sources:
+            parts.append(sources_line(self.sources))
         if self.dropped_samples:
-            parts.append(f"{self.dropped_samples} dropped")
+            parts.append(
+                f"{self.dropped_samples} dropped" + (f": {dropped_line(self.dropped)}" if self.dropped else "")
+            )
         if self.cut_samples:
             parts.append(f"{self.cut_samples} cut")
         if self.delays:
@@ -181,12 +190,17 @@ class Evaluation:
     """Tokens that the loss is taken on."""
     dropped_samples: int = 0
     cut_samples: int = 0
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """As in a step."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """As in a step."""
 
     def to_line(self) -> str:
         """The evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
-        return f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        line = f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        return f"{line} | {sources_line(self.sources)}" if self.sources else line
 
     def to_json(self) -> str:
         """The evaluation as its line of `metrics.jsonl`."""
@@ -197,6 +211,8 @@ def json_line(kind: str, **values: Any) -> str:
     """One line of `metrics.jsonl`; a number that JSON doesn't have becomes null."""
 
     def valid(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: valid(part) for name, part in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps({"kind": kind, **{name: valid(value) for name, value in values.items()}}, allow_nan=False)
@@ -273,6 +289,8 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name in TENSORBOARD_SCALARS:
                 self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
+            for name, source in metrics.sources.items():
+                self._tensorboard.add_scalar(f"train/loss of {name}", source.loss, metrics.iteration)
         if self._bar is not None:
             self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
             self._bar.update(metrics.iteration - self._bar.n)
@@ -343,7 +361,7 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
     """The dataclass instance that a line was written from, null as NaN."""
-    names = [each.name for each in fields(kind)]
-    values: dict[str, Any] = {name: record[name] for name in names if name in record or name not in OPTIONAL}
+    values: dict[str, Any] = {one.name: record[one.name] for one in fields(kind) if one.name in record}
     values.update({name: math.nan for name, value in values.items() if value is None})
+    values["sources"] = sources_of_record(values.get("sources", {}))
     return kind(**values)

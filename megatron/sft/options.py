@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from megatron.blending.paths import is_metadataset
 from megatron.packing.fitted_cost import FittedCost, read_fitted_cost
 from megatron.packing.schedulers import get_scheduler
 
@@ -260,11 +261,16 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = ()
-    """Files to train on: .jsonl, .json or .parquet, of chats, instructions or text."""
+    """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files (.bin/.idx) and
+    prepared WebDataset folders, one after the other; or a metadataset (.yaml), which blends them."""
+    blend_mode: Literal["exact", "random"] = "exact"
+    """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
+    blend_weights_by: Literal["samples", "tokens"] = "samples"
+    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source."""
     valid_data_path: tuple[str, ...] = ()
-    """Files to evaluate on, instead of a part of --data-path."""
+    """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split val."""
     split: str = "969,30,1"
-    """Shares of --data-path for training, validation and test."""
+    """Shares of --data-path for training, validation and test, where it has no splits val or test of its own."""
     mock_data: bool = False
     """Train on made-up tokens."""
     sft_mock_dataset_config_json: str | None = None
@@ -276,7 +282,11 @@ class DataConfig:
     vocab_size: int | None = None
     """Vocabulary of NullTokenizer, and of mock data (default there: 1024)."""
     skip_bad_samples: bool = False
-    """Count and skip samples that cannot be read, instead of ending with an error."""
+    """Log, count and skip samples that cannot be read, instead of ending with an error."""
+    max_bad_samples_in_a_row: int = 100
+    """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an error; 0: any."""
+    allow_changed_data: bool = False
+    """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is kept."""
 
     def __post_init__(self) -> None:
         if self.mock_data == bool(self.data_path):
@@ -285,7 +295,13 @@ class DataConfig:
             raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
+        blends = [path for path in self.data_path if is_metadataset(path)]
+        if blends and len(self.data_path) > 1:
+            raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
+        if not blends and (self.blend_mode, self.blend_weights_by) != ("exact", "samples"):
+            raise ValueError("--blend-mode and --blend-weights-by need a metadataset (.yaml) as --data-path")
         _in_range(self, 1, None, "vocab_size")
+        _in_range(self, 0, None, "max_bad_samples_in_a_row")
         _ = self.split_shares
 
     @property

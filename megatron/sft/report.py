@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.sft.metrics import METRICS_FILE, Evaluation, StepMetrics, read_jsonl, read_metrics
+from megatron.sft.source_metrics import SourceMetrics, dropped_line
 
 PACKS_FILE = "packs.jsonl"
 PLOT_FILE = "report.png"
 STEPS_PER_MEAN = 5
+MOST_SOURCES = 10
 
 
 class Change(NamedTuple):
@@ -32,6 +35,17 @@ class Change(NamedTuple):
     after: float
     first_step: int
     last_step: int
+
+
+class SourceSummary(NamedTuple):
+    """What a source was in a run."""
+
+    num_sequences: int
+    num_tokens: int
+    before: float
+    """Per-token mean loss over the first few steps that it was in."""
+    after: float
+    """The same over the last few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,10 @@ class Summary:
     fill: float
     """Share of the packs' capacity that real tokens took."""
     dropped_samples: int
+    dropped: dict[str, dict[str, int]]
+    """Of each source, how many by which reason."""
+    sources: dict[str, SourceSummary]
+    """Those of most tokens first; empty where there is one source."""
     cut_samples: int
     skipped_steps: int
     delays: list[int]
@@ -123,6 +141,8 @@ def summarize(run_dir: Path | str) -> Summary:
         passes_share=ratio(sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps)),
         fill=ratio(tokens, sum(step.capacity_tokens for step in steps)),
         dropped_samples=sum(step.dropped_samples for step in steps),
+        dropped=dropped_by_source(steps),
+        sources=source_summaries(steps),
         cut_samples=sum(step.cut_samples for step in steps),
         skipped_steps=sum(step.skipped for step in steps),
         delays=[sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)],
@@ -160,6 +180,53 @@ def held_out_changes(evaluations: Sequence[Evaluation]) -> dict[str, Change]:
     return changes
 
 
+def dropped_by_source(steps: Sequence[StepMetrics]) -> dict[str, dict[str, int]]:
+    """`{"chats": {"over length": 2}}`, over all steps."""
+    totals: dict[str, Counter[str]] = {}
+    for step in steps:
+        for name, reasons in step.dropped.items():
+            totals.setdefault(name, Counter()).update(reasons)
+    return {name: dict(reasons) for name, reasons in totals.items()}
+
+
+def source_summaries(steps: Sequence[StepMetrics]) -> dict[str, SourceSummary]:
+    """Of each source that was drawn from, where there were several."""
+    parts: dict[str, list[SourceMetrics]] = {}
+    for step in steps:
+        for name, source in step.sources.items():
+            parts.setdefault(name, []).append(source)
+    found = {}
+    for name in sorted(parts, key=lambda name: -sum(part.tokens for part in parts[name])):
+        with_loss = [part for part in parts[name] if math.isfinite(part.loss)]
+        count = max(1, min(STEPS_PER_MEAN, len(with_loss) // 2))
+        found[name] = SourceSummary(
+            sum(part.sequences for part in parts[name]),
+            sum(part.tokens for part in parts[name]),
+            mean_of_tokens(with_loss[:count]),
+            mean_of_tokens(with_loss[-count:]),
+        )
+    return found
+
+
+def mean_of_tokens(parts: Sequence[SourceMetrics]) -> float:
+    """A small step counts for little."""
+    return ratio(sum(part.loss * part.num_loss_tokens for part in parts), sum(part.num_loss_tokens for part in parts))
+
+
+def source_rows(summary: Summary) -> list[tuple[str, str]]:
+    """A row for each of the largest sources."""
+    rows = [
+        (
+            f"source {name}",
+            f"{source.num_sequences:,} samples, {source.num_tokens:,} tokens "
+            f"({ratio(source.num_tokens, summary.num_tokens):.1%}), loss {source.before:.4f} -> {source.after:.4f}",
+        )
+        for name, source in list(summary.sources.items())[:MOST_SOURCES]
+    ]
+    left = len(summary.sources) - len(rows)
+    return [*rows, ("", f"and {left} sources more")] if left else rows
+
+
 def table(summary: Summary) -> list[tuple[str, str]]:
     """The report as (what, how much)."""
     loss = summary.training_loss
@@ -170,6 +237,10 @@ def table(summary: Summary) -> list[tuple[str, str]]:
     for split, change in summary.held_out_loss.items():
         steps = f"(after step {change.first_step} and step {change.last_step})"
         rows.append((f"{split} loss", f"{change.before:.4f} -> {change.after:.4f}   {steps}"))
+    rows += source_rows(summary)
+    left_out = f"{summary.dropped_samples:,} dropped" + (
+        f" ({dropped_line(summary.dropped)})" if summary.dropped else ""
+    )
     rows += [
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s   (median step)"),
         ("", f"{summary.tflops_per_device:.3g} TFLOP/s per device   (median step)"),
@@ -183,7 +254,7 @@ def table(summary: Summary) -> list[tuple[str, str]]:
         ),
         *schedule_rows(summary),
         ("fill", f"{summary.fill:.1%} of the packs' capacity"),
-        ("samples", f"{summary.dropped_samples:,} dropped, {summary.cut_samples:,} cut"),
+        ("samples", f"{left_out}, {summary.cut_samples:,} cut"),
     ]
     if math.isfinite(summary.prediction_error):
         share = f"which were {summary.passes_share:.0%} of the time"

@@ -1,16 +1,15 @@
-"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C; one small reduction per step
-tells every rank all.
-"""
+"""mcore. The training loop: steps, evaluations, checkpoints, a clean end on Ctrl-C."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import astuple
+from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,27 +24,17 @@ from megatron.packing.pipeline import PackedLosses, packed
 from megatron.packing.stats import PackingStats
 from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
-from megatron.sft.data import Counts, Dataset, Datasets, SampleStream, Share
+from megatron.sft.counts import Counts
+from megatron.sft.data import Datasets
 from megatron.sft.forward import forward_step, padded_batches
 from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.mixture import Mixture
 from megatron.sft.model import build_training
+from megatron.sft.reduction import counts_samples, reduce
 from megatron.sft.run_folder import RunLog
 from megatron.sft.stop import StopSignals
+from megatron.sft.stream import SampleStream, Share
 from megatron.sft.waiting import build_queue, gather_waiting
-
-
-class Reduced(NamedTuple):
-    """What all ranks know after a pass over a global batch."""
-
-    loss_sum: float
-    num_loss_tokens: int
-    stop: bool
-    counts: Counts
-
-    @property
-    def loss(self) -> float:
-        """Per-token mean; 0 where every token is masked."""
-        return self.loss_sum / self.num_loss_tokens if self.num_loss_tokens else 0.0
 
 
 class Trainer:
@@ -69,7 +58,8 @@ class Trainer:
         self._saved_iteration: int | None = None
         load, save = config.output.load, config.output.save
         if load is not None:
-            loaded = load_checkpoint(load, self._training, self._model_options(), self._data_options())
+            data = datasets.train.identity()
+            loaded = load_checkpoint(load, self._training, self._model_options(), data, config.data.allow_changed_data)
             if dist.get_rank() == 0:
                 way = f"no checkpoint in {load}; starting anew" if loaded is None else f"continuing {load}"
                 print(way if loaded is None else f"{way} after step {loaded.iteration}", flush=True)
@@ -82,8 +72,11 @@ class Trainer:
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
+        if not counts_samples():
+            logging.getLogger("megatron.blending").setLevel(logging.ERROR)  # others draw the same samples, and tell
+        self._names = [source.name for source in datasets.train.sources]
         self._stream = SampleStream(
-            datasets.train, self._share, seed=config.training.seed, consumed_samples=self._progress.consumed_samples
+            datasets.train, self._share, is_endless=True, consumed_samples=self._progress.consumed_samples
         )
 
     @property
@@ -150,13 +143,13 @@ class Trainer:
         optimizer.zero_grad()
         passes_timer = self._timers("passes", log_level=0)
         passes_timer.start()
-        losses = self._run(data, forward_only=False)
+        losses = self._run(data, len(self._names), forward_only=False)
         passes_timer.stop()
         lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
-        reduced = self._reduce(losses, signals.requested, self._stream.counts - counted)
+        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
         timer.stop()
         iteration = self._progress.iteration + 1
         self._progress = Progress(
@@ -201,28 +194,31 @@ class Trainer:
                     cut_samples=reduced.counts.num_cut + stats.num_cut,
                     delays=[] if batch is None else batch.delays,
                     waiting=0 if batch is None else batch.num_waiting,
+                    dropped=reduced.dropped_by_source(self._names),
+                    sources=reduced.by_source(self._names),
                 ),
                 batch,
             )
         return reduced.stop
 
-    def _evaluate(self, dataset: Dataset, split: str, log: RunLog | None) -> None:
+    def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
         """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
             return
-        stream = SampleStream(dataset, self._share, seed=None)
+        names = [source.name for source in dataset.sources]
+        stream = SampleStream(dataset, self._share, is_endless=False)
         data = self._batches(stream)
         for chunk in self._training.model:
             chunk.eval()
         losses: list[Any] = []
         with torch.no_grad():
             for _ in range(num_batches):
-                losses.extend(self._run(data, forward_only=True))
+                losses.extend(self._run(data, len(names), forward_only=True))
         for chunk in self._training.model:
             chunk.train()
-        reduced = self._reduce(losses, False, stream.counts)
+        reduced = reduce(losses, False, stream.counts, self._device)
         if log is not None:
             log.writer.evaluation(
                 Evaluation(
@@ -232,12 +228,14 @@ class Trainer:
                     num_tokens=reduced.num_loss_tokens,
                     dropped_samples=reduced.counts.num_dropped,
                     cut_samples=reduced.counts.num_cut,
+                    dropped=reduced.dropped_by_source(names),
+                    sources=reduced.by_source(names),
                 )
             )
 
-    def _run(self, data: Any, *, forward_only: bool) -> list[Any]:
+    def _run(self, data: Any, num_sources: int, *, forward_only: bool) -> list[Any]:
         return self._forward_backward(
-            forward_step_func=forward_step,
+            forward_step_func=partial(forward_step, num_sources=num_sources),
             data_iterator=data,
             model=self._training.model if len(self._training.model) > 1 else self._training.model[0],
             num_microbatches=self._share.num_draws,
@@ -272,23 +270,6 @@ class Trainer:
                 return
             yield batch
 
-    def _reduce(self, losses: list[Any], stop: bool, counts: Counts) -> Reduced:
-        """Sum over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its
-        stop signal.
-        """
-        numbers = torch.zeros(3 + len(astuple(counts)), dtype=torch.float64, device=self._device)
-        is_tensor_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        if losses and is_tensor_first:
-            numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
-            numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
-        numbers[2] = float(stop)
-        is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
-        if is_first and is_tensor_first and parallel_state.get_context_parallel_rank() == 0:
-            numbers[3:] = torch.tensor(astuple(counts), dtype=torch.float64)
-        dist.all_reduce(numbers)
-        loss_sum, num_tokens, stops, *totals = numbers.tolist()
-        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(*map(int, totals)))
-
     def _padded_stats(self, counts: Counts) -> PackingStats:
         """The account of a step without packing: each rank computes the same shapes, so the balance is 1, and the
         bubble that of even microbatches.
@@ -315,7 +296,9 @@ class Trainer:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
         progress = self._progress._replace(waiting=gather_waiting(self._queue))
-        save_checkpoint(self._config.output.save, self._training, progress, self._model_options(), self._data_options())
+        save_checkpoint(
+            self._config.output.save, self._training, progress, self._model_options(), self._datasets.train.identity()
+        )
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
@@ -324,7 +307,3 @@ class Trainer:
         """What a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
-
-    def _data_options(self) -> dict[str, Any]:
-        """What decides which samples a position in the data means."""
-        return {"seed": self._config.training.seed, "fingerprint": self._datasets.train.fingerprint()}

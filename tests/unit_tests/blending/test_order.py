@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.order import permute_index, permute_indices, stream_position
+from megatron.blending.order import (
+    ReadingOrder,
+    permute_index,
+    permute_indices,
+    records_at,
+    salted_seed,
+    stream_position,
+)
 
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 10**6)
@@ -83,3 +90,83 @@ def test_refuses_what_is_out_of_range():
         stream_position(0, 0)
     with pytest.raises(ValueError, match="position must be at least 0, but is -1"):
         stream_position(-1, 3)
+
+
+ORDERS = st.builds(
+    ReadingOrder,
+    num_records=st.integers(1, 300),
+    seed=st.integers(0, 2**64 - 1),
+    num_turns=st.integers(1, 3),
+    slice_length=st.integers(1, 40),
+    window_length=st.integers(1, 60),
+)
+
+
+def read(order, start, count):
+    return records_at([order], [np.arange(start, start + count)])[0].tolist()
+
+
+@given(order=ORDERS, epoch=st.integers(0, 10**6))
+def test_every_epoch_reads_each_record(order, epoch):
+    """Slices and windows must lose nothing, above all at the end of the source."""
+    found = read(order, epoch * order.epoch_length, order.epoch_length)
+    assert sorted(found) == sorted(order.num_turns * list(range(order.num_records)))
+
+
+@given(order=ORDERS, start=st.integers(0, 2000), count=st.integers(1, 300))
+def test_any_part_is_a_part_of_the_whole(order, start, count):
+    """A rank asks for its own positions only, across epochs; the answer must be that of the whole stream."""
+    whole = read(order, 0, start + count)
+    assert read(order, start, count) == whole[start:]
+    shuffled = np.random.RandomState(0).permutation(start + count)
+    assert records_at([order], [shuffled])[0].tolist() == [whole[at] for at in shuffled]
+
+
+@given(orders=st.lists(ORDERS, min_size=1, max_size=6))
+def test_many_streams_at_once_are_each_their_own(orders):
+    positions = [np.arange(number * 7, 50 + number * 11) for number in range(len(orders))]
+    together = records_at(orders, positions)
+    for order, asked, found in zip(orders, positions, together):
+        assert found.tolist() == records_at([order], [asked])[0].tolist()
+
+
+def test_without_slices_it_is_the_permutation():
+    order = ReadingOrder(10, seed=0)
+    assert read(order, 10, 10) == [permute_index(i, 10, seed=0, epoch=1) for i in range(10)]
+
+
+def test_golden_values_of_slices():
+    assert read(ReadingOrder(12, seed=3, slice_length=3, window_length=3), 0, 24) == GOLDEN_SLICES
+
+
+def test_neighbours_are_read_near_one_another():
+    """What slices are for: any 128 reads in a row touch few stretches of the source."""
+    order = ReadingOrder(100_000, seed=1, slice_length=100, window_length=100)
+    for start in range(0, 20_000, 1000):
+        assert len({record // 100 for record in read(order, start, 100)}) <= 4
+    mixed = read(order, 0, 200)
+    assert mixed != sorted(mixed)
+    assert len({record // 100 for record in read(ReadingOrder(100_000, seed=1), 0, 100)}) > 80
+
+
+def test_slices_themselves_are_shuffled():
+    order = ReadingOrder(1000, seed=1, slice_length=10)
+    firsts = [read(order, start, 10) for start in range(0, 1000, 10)]
+    assert all(max(records) - min(records) == 9 for records in firsts)
+    assert [min(records) // 10 for records in firsts] != list(range(100))
+
+
+def test_file_order_and_replacement():
+    assert read(ReadingOrder(3, seed=0, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
+    drawn = read(ReadingOrder(50, seed=0, num_turns=-1), 0, 5000)
+    assert set(drawn) == set(range(50))
+    assert len(set(drawn[:50])) < 50
+
+
+def test_places_have_seeds_of_their_own():
+    """Equal seeds read sources of equal size in lockstep, as energon's do."""
+    assert len({salted_seed(seed, place) for seed in (0, 1) for place in ("", "0", "1", "0.1", "1.0")}) == 10
+    assert salted_seed(0, "0") == 724353970069188240
+
+
+GOLDEN_SLICES = [0, 6, 1, 8, 7, 2, 4, 9, 11, 10, 5, 3, 8, 5, 3, 7, 4, 6, 1, 2, 10, 9, 11, 0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending import sources
+from megatron.blending import jsonl, parquet
 from megatron.blending.sources import RecordError, open_source
 
 RECORDS = [{"text": "a"}, {"text": "é\u2028\n"}, {"n": [1, None]}]
@@ -45,7 +45,7 @@ def test_jsonl_index_agrees_with_reading_line_by_line(tmp_path_factory, lines, s
     """A line end at the border of two scans would be missed: two records read as one, or line numbers off by one."""
     path = write(tmp_path_factory.mktemp("jsonl") / "a.jsonl", "\n".join(['{"k": 0}', *lines]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_SCAN_BYTES", scan)
+        patch.setattr(jsonl, "_SCAN_BYTES", scan)
         source = open_source(path)
     expected = [
         (f"{path}:{n}", json.loads(line)) for n, line in enumerate(path.read_text().split("\n"), 1) if line.strip()
@@ -85,7 +85,7 @@ def test_json_array(tmp_path):
 
 def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
     """A wrong border of row groups, or an evicted one that is looked up, would give another row than asked for."""
-    monkeypatch.setattr(sources, "_CACHED_ROW_GROUPS", 2)
+    monkeypatch.setattr(parquet, "_CACHED_ROW_GROUPS", 2)
     rows = [{"id": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(10)]
     source = open_source(write_parquet(tmp_path / "x.parquet", rows, row_group_size=3))
     order = [9, 0, 3, 2, 6, 8, 1, 5, 4, 7, 0]
@@ -124,6 +124,37 @@ def test_fingerprint_follows_the_content(path, tmp_path):
         assert open_source(moved).fingerprint() != fingerprint
 
 
+def test_bulk_reads_agree_with_single_ones(path):
+    """Training reads in bulk, people look at single records: what they see would not be what was trained on."""
+    source = open_source(path)
+    order = [3, 0, 5, 5, 1, 4, 2]
+    assert source.read(order) == [source[i] for i in order] == [{"text": str(i)} for i in order]
+    assert source.read([]) == []
+    with pytest.raises(IndexError):
+        source.read([0, 6])
+
+
+def test_bulk_reads_keep_errors_in_their_places(tmp_path):
+    """A caller counts and names what it skips."""
+    source = open_source(write(tmp_path / "a.json", '[{"a": 0}, 1, {"a": 2}]'))
+    first, error, last = source.read([0, 1, 2])
+    assert (first, last) == ({"a": 0}, {"a": 2})
+    assert isinstance(error, RecordError)
+
+
+def test_urls(path):
+    """Any file of these kinds may lie in object storage."""
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    system.put(str(path), f"/sources/{path.name}")
+    source = open_source(f"memory://sources/{path.name}")
+    assert source.read([5, 2]) == [{"text": "5"}, {"text": "2"}]
+    assert pickle.loads(pickle.dumps(source))[1] == {"text": "1"}
+    assert source.fingerprint() == open_source(path).fingerprint()
+    system.rm("/sources", recursive=True)
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_source(f"memory://sources/{path.name}")
+
+
 def test_index_out_of_range(path):
     """A negative index would read a record that the order never meant."""
     source = open_source(path)
@@ -139,7 +170,7 @@ def test_index_out_of_range(path):
         ("a.jsonl", "", "has no records; leave it out of the data"),
         ("a.jsonl", "\ufeff \n\n", "has no records; leave it out of the data"),
         ("a.json", "[]", "has no records; leave it out of the data"),
-        ("a.csv", "a,b", "suffix must be one of .jsonl, .ndjson, .json, .parquet; convert or rename the file"),
+        ("a.csv", "a,b", "suffix must be one of .jsonl, .ndjson, .json, .parquet, .bin; convert or rename the file"),
         ("a.json", '{"data": []}', "must hold a list of objects, but holds a dict; fix the file"),
         ("a.json", '{"a": 1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
         ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),

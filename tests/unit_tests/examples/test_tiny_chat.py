@@ -3,12 +3,15 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from megatron.blending.metadataset import leaves, load_metadataset
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "tiny_chat" / "make_data.py"
 MODULES = ["json", "collections", "bisect", "os.path"]
@@ -93,7 +96,23 @@ def test_lines_are_chats(make_data, tmp_path):
         ]
         assert all(turn["content"].strip() for turn in chat["messages"])
     assert len({chat["messages"][0]["content"] for chat in train}) == len(train)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.jsonl", "valid.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("calls.jsonl", "overviews.jsonl", "train.jsonl", "valid.jsonl")
+    ]
+
+
+def test_blend_is_of_the_training_data(make_data, tmp_path):
+    """Without it the example of a blend would name files that are not there, or train on what is held out."""
+    make_data.write(make_data.build(["math", *MODULES]), tmp_path / "data/tiny_chat")
+    (tmp_path / "examples/tiny_chat").mkdir(parents=True)
+    blend = shutil.copy(SCRIPT.parent / "blend.yaml", tmp_path / "examples/tiny_chat")
+    files = [Path(leaf.path) for leaf in leaves(load_metadataset(blend, "train"))]  # type: ignore[union-attr]
+    assert len(files) == 2
+    assert all(file.read_text() for file in files)
+    parts = [line for file in files for line in file.read_text().splitlines()]
+    assert sorted(parts) == sorted((tmp_path / "data/tiny_chat/train.jsonl").read_text().splitlines())
+    (valid,) = leaves(load_metadataset(blend, "val"))
+    assert Path(valid.path).name == "valid.jsonl"  # type: ignore[union-attr]
 
 
 def test_two_processes_write_identical_bytes(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing import get_batch as get_batch_module
-from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.pack import layout_microbatch, pack
 from megatron.packing.sample import Sample
@@ -67,6 +67,20 @@ def test_fields_of_each_stage(pp, options, fields):
     assert has(batch) == fields
     assert batch.attention_mask is None
     assert all(getattr(batch, name).shape == (1, 16) for name in (*fields, "padding_mask"))
+
+
+@pytest.mark.parametrize("cp", [Ranks(1, 0), Ranks(2, 0), Ranks(2, 1)])
+def test_sources_stand_where_their_tokens_do(cp):
+    """Losses would be added up under another source's name, and still sum to the right whole."""
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = Ranks(), cp, Ranks()
+    samples = [Sample(torch.full((n,), n), torch.zeros(n), torch.ones(n), torch.arange(n), source=n) for n in (3, 5)]
+    packed = pack(samples, PackLayout.of((3, 5), Alignment(sequence=4, pack=8)), CPU)
+    sources = sources_of_tokens(packed, groups)
+    tokens = get_batch(packed, cp=cp).tokens
+    assert tokens is not None
+    assert sources.shape == tokens.shape == (1, 16 // cp.size())
+    assert torch.equal(sources[tokens != 0], tokens[tokens != 0])
 
 
 def test_middle_stage_needs_no_tokens():

@@ -11,20 +11,21 @@ from megatron.packing.sample import Sample
 CPU = torch.device("cpu")
 
 
-def sample(length: int, first: int) -> Sample:
+def sample(length: int, first: int, source: int = 0) -> Sample:
     """Tokens first, first + 1, ...; no field holds a zero, so that padding can be told from content."""
     tokens = torch.arange(first, first + length)
-    return Sample(tokens, tokens + 1, torch.arange(1, length + 1) / 8, torch.arange(1, length + 1))
+    return Sample(tokens, tokens + 1, torch.arange(1, length + 1) / 8, torch.arange(1, length + 1), source)
 
 
 def test_literal_pack():
     """A field written at another place than its tokens trains on wrong labels, with a loss that still falls."""
     layout = PackLayout.of([3, 2], Alignment(sequence=2, pack=8))
-    microbatch = pack([sample(3, first=10), sample(2, first=20)], layout, CPU)
+    microbatch = pack([sample(3, first=10, source=4), sample(2, first=20, source=1)], layout, CPU)
     assert {name: getattr(value, "tolist", lambda value=value: value)() for name, value in microbatch.items()} == {
         "cu_seqlens": [0, 3, 5, 5],
         "cu_seqlens_padded": [0, 4, 6, 8],
         "max_seqlen": 4,
+        "sources": [4, 1, 0],
         "tokens": [10, 11, 12, 0, 20, 21, 0, 0],
         "labels": [11, 12, 13, 0, 21, 22, 0, 0],
         "loss_mask": [0.125, 0.25, 0.375, 0, 0.125, 0.25, 0, 0],

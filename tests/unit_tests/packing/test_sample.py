@@ -47,7 +47,8 @@ def samples(draw, usual=False):
 
 
 def sample_of(*columns) -> Sample:
-    return Sample(*(torch.tensor(column, dtype=dtype) for column, dtype in zip(columns, FIELDS.values())))
+    tokens, labels, mask, positions = (torch.tensor(c, dtype=dtype) for c, dtype in zip(columns, FIELDS.values()))
+    return Sample(tokens, labels, mask, positions)
 
 
 def assert_same(sample: Sample, expected: Sample) -> None:
@@ -88,6 +89,28 @@ def test_num_words_cuts_a_stream_of_samples(batch):
 def test_usual_samples_take_the_short_form(sample):
     """Without it every sample could travel in the long form, three times the bytes, and no result would differ."""
     assert encode(sample)[0] == 0
+
+
+@pytest.mark.parametrize("source", [0, 1, 999, 2**31 - 1])
+@pytest.mark.parametrize("positions", [[0, 1, 2], [5, 6, 7]])
+def test_the_source_travels_in_the_kind(source, positions):
+    """Losses would be those of another source; words of its own would cost every sample bytes."""
+    drawn = {"tokens": [5, 6, 7], "position_ids": positions, "source": source}
+    (sample,) = samples_of(drawn)
+    (without,) = samples_of({**drawn, "source": 0})
+    kind, words = encode(sample)
+    assert torch.equal(words, encode(without)[1])
+    assert num_words(np.array(3), np.array(kind)) == words.numel()
+    assert decode(3, kind, words).source == source
+    assert sample.first(2).source == source
+    assert np.array([kind], np.int64)[0] == kind
+
+
+@pytest.mark.parametrize("source", [-1, 2**31])
+def test_a_source_that_cannot_travel_is_refused(source):
+    """It would change the kind's lower bits, or another sample's loss."""
+    with pytest.raises(ValueError, match=f"'source' must be from 0 to .*{source}"):
+        samples_of({"tokens": [5], "source": source})
 
 
 def test_bytes_on_the_wire():

@@ -28,9 +28,10 @@ def padded(forward, monkeypatch):
     return make
 
 
-def sample(tokens, mask):
+def sample(tokens, mask, source=0):
     tokens = np.array(tokens)
-    return {"tokens": tokens, "labels": tokens + 1, "loss_mask": np.array(mask, np.float32)}
+    fields = {"tokens": tokens, "labels": tokens + 1, "loss_mask": np.array(mask, np.float32)}
+    return {**fields, "source": source}
 
 
 def test_loss_sum_literal(forward):
@@ -42,6 +43,17 @@ def test_loss_sum_literal(forward):
     assert num_tokens.dtype == torch.int32
     assert total.shape == num_tokens.shape == ()
     assert [value.item() for value in log["lm loss"]] == [7.0, 3]
+
+
+def test_loss_by_source_literal(forward):
+    """A masked token that counts, or a weight that does not, makes a source's loss another than the whole's part."""
+    mask = torch.tensor([[0.0, 2.0, 0.5, 1.0]])
+    sources = torch.tensor([[0, 2, 0, 2]])
+    total, _, log = forward.loss_sum(mask, torch.tensor([[8.0, 1.0, 4.0, 3.0]]), sources, 4)
+    assert log["source losses"].tolist() == [[2.0, 0.0, 5.0, 0.0], [1, 0, 2, 0]]
+    assert log["source losses"].dtype == torch.float64
+    assert log["source losses"][0].sum() == total
+    assert "source losses" not in forward.loss_sum(mask, torch.ones(1, 4))[2]
 
 
 def test_loss_of_masked_tokens_only_is_zero(forward):
@@ -85,12 +97,13 @@ def test_mask_is_needed_where_the_loss_is(forward):
 
 def test_padded_batch_literal(padded):
     """Padding with loss, or positions that go on into it, makes the baseline another model."""
-    (batch,) = padded([[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1])]], seq_length=4, num_rows=3)
+    (batch,) = padded([[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1], 3)]], seq_length=4, num_rows=3)
     assert batch.tokens.tolist() == [[5, 6, 7, 0], [9, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.labels.tolist() == [[6, 7, 8, 0], [10, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 1, 0.5, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.padding_mask.tolist() == [[False] * 3 + [True], [False] + [True] * 3, [True] * 4]
+    assert batch.sources.tolist() == [[0] * 4, [3] * 4, [0] * 4]
     assert batch.packed_seq_params is None
     assert {batch.tokens.dtype, batch.labels.dtype, batch.position_ids.dtype} == {torch.int64}
     assert batch.loss_mask.dtype == torch.float32
@@ -114,10 +127,10 @@ def test_rows_share_no_memory_between_fields(padded):
 @pytest.mark.parametrize("size", [2, 4])
 def test_zigzag_shards_reassemble(padded, size):
     """A rank with the wrong tokens attends to the future, or to none; the loss falls all the same."""
-    draw = [[sample(range(1, 15), [1] * 14), sample(range(20, 36), [0.5] * 16)]]
+    draw = [[sample(range(1, 15), [1] * 14, 1), sample(range(20, 36), [0.5] * 16, 2)]]
     (whole,) = padded(draw, seq_length=16, num_rows=3)
     piece = 16 // (2 * size)
-    for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
+    for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "sources"):
         rebuilt = torch.empty_like(getattr(whole, name))
         for rank in range(size):
             (shard,) = padded(draw, seq_length=16, num_rows=3, size=size, rank=rank)

@@ -18,6 +18,7 @@ from megatron.sft.metrics import (
     read_metrics,
     truncate_after,
 )
+from megatron.sft.source_metrics import SourceMetrics
 
 STEP = StepMetrics(
     iteration=7,
@@ -48,6 +49,8 @@ STEP = StepMetrics(
     dropped_samples=0,
     cut_samples=0,
 )
+
+SOURCE = SourceMetrics(sequences=3, tokens=40, num_loss_tokens=30, loss=1.25)
 
 
 def write_steps(run_dir, iterations, resume_iteration=None):
@@ -100,26 +103,54 @@ def test_log_line_with_a_prediction():
     assert step.prediction_error == pytest.approx(-0.05)
 
 
+def test_log_line_tells_sources_apart():
+    """One source that gets worse is hidden by the others that get better."""
+    assert replace(STEP, sources={"a": SOURCE}).to_line(200).endswith(" | a 1.2500 (3 samples, 40 tokens)")
+    evaluation = Evaluation(iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE})
+    assert evaluation.to_line() == "valid loss 1.0000 after step 1 (9 tokens) | a 1.2500 (3 samples, 40 tokens)"
+
+
+def test_lines_of_runs_from_before_there_were_sources(tmp_path):
+    """A report of an older run would end with a missing key."""
+    record = json.loads(STEP.to_json())
+    for name in ("sources", "dropped"):
+        del record[name]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_metrics(tmp_path).steps == [STEP]
+
+
 def test_log_line_tells_what_went_wrong():
     """Without it dropped samples and skipped steps would pass unseen."""
-    line = replace(STEP, dropped_samples=2, cut_samples=1, skipped=True).to_line(200)
-    assert line.endswith(" | 2 dropped | 1 cut | optimizer step skipped")
+    dropped = {"chats": {"bad sample": 2}}
+    line = replace(STEP, dropped_samples=2, dropped=dropped, cut_samples=1, skipped=True).to_line(200)
+    assert line.endswith(" | 2 dropped: 2 bad sample of chats | 1 cut | optimizer step skipped")
 
 
 def test_file_reads_back_exactly(tmp_path):
     """Without it a field could be lost or rounded between the run and its report; NaN and infinity would break JSON."""
     writer = MetricsWriter(tmp_path / "run", train_iters=10, log_interval=1)
     writer.event("run", iteration=0, seq_length=1024, note=None)
-    writer.step(STEP)
+    step = replace(STEP, sources={"a": SOURCE, "b": SOURCE}, dropped={"b": {"over length": 3}})
+    writer.step(step)
+    nothing = replace(SOURCE, num_loss_tokens=0, loss=float("nan"))
     writer.step(
-        replace(STEP, iteration=8, predicted_seconds=0.3, loss=float("nan"), grad_norm=float("inf"), skipped=True)
+        replace(
+            STEP,
+            predicted_seconds=0.3,
+            sources={"a": nothing},
+            iteration=8,
+            loss=float("nan"),
+            grad_norm=float("inf"),
+            skipped=True,
+        )
     )
     writer.evaluation(Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123))
     writer.close()
     steps, evaluations, events = read_metrics(tmp_path / "run")
-    assert steps[0] == STEP
+    assert steps[0] == step
     assert steps[1].skipped
     assert steps[1].predicted_seconds == 0.3
+    assert str(steps[1].sources["a"].loss) == "nan"
     assert str((steps[1].loss, steps[1].grad_norm)) == "(nan, nan)"
     assert evaluations == [Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123)]
     assert events == [{"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, "note": None}]

@@ -10,6 +10,7 @@ from megatron.sft import report
 from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics
 from megatron.sft.plot import packs_to_draw
 from megatron.sft.report import Change, print_report, summarize
+from megatron.sft.source_metrics import SourceMetrics
 
 
 def step(iteration, **changes):
@@ -85,6 +86,24 @@ def test_summary_by_hand(run_dir):
     assert summary.fill == 0.5
     assert (summary.dropped_samples, summary.cut_samples, summary.skipped_steps) == (2, 1, 1)
     assert [path.name for path in summary.files] == ["metrics.jsonl"]
+
+
+def test_sources_by_hand(tmp_path, capsys):
+    """A source that was hardly read, or that got worse, is what one looks for in the report of a blend."""
+    writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
+    for iteration, loss in enumerate((4.0, 3.0, 2.0, float("nan")), 1):
+        few = SourceMetrics(sequences=1, tokens=100, num_loss_tokens=50, loss=loss)
+        most = SourceMetrics(sequences=7, tokens=1900, num_loss_tokens=1550, loss=8.0)
+        dropped = {"few": {"bad sample": 2}} if iteration < 3 else {}
+        writer.step(step(iteration, sources={"few": few, "most": most}, dropped=dropped, dropped_samples=2))
+    writer.close()
+    summary = summarize(tmp_path)
+    assert summary.sources == {"most": (28, 7600, 8.0, 8.0), "few": (4, 400, 4.0, 2.0)}
+    print_report(summary)
+    lines = capsys.readouterr().out.splitlines()
+    assert "source few        4 samples, 400 tokens (5.0%), loss 4.0000 -> 2.0000" in lines
+    assert "samples           8 dropped (4 bad sample of few), 0 cut" in lines
 
 
 def test_printed_report(run_dir, capsys):

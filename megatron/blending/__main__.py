@@ -1,0 +1,111 @@
+"""pure. `python -m megatron.blending prepare DIR|FILE`: the options are energon's; nothing is ever asked for."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron.blending.nv_meta import FOLDER
+from megatron.blending.prepare import Preparation, Progress, prepare_jsonl, prepare_webdataset
+
+_LISTED_PARTS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 if it went well, else 1 and one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(_prepare(options))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron.blending")
+    prepare = parser.add_subparsers(dest="command", required=True).add_parser(
+        "prepare", help="index a folder of tar shards, or a JSONL file, for reading in any order"
+    )
+    add = prepare.add_argument
+    add("path", help="folder of .tar shards, at any depth; or a .jsonl file")
+    add("--split-ratio", metavar="8,1,1", help="shares of the shards for train, val and test; default: all for train")
+    add("--split-parts", action="append", default=[], metavar="PART:REGEX", help="shards of a part, instead of shares")
+    add("--exclude", metavar="REGEX", help="leave out shards in whose name this is found")
+    add("--shuffle-tars", action="store_true", help="deal the shards to the parts in a random order")
+    add("--sample-type", help="class of the samples, such as TextSample, or CrudeWebdataset")
+    add("--field-map", metavar="JSON", help="""field -> part, such as '{"text": "txt", "label": "json[class]"}'""")
+    add("--dataset-yaml-name", default="dataset.yaml")
+    add("--skip-dataset-yaml", action="store_true", help="leave dataset.yaml as it is")
+    add("--tar-index-only", action="store_true", help="write the indexes of a prepared folder anew, and nothing else")
+    add("--force-overwrite", action="store_true", help="prepare a prepared folder anew")
+    add("--num-workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that read shards")
+    add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    add("--non-interactive", action="store_true", help="accepted; nothing is ever asked")
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> str:
+    path = options.path
+    if path.endswith((".jsonl", ".ndjson")) and os.path.isfile(path):
+        return (
+            f"{path}: {prepare_jsonl(path, _progress_bar(options.progress, ' blocks'))} records indexed in {path}.idx"
+        )
+    if not os.path.isdir(path):
+        fault = "needs no preparation" if os.path.isfile(path) else "no such file or folder; check the path"
+        raise ValueError(f"{path}: {fault}")
+    done = prepare_webdataset(path, _preparation(options), _progress_bar(options.progress, " shards"))
+    lines = [f"{path}: {sum(done.counts.values())} samples in {len(done.counts)} shards"]
+    lines += [f"  {part}: {len(shards)} shards" for part, shards in done.split_parts.items()]
+    lines += [f"  left out, as it has no samples: {shard}" for shard in done.empty_shards]
+    more = len(done.part_names) - _LISTED_PARTS
+    lines.append(f"  parts: {', '.join(done.part_names[:_LISTED_PARTS])}" + (f" and {more} more" if more > 0 else ""))
+    config = os.path.join(path, FOLDER, options.dataset_yaml_name)
+    if not os.path.isfile(config):
+        lines.append(f"  {config} is to be written: pass --sample-type and --field-map, with --force-overwrite")
+    return "\n".join(lines)
+
+
+def _preparation(options: argparse.Namespace) -> Preparation:
+    field_map = {}
+    if options.field_map is not None:
+        try:
+            field_map = json.loads(options.field_map)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--field-map is not JSON: {error}") from None
+        if not isinstance(field_map, dict) or not all(isinstance(part, str) for part in field_map.values()):
+            raise ValueError(f"--field-map must map fields to parts, but is {options.field_map}")
+    ratio: tuple[float, ...] = (1.0, 0.0, 0.0)
+    if options.split_ratio is not None:
+        try:
+            ratio = tuple(float(share) for share in options.split_ratio.split(","))
+        except ValueError:
+            raise ValueError(f"--split-ratio must be three shares like 8,1,1, but is {options.split_ratio}") from None
+    return Preparation(
+        split_ratio=ratio,
+        split_parts=options.split_parts,
+        exclude=options.exclude,
+        shuffle_tars=options.shuffle_tars,
+        sample_type=None if options.skip_dataset_yaml else options.sample_type,
+        field_map={} if options.skip_dataset_yaml else field_map,
+        dataset_yaml_name=options.dataset_yaml_name,
+        tar_index_only=options.tar_index_only,
+        force_overwrite=options.force_overwrite,
+        num_workers=options.num_workers,
+    )
+
+
+def _progress_bar(is_shown: bool, unit: str) -> Progress:
+    def shown(steps: Iterable[Any], total: int) -> Iterable[Any]:
+        from tqdm import tqdm
+
+        # None: shown on a terminal, silent in a log.
+        return tqdm(steps, total=total, unit=unit, disable=None if is_shown else True)
+
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""pure. Names with braces, as shells expand them: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar", "s_02.tar"]`.
+
+Invariant: `expand_braces` undoes `collapse_numbers`: together they keep the names and their order.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
+_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
+_NUMBER = re.compile(r"[0-9]+")
+_OPEN, _CLOSE = "{", "}"
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Expand lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last brace fastest.
+
+    Braces that hold neither stand for themselves.
+    """
+    start = pattern.find(_OPEN)
+    if start < 0:
+        return [pattern]
+    pieces = _pieces(pattern, start)
+    if pieces is None:
+        return [pattern[: start + 1] + rest for rest in expand_braces(pattern[start + 1 :])]
+    end, choices = pieces
+    rests = expand_braces(pattern[end + 1 :])
+    return [pattern[:start] + choice + rest for choice, rest in itertools.product(choices, rests)]
+
+
+def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
+    """Return where the brace at `start` closes and what it offers; None if it is not closed or offers nothing."""
+    depth, cuts = 0, [start]
+    for at in range(start, len(pattern)):
+        if pattern[at] == _OPEN:
+            depth += 1
+        elif pattern[at] == "," and depth == 1:
+            cuts.append(at)
+        elif pattern[at] == _CLOSE:
+            depth -= 1
+            if depth == 0:
+                cuts.append(at)
+                break
+    else:
+        return None
+    inside = [pattern[a + 1 : b] for a, b in itertools.pairwise(cuts)]
+    choices = _range(inside[0]) if len(inside) == 1 else [name for item in inside for name in expand_braces(item)]
+    return None if choices is None else (cuts[-1], choices)
+
+
+def _range(text: str) -> list[str] | None:
+    if match := _RANGE.fullmatch(text):
+        first, last, step = match.groups()
+        start, end, by = int(first), int(last), abs(int(step or 1)) or 1
+        is_padded = any(len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0") for number in (first, last))
+        width = max(len(first), len(last)) if is_padded else 0
+        numbers = range(start, end + 1, by) if start <= end else range(start, end - 1, -by)
+        return [f"{number:0{width}d}" for number in numbers]
+    if match := _LETTERS.fullmatch(text):
+        start, end = ord(match[1]), ord(match[2])
+        return [chr(code) for code in (range(start, end + 1) if start <= end else range(start, end - 1, -1))]
+    return None
+
+
+class _Run(NamedTuple):
+    """Names `prefix + number + suffix`, for the numbers from first to last."""
+
+    prefix: str
+    first: str
+    last: str
+    suffix: str
+
+
+def collapse_numbers(names: Iterable[str]) -> list[str]:
+    """Write runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] -> ["a{1..2}", "b"]`.
+
+    Order is kept. Names that hold braces or commas stay as they are.
+    """
+    entries: list[str | _Run] = []
+    for name in names:
+        longer = _joined(entries[-1], name) if entries else None
+        if longer is None:
+            entries.append(name)
+        else:
+            entries[-1] = longer
+    return [
+        entry if isinstance(entry, str) else f"{entry.prefix}{{{entry.first}..{entry.last}}}{entry.suffix}"
+        for entry in entries
+    ]
+
+
+def _joined(entry: str | _Run, name: str) -> _Run | None:
+    """Return the run that `entry` and then `name` make, None if they make none."""
+    run = _starting_run(entry, name) if isinstance(entry, str) else entry
+    if run is None:
+        return None
+    is_padded = len(run.first) > 1 and run.first.startswith("0")
+    following = f"{int(run.last) + 1:0{len(run.first) if is_padded else 0}d}"
+    if name != run.prefix + following + run.suffix or (is_padded and len(following) != len(run.first)):
+        return None
+    return run._replace(last=following)
+
+
+def _starting_run(first: str, second: str) -> _Run | None:
+    """Return the run that `first` alone is, if it differs from `second` in one number."""
+    numbers, others = list(_NUMBER.finditer(first)), _NUMBER.findall(second)
+    if _NUMBER.split(first) != _NUMBER.split(second) or set("{},") & set(first):
+        return None
+    differing = [number for number, other in zip(numbers, others) if number[0] != other]
+    if len(differing) != 1:
+        return None
+    at = differing[0]
+    return _Run(first[: at.start()], at[0], at[0], first[at.end() :])

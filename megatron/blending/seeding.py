@@ -1,0 +1,88 @@
+"""pure. What a user says about a function that samples go through, and random numbers that do not depend on the past.
+
+Every function is called as if it were stateless: a sample that is read again after a restore is encoded again.
+"""
+
+import functools
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def stateless(function: F) -> F: ...
+@overload
+def stateless(*, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Callable[[F], F]: ...
+def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Any:
+    """Mark a function as one whose result depends on its arguments alone.
+
+    `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each call, so that it
+    may draw random numbers: equal whenever the sample is encoded again, different in each epoch. About 30 microseconds.
+    `failure_tolerance`: how many failures of this function in a row are fatal; 0 is never.
+    """
+    if function is None:
+        return functools.partial(stateless, restore_seeds=restore_seeds, failure_tolerance=failure_tolerance)
+    function.__stateless__ = True
+    function.__restore_seeds__ = restore_seeds
+    function.__failure_tolerance__ = failure_tolerance
+    return function
+
+
+def is_stateless(function: Any) -> bool:
+    return getattr(function, "__stateless__", False)
+
+
+def failure_tolerance_of(function: Any) -> int | None:
+    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
+    return getattr(function, "__failure_tolerance__", None)
+
+
+def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as it is to be called: seeded if it is marked so, else itself, at no cost."""
+    return Seeded(function) if getattr(function, "__restore_seeds__", False) else function
+
+
+class Seeded:
+    """Calls a function with generators that are seeded from its first argument, and puts them back."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        with seeded(seed_of(sample)):
+            return self.function(sample, *args, **kwargs)
+
+
+def seed_of(sample: Any) -> int:
+    """Return 32 bits from where a sample (or the first of several) came from, or 0 where it does not say."""
+    while isinstance(sample, (list, tuple)) and sample:
+        sample = sample[0]
+    has = sample.get if isinstance(sample, Mapping) else lambda name: getattr(sample, name, None)
+    origin = has("__restore_key__") or has("__key__") or ""
+    return int.from_bytes(hashlib.blake2b(repr(origin).encode(), digest_size=4).digest(), "little")
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, for as long as it is entered."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        if torch:
+            torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch:
+            torch.set_rng_state(states[2])

@@ -1,0 +1,225 @@
+"""pure. Tar archives as samples: members that stand together and share a name up to the first dot are one.
+
+`a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key "a/y" with part "txt".
+Members that are no regular files, have no dot in the last part of their name, or stand in a folder like `__meta__/`,
+are none.
+
+Reads POSIX (ustar, pax) and GNU archives, long names and large sizes included; not compressed or sparse ones.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+BLOCK = 512
+# The header of the usual member, a regular file whose name is not cut in two: key and part in the name, and the size.
+_PLAIN_HEADER = re.compile(
+    rb"(?s)(?=(?!__)((?:[^\0/]*/)*[^/.\0]+)\.([^/\0]*)\0)" + rb".{124}([0-7]{11})[\0 ].{20}[0\0].{188}\0"
+).match
+_MAX_PLAIN_NAME = 98
+_REGULAR = (b"0", b"\0", b"7")
+_GNU_NAME, _GNU_LINK, _GNU_SPARSE, _PAX, _PAX_GLOBAL = b"L", b"K", b"S", (b"x", b"X"), b"g"
+# What stands before the member that it belongs to, as part of it.
+_EXTENSIONS = (_GNU_NAME, _GNU_LINK, *_PAX)
+# Links, devices, folders: of these, some tools write a size all the same.
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+_META = re.compile(r"__[^/]*__($|/)")
+_PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
+
+
+class TarError(ValueError):
+    """An archive, or a sample of one, that cannot be read. The message says at which byte and why."""
+
+
+class Readable(Protocol):
+    size: int
+
+    def read(self, start: int, end: int) -> bytes: ...
+
+
+class Member(NamedTuple):
+    name: str
+    start: int
+    """Byte at which its header starts, with those that hold a long name."""
+    data: int
+    size: int
+    end: int
+    """Byte at which the next member may start."""
+    is_regular: bool
+
+
+class Part(NamedTuple):
+    name: str
+    start: int
+    size: int
+
+
+class TarSample(NamedTuple):
+    key: str
+    start: int
+    """Byte at which its first header starts."""
+    parts: list[Part]
+
+
+class TarScan(NamedTuple):
+    samples: list[TarSample]
+    end: int
+    """Byte after the last member."""
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" -> ("a/b", "c.txt")`."""
+    after_folder = name.rfind("/") + 1
+    dot = name.find(".", after_folder)
+    if dot <= after_folder or (name.startswith("__") and _META.match(name)):
+        return None
+    return name[:dot], name[dot + 1 :]
+
+
+def scan_tar(file: Readable) -> TarScan:
+    """Find the samples of an archive by its headers, whose checksums are verified; TarError if it is damaged.
+
+    About 5 microseconds per member; contents are not read.
+    """
+    samples: list[TarSample] = []
+    end = 0
+    for member in walk_tar(file):
+        end = member.end
+        names = split_name(member.name) if member.is_regular else None
+        if names is None:
+            continue
+        if not samples or samples[-1].key != names[0]:
+            samples.append(TarSample(names[0], member.start, []))
+        samples[-1].parts.append(Part(names[1], member.data, member.size))
+    return TarScan(samples, end)
+
+
+def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> str:
+    """Put the parts of the one sample that stands in `content[start:end]` into `parts`, and return its key.
+
+    `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is copied. TarError if
+    there is no sample, or a piece of one. About 1 microsecond per member. Of parts of one name the last is kept.
+    """
+    key = None
+    at = start
+    while at + BLOCK <= end:
+        match = _PLAIN_HEADER(content, at, at + BLOCK)
+        if match is None:
+            return _parse_by_walking(content[start:end], parts)
+        base, part, octal = match.groups()
+        data = at + BLOCK
+        stop = data + int(octal, 8)
+        if stop > end or len(base) + len(part) > _MAX_PLAIN_NAME or (key is not None and base != key):
+            return _parse_by_walking(content[start:end], parts)
+        key = base
+        try:
+            parts[part.decode()] = content[data:stop]
+        except UnicodeDecodeError:
+            return _parse_by_walking(content[start:end], parts)
+        at = (stop + BLOCK - 1) & -BLOCK
+    if key is None:
+        raise TarError("no sample starts here")
+    return _text(key)
+
+
+def header_key(header: bytes) -> str | None:
+    """Return the key that a sample's first header says, None if other blocks must be read for it."""
+    match = _PLAIN_HEADER(header)
+    if match is None or len(match[1]) + len(match[2]) > _MAX_PLAIN_NAME:
+        return None
+    return match[1].decode("utf-8", "surrogateescape")
+
+
+def _parse_by_walking(raw: bytes, parts: dict[str, Any]) -> str:
+    samples = scan_tar(Buffer(raw)).samples
+    if len(samples) != 1:
+        raise TarError(f"one sample must be here, but {len(samples)} are")
+    parts.update((part.name, raw[part.start : part.start + part.size]) for part in samples[0].parts)
+    return samples[0].key
+
+
+class Buffer:
+    """An archive, or a piece of one, in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.size = len(content)
+
+    def read(self, start: int, end: int) -> bytes:
+        return self._content[start:end]
+
+
+def walk_tar(file: Readable) -> Iterator[Member]:
+    """Yield the members of an archive, those that are no regular files too. Checksums are verified."""
+    at = start = 0
+    name: str | None = None
+    size: int | None = None
+    while at + BLOCK <= file.size:
+        header = file.read(at, at + BLOCK)
+        if not header.strip(b"\0"):
+            return
+        kind = header[156:157]
+        is_extension = kind in _EXTENSIONS
+        num_bytes = _size_field(header, at) if size is None or is_extension else size
+        data = at + BLOCK
+        at = data if kind in _WITHOUT_CONTENT else data + (num_bytes + BLOCK - 1) // BLOCK * BLOCK
+        if at != data and data + num_bytes > file.size:
+            raise TarError(
+                f"the member at byte {start} goes to byte {data + num_bytes} of {file.size}; the file is cut"
+            )
+        if kind == _GNU_NAME:
+            name = _text(file.read(data, data + num_bytes))
+        elif kind in _PAX:
+            name, size = _read_pax(file.read(data, data + num_bytes), name, start)
+        elif kind == _GNU_SPARSE:
+            raise TarError(f"the member at byte {start} is sparse; write the archive without --sparse")
+        if is_extension:
+            continue
+        if kind != _PAX_GLOBAL:
+            name = _name_field(header) if name is None else name
+            is_regular = kind in _REGULAR and not (kind == b"\0" and name.endswith("/"))
+            yield Member(name, start, data, num_bytes, at, is_regular)
+        name, size, start = None, None, at
+    if at != file.size:
+        raise TarError(f"a member, or the end, should stand at byte {at} of {file.size}; the file is cut")
+
+
+def _name_field(header: bytes) -> str:
+    name = _text(header[:100])
+    # Only POSIX archives have a prefix there; GNU's have times.
+    return f"{_text(header[345:500])}/{name}" if header[257:263] == b"ustar\0" and header[345] else name
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _size_field(header: bytes, at: int) -> int:
+    try:
+        expected = int(header[148:156].strip(b" \0"), 8)
+        # As if the checksum's own field held eight spaces.
+        if expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+            raise ValueError
+        # Sizes that octal digits have no room for are big-endian numbers, marked by their first bit.
+        if header[124] & 0x80:
+            return int.from_bytes(bytes([header[124] & 0x7F]) + header[125:136], "big")
+        return int(header[124:136].strip(b" \0") or b"0", 8)
+    except ValueError:
+        raise TarError(f"no member starts at byte {at}; it is no tar archive, or damaged") from None
+
+
+def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None, int | None]:
+    """Return name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt", None)`."""
+    size = None
+    at = 0
+    while record := _PAX_RECORD.match(content, at):
+        end = at + int(record[1])
+        value = content[record.end() : end - 1]
+        if record[2] == b"path":
+            name = value.decode("utf-8", "surrogateescape")
+        elif record[2] == b"size":
+            size = int(value)
+        elif record[2].startswith(b"GNU.sparse."):
+            raise TarError(f"the member at byte {start} is sparse; write the archive without --sparse")
+        at = max(end, record.end())
+    return name, size
