@@ -23,6 +23,8 @@ from megatron.blending.metadataset import Join, Leaf, flattened, leaves, load_me
 from megatron.blending.paths import is_metadataset
 from megatron.blending.source_part import SourcePart
 from megatron.blending.token_weights import by_tokens
+from megatron.blending.weights import WeightSchedule
+from megatron.sft.blend_schedule import parse_schedule
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.config import SFTConfig
@@ -55,15 +57,18 @@ def build_datasets(config: SFTConfig) -> Datasets:
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
-    builder = _Builder(data, task, config.training.seed)
+    written = data.blend_weight_schedule
+    schedule = None if written is None else parse_schedule(written, config.training.global_batch_size)
+    builder = _Builder(data, task, config.training.seed, schedule)
     is_blend = any(map(is_metadataset, data.data_path))
     train, valid, test = builder.build_blend() if is_blend else builder.build_files()
     return Datasets(train, valid, test, tokenizer.vocab_size)
 
 
 class _Builder:
-    def __init__(self, data: DataConfig, task: ChatTask, seed: int) -> None:
+    def __init__(self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None) -> None:
         self._data = data
+        self._schedule = schedule
         self._task = task
         self._seed = seed
         self._held_out = self._splits_of_data()
@@ -147,15 +152,16 @@ class _Builder:
     def _blended(self, loaded: LoadedDatasetList) -> Mixture:
         shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
         sources = self._chats([(_leaf_of(one), one.leaf, 0) for one in loaded.datasets])
-        weighted = loaded.datasets
+        weighted, schedule = loaded.datasets, self._schedule
+        asks = schedule is not None or self._data.blend_weights_by == "tokens"
+        if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+            raise ValueError(
+                "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the metadataset has "
+                "'blend_epochized', which says how often each source is read"
+            )
         if self._data.blend_weights_by == "tokens":
-            if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
-                raise ValueError(
-                    "--blend-weights-by tokens is for 'blend', but the metadataset has 'blend_epochized', which says "
-                    "how often each source is read"
-                )
-            weighted, _ = by_tokens(loaded.datasets, None, self._task)
-        return Blended(sources, weighted, shares, self._seed, self._data.blend_mode)
+            weighted, schedule = by_tokens(loaded.datasets, schedule, self._task)
+        return Blended(sources, weighted, shares, self._seed, self._data.blend_mode, schedule)
 
     def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
         """Records for training, validation and test."""

@@ -15,6 +15,7 @@ from megatron.blending.choice import BlendDataset, ChoicePlan
 from megatron.blending.dataset import Binding, Block
 from megatron.blending.dataset_loader import LoadedDataset
 from megatron.blending.order import permute_indices
+from megatron.blending.weights import WeightSchedule
 from megatron.sft.chat_encoder import Dropped, EncodedSample
 
 
@@ -97,14 +98,22 @@ class Blended:
     """Sources in the proportions of a metadataset, each read pass by pass in an order of its own."""
 
     def __init__(
-        self, sources: Sequence[Source], loaded: Sequence[LoadedDataset], shares: Sequence[Any], seed: int, mode: str
+        self,
+        sources: Sequence[Source],
+        loaded: Sequence[LoadedDataset],
+        shares: Sequence[Any],
+        seed: int,
+        mode: str,
+        schedule: WeightSchedule | None = None,
     ) -> None:
-        """`loaded`: each source with its weight in samples; `shares`: what the user said of each."""
+        """`loaded`: each source with its weight in samples; `shares`: what the user said of each; `schedule`: weights
+        over steps, instead.
+        """
         self.sources = sources
         self._shares = shares
         self._seed = seed
         self._mode = mode
-        self._tree = BlendDataset(*loaded, mode=mode).bind(Binding(seed=seed))
+        self._tree = BlendDataset(*loaded, mode=mode, schedule=schedule).bind(Binding(seed=seed))
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -152,4 +161,4 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
             changes.append(f"the weight of {name} was {old[name]['weight']}, is {new[name]['weight']}")
     if before["mode"] != after["mode"]:
         changes.append(f"--blend-mode was {before['mode']}, is {after['mode']}")
-    return sorted(changes) or ["the sources are read in another order"]
+    return sorted(changes) or ["the sources are read in another order, or in other proportions over steps"]

@@ -265,6 +265,9 @@ class DataConfig:
     prepared WebDataset folders, one after the other; or a metadataset (.yaml), which blends them."""
     blend_mode: Literal["exact", "random"] = "exact"
     """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
+    blend_weight_schedule: str | None = None
+    """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as
+    {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}."""
     blend_weights_by: Literal["samples", "tokens"] = "samples"
     """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source."""
     valid_data_path: tuple[str, ...] = ()
@@ -298,8 +301,9 @@ class DataConfig:
         blends = [path for path in self.data_path if is_metadataset(path)]
         if blends and len(self.data_path) > 1:
             raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
-        if not blends and (self.blend_mode, self.blend_weights_by) != ("exact", "samples"):
-            raise ValueError("--blend-mode and --blend-weights-by need a metadataset (.yaml) as --data-path")
+        for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
+            if not blends and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(f"{_flag(name)} needs a metadataset (.yaml) as --data-path")
         _in_range(self, 1, None, "vocab_size")
         _in_range(self, 0, None, "max_bad_samples_in_a_row")
         _ = self.split_shares

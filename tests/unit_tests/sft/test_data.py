@@ -292,3 +292,37 @@ def test_another_seed_is_another_order(sources):
     path = metadataset(sources, blend(), {"path": "texts"})
     orders = [build("--data-path", path, seed=seed).train.places(range(50)) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_weights_over_steps(sources):
+    """A curriculum that does not change trains on what it began with."""
+    path = metadataset(sources, blend(), {"path": "texts"})
+    schedule = json.dumps({"points": [[0, [1, 0, 0]], [10, [0, 1, 1]]]})
+    train = build("--data-path", path, "--blend-weight-schedule", schedule, batch=4).train
+    assert source_counts(train, 40) == [40, 0, 0]
+    assert source_counts(train, 60) == [40, 10, 10]
+    plain = build("--data-path", path).train
+    assert plain.identity() != train.identity()
+    with pytest.raises(ValueError, match="2 weights for 3 data sets"):
+        build("--data-path", path, "--blend-weight-schedule", '{"points": [[0, [1, 1]]]}')
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--blend-mode", "random"),
+        ("--blend-weights-by", "tokens"),
+        ("--blend-weight-schedule", '{"points": [[0, [1]]]}'),
+    ],
+)
+def test_options_of_blends_need_one(data_path, arguments):
+    """They would have no effect on files that are read one after the other."""
+    with pytest.raises(ValueError, match=f"{arguments[0]} needs a metadataset"):
+        build("--data-path", data_path(".jsonl"), *arguments)
+
+
+def test_metadataset_among_other_paths_is_refused(sources):
+    """Nobody has said in what proportion they are to be mixed."""
+    path = metadataset(sources, blend(), {"path": "texts"})
+    with pytest.raises(ValueError, match="must be the only one; name the others in it"):
+        build("--data-path", str(sources / "docs"), path)

@@ -97,4 +97,4 @@ def test_order_of_the_sources_alone_is_told():
     saved = blended((1, 1)).identity()
     now = copy.deepcopy(saved)
     now["blend"]["order"] = "other"
-    assert blend_changes(saved, now) == ["the sources are read in another order"]
+    assert blend_changes(saved, now) == ["the sources are read in another order, or in other proportions over steps"]
