@@ -30,6 +30,7 @@ def check_prefixes(children, weights):
     assert (abs(given_ * total - due) < total).all()
 
 
+@settings(deadline=None)
 @given(weights=WEIGHTS, seed=st.integers(0, 100))
 def test_exact_at_every_prefix(weights, seed):
     """Random draws were off by 2 % after 300 batches in energon."""
@@ -47,6 +48,7 @@ def test_exact_for_any_weights(weights, seed):
     check_numbers(children, numbers, len(weights))
 
 
+@settings(deadline=None)
 @given(weights=WEIGHTS, start=st.integers(0, 10**9), seed=st.integers(0, 9))
 def test_exact_anywhere(weights, start, seed):
     """A rank asks for a part of the sequence only, a resumed run begins in its middle."""
@@ -121,6 +123,7 @@ def test_random_memory_is_bounded():
     assert choose(sequence, 5, 65536 * 3) == choose(RandomSequence((1, 1), 0), 5, 65536 * 3)
 
 
+@settings(deadline=None)
 @given(first=WEIGHTS, change=st.integers(0, 300), seed=st.integers(0, 9), data=st.data())
 def test_segments_hold_the_bound_across(first, change, seed, data):
     second = data.draw(st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)).filter(any))
@@ -136,6 +139,7 @@ def test_segments_hold_the_bound_across(first, change, seed, data):
     assert sequence.counts(at + 250) == np.bincount(children[: at + 250], minlength=len(first)).tolist()
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     seed=st.integers(0, 9),

@@ -24,6 +24,7 @@ from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, 
 LENGTH = 60
 # 5, 7 and 8 do not divide the 12 lanes.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
+MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -55,20 +56,19 @@ def test_a_pass_over_finite_data_is_one_stream(name):
 def test_restored_at_every_batch(name):
     """A resumed run that repeats or loses a batch shows nothing of it but in what it learns."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH + 24).values())
+    stream = list(outputs(tree, 50).values())
     made = loaders(tree)
-    for at in range(LENGTH):
+    for at in range(40):
         state = json.loads(json.dumps(made[0].state_dict()))
         num_ranks = 1 + at % 3
         found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
-        first = -(-at // num_ranks) * num_ranks if at % num_ranks else at
-        # Ranks that do not divide the position start with the outputs that follow it.
-        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks])), (at, first)
+        # Where the number of ranks does not divide the position, the first to go on is not rank 0.
+        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks]))
         assert next(made[0]) == stream[at]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations([(2, 0), (1, 3), (5, 0), (4, 2)], 2)))
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_restored_on_other_ranks_and_workers(name, before, after):
     """... and once more right after it, where energon repeats batches."""
     tree = ENDLESS[name]()
