@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.blend import SEQUENCES, Choices, Segments, UntilExhausted
+from megatron.blending.blend import SEQUENCES, Choices
 from megatron.blending.dataset import Binding, Block, Ints, Plan, SavableDataset
 from megatron.blending.lane import CursorNode, LaneEnd, Place
+from megatron.blending.segments import Segments, UntilExhausted
 from megatron.blending.weights import Weight, WeightSchedule, integer_weights
 from megatron.blending.yaml_place import nearest
 

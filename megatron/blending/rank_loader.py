@@ -72,7 +72,7 @@ class Loader(Generic[T_co]):
         """Batches of one pass on this rank; of endless data, of one pass over it."""
         ranks = self.config.num_ranks
         if self._root.goes_on:
-            return (self._root.size or 0) // ranks
+            return max(1, (self._root.size or 0) // ranks)
         total = len(self._dataset) if self._root.size is None else self._root.size
         return total // ranks + (self.config.this_rank < total % ranks)
 
@@ -241,7 +241,7 @@ class Loader(Generic[T_co]):
     def _draw(self) -> Any:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
         # Every rank gives as many: what does not go evenly belongs to the next epoch.
-        epoch = (self._root.size or 0) // ranks * ranks if self._root.goes_on else END
+        epoch = len(self) * ranks if self._root.goes_on else END
         if self._slot - self._epoch_start >= epoch:
             raise StopIteration
         crew = self._started()
