@@ -27,6 +27,15 @@ LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
 MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
 
 
+@pytest.fixture(autouse=True)
+def _small_plans(monkeypatch):
+    """What is planned at once ends within a test, as it does many times within a run."""
+    monkeypatch.setattr("megatron.blending.lane._SAMPLES_PER_BLOCK", 24)
+    monkeypatch.setattr("megatron.blending.server._FIRST_PLANNED", 30)
+    monkeypatch.setattr("megatron.blending.server._MOST_PLANNED", 90)
+    monkeypatch.setattr("megatron.blending.blend._TABLE_LENGTH", 60)
+
+
 @pytest.mark.parametrize("name", ENDLESS)
 def test_any_ranks_and_workers_give_one_stream(name):
     """Otherwise another cluster means other data, and no run can be compared or continued."""
