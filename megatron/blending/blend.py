@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.order import permute_indices, salted_seed
-from megatron.blending.weights import Weight, integer_weights
 
 Ints = npt.NDArray[np.int64]
 
@@ -185,111 +184,6 @@ class RandomSequence:
                 if old is not None:
                     del self._before[old]
         return self._before[draw]
-
-
-class Segments:
-    """Sequences one after the other, each from its start on; the last one has no end.
-
-    A segment starts where it was asked to, or up to a period of the one before it later: where that one's counts are
-    in proportion, so that the bound on each prefix holds across.
-    """
-
-    def __init__(self, segments: Sequence[tuple[int, Sequence[Weight]]], seed: int, mode: str = "exact") -> None:
-        self._num_children = len(segments[0][1])
-        self._seed = seed
-        self._mode = mode
-        self._starts: list[int] = []
-        self._sequences: list[ExactSequence | RandomSequence] = []
-        self._before: list[Ints] = []
-        for start, weights in segments:
-            self.append(start, weights)
-
-    def append(self, start: int, weights: Sequence[Weight]) -> int:
-        """Change to `weights` at output `start`, or up to a period later; return where."""
-        if len(weights) != self._num_children:
-            raise ValueError(f"there must be {self._num_children} weights, but there are {len(weights)}")
-        before = np.zeros(self._num_children, np.int64)
-        if self._sequences:
-            period = self._sequences[-1].period
-            length = max(-(-(start - self._starts[-1]) // period), 0) * period
-            start = self._starts[-1] + length
-            before = self._before[-1] + np.array(self._sequences[-1].counts(length), np.int64)
-        seed = salted_seed(self._seed, f"segment {len(self._sequences)}")
-        self._starts.append(start)
-        self._sequences.append(SEQUENCES[self._mode](integer_weights(weights), seed))
-        self._before.append(before)
-        return start
-
-    def choose(self, positions: Ints) -> Choices:
-        if len(self._sequences) == 1:
-            return self._sequences[0].choose(positions)
-        segments = np.searchsorted(self._starts, positions, side="right") - 1
-        children, numbers = np.zeros_like(positions), np.zeros_like(positions)
-        for segment in np.unique(segments).tolist():
-            here = np.flatnonzero(segments == segment)
-            found = self._sequences[segment].choose(positions[here] - self._starts[segment])
-            children[here] = found.children
-            numbers[here] = found.numbers + self._before[segment][found.children]
-        return Choices(children, numbers)
-
-    def counts(self, position: int) -> list[int]:
-        segment = int(np.searchsorted(self._starts, position, side="right")) - 1
-        within = self._sequences[segment].counts(position - self._starts[segment])
-        return (self._before[segment] + np.array(within, np.int64)).tolist()
-
-
-class UntilExhausted:
-    """Each child is read through once, in proportion for as long as it lasts; then the others go on without it."""
-
-    def __init__(self, weights: Sequence[Weight], sizes: Sequence[int | None], seed: int) -> None:
-        """`sizes`: how many outputs a child has; None for endless. A child of weight 0 is never read."""
-        whole = integer_weights(weights)
-        self._sizes = sizes
-        self._segments: list[tuple[int, Ints, ExactSequence]] = []
-        self.length: int | None = None
-        used = np.zeros(len(whole), np.int64)
-        start = 0
-        while True:
-            alive = [
-                w if size is None or used[child] < size else 0 for child, (w, size) in enumerate(zip(whole, sizes))
-            ]
-            if not any(alive):
-                self.length = start
-                return
-            sequence = ExactSequence(alive, salted_seed(seed, f"segment {len(self._segments)}"))
-            self._segments.append((start, used, sequence))
-            length = self._first_end(sequence, alive, used)
-            if length is None:
-                return
-            start += length
-            used = used + np.array(sequence.counts(length), np.int64)
-
-    def choose(self, positions: Ints) -> Choices:
-        segments = np.searchsorted([start for start, _, _ in self._segments], positions, side="right") - 1
-        children, numbers = np.zeros_like(positions), np.zeros_like(positions)
-        for segment in np.unique(segments).tolist():
-            start, used, sequence = self._segments[segment]
-            here = np.flatnonzero(segments == segment)
-            found = sequence.choose(positions[here] - start)
-            children[here] = found.children
-            numbers[here] = found.numbers + used[found.children]
-        return Choices(children, numbers)
-
-    def counts(self, position: int) -> list[int]:
-        segment = int(np.searchsorted([start for start, _, _ in self._segments], position, side="right")) - 1
-        start, used, sequence = self._segments[segment]
-        return (used + np.array(sequence.counts(position - start), np.int64)).tolist()
-
-    def _first_end(self, sequence: ExactSequence, alive: Sequence[int], used: Ints) -> int | None:
-        """Until which output of a sequence no child has run out; None if none ever does."""
-        left = {c: size - int(used[c]) for c, size in enumerate(self._sizes) if alive[c] and size is not None}
-        if not left:
-            return None
-        # All at once, if they are in proportion: known without making a table of them.
-        num_left, total = sum(left.values()), sum(alive)
-        if all(w == 0 or (c in left and num_left * w == left[c] * total) for c, w in enumerate(alive)):
-            return num_left
-        return min(sequence.position_of(c, count - 1) + 1 for c, count in left.items())
 
 
 SEQUENCES: dict[str, type[ExactSequence] | type[RandomSequence]] = {"exact": ExactSequence, "random": RandomSequence}

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.blend import SEQUENCES, Choices, Segments, UntilExhausted
+from megatron.blending.blend import SEQUENCES, Choices
 from megatron.blending.dataset import Binding, Block, Ints, Plan, SavableDataset
 from megatron.blending.lane import CursorNode, LaneEnd, Place
+from megatron.blending.segments import Segments, UntilExhausted
 from megatron.blending.weights import Weight, WeightSchedule, integer_weights
 from megatron.blending.yaml_place import nearest
 
@@ -84,11 +85,14 @@ class BlendDataset(ChoiceDataset):
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
+        changes = [(position, weights) for place, position, weights in binding.changes if place == self.place]
         if self._has_end:
+            if changes:
+                raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
             self._sequence = UntilExhausted(self.weights, self._sizes, seed)
         else:
             segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
-            self._sequence = Segments(segments, seed, self.mode)
+            self._sequence = Segments([*segments, *changes], seed, self.mode)
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:
@@ -103,12 +107,6 @@ class BlendDataset(ChoiceDataset):
             return self._sequence.counts(position)
         passes, place = divmod(position, self.size)
         return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
-
-    def change_weights(self, weights: Sequence[Weight], position: int) -> int:
-        """From output `position` on, of a bound endless blend, use other weights; return from where they hold."""
-        if not isinstance(self._sequence, Segments):
-            raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
-        return self._sequence.append(position, weights)
 
     def signature(self) -> list[Any]:
         segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()

@@ -1,6 +1,8 @@
 """pure. Who makes a rank's outputs: as many workers as asked for, or the process itself."""
 
 import functools
+import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,8 @@ from megatron.blending.worker import Message, Patience, Start, Worker
 from megatron.blending.worker_config import WorkerConfig
 from megatron.blending.worker_process import ProcessWorker
 from megatron.blending.worker_thread import ThreadWorker
+
+logger = logging.getLogger("megatron.blending")
 
 
 class LocalWorker:
@@ -44,7 +48,7 @@ class Crew:
         self._workers: list[Any] = []
         self._generation = -1
         self.close = weakref.finalize(self, _close_all, self._workers)
-        told = Binding(binding.seed, binding.world_size, salts=binding.salts, bases=binding.bases)
+        told = binding.again()
         handling = (config.failure_tolerance, config.global_error_handler)
         try:
             for number in range(max(1, config.num_workers)):
@@ -82,8 +86,18 @@ def make_server(
     dataset: SavableDataset[Any], binding: Binding, num_lanes: int, seat: tuple[int, int], handling: tuple[int, Any]
 ) -> Server:
     """Make a server where it works."""
-    told = Binding(binding.seed, binding.world_size, salts=binding.salts, bases=binding.bases)
-    return Server(dataset.bind(told), num_lanes, *seat, Failures(*handling))
+    return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling))
+
+
+def warn_of_shared_lanes(num_lanes: int, config: WorkerConfig) -> None:
+    """Say what it costs if several workers run each lane, and the way out."""
+    times = config.num_seats // math.gcd(num_lanes, config.num_seats)
+    if times > 1 and config.this_rank == 0:
+        logger.warning(
+            "%d ranks times %d workers do not divide num_lanes=%d: each worker makes %d times what it gives. "
+            "Choose their product as a divisor of it; or, where a run begins, num_lanes as a multiple of it",
+            *(config.num_ranks, max(1, config.num_workers), num_lanes, times),
+        )
 
 
 def _close_all(workers: Sequence[Worker]) -> None:

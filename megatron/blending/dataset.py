@@ -10,7 +10,7 @@ way: then the outputs in question are made by a lane, in sequence (lane.py).
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -75,6 +75,12 @@ class Binding:
     """Places of leaves that keep the order of another place: where they stood when their data was begun."""
     bases: dict[str, int] = field(default_factory=dict)
     """Places of leaves that do not begin at 0, and where they begin."""
+    changes: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    """Blends whose weights changed on the way: place, from which output of the blend on, to what."""
+
+    def again(self) -> "Binding":
+        """The same, for another copy of the tree."""
+        return replace(self, nodes=[])
 
     def seed_at(self, place: str) -> int:
         return salted_seed(self.seed, self.salts.get(place, place))

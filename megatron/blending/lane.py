@@ -21,7 +21,7 @@ Place = tuple[int, int]
 """(block, place in the node's plan of that block)."""
 
 _SAMPLES_PER_BLOCK = 512
-_KEPT_BLOCKS = 3
+_KEPT_BLOCKS = 2
 _MOST_EMPTY_BLOCKS = 20_000
 
 

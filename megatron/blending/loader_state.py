@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.blending.choice import BlendDataset
 from megatron.blending.dataset import Binding, SavableDataset
 from megatron.blending.holding import HoldingDataset
 from megatron.blending.lane import block_length
@@ -35,6 +36,7 @@ def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
     return {
         "seed": binding.seed,
         "block_length": block_length(root),
+        "changes": [list(change) for change in binding.changes],
         "shape": _digest([[node.number, node.end, node.signature()] for node in binding.nodes]),
         "folder": folder,
         "sources": [
@@ -50,6 +52,27 @@ def leaf_positions(root: SavableDataset[Any], position: int, drawn: dict[int, in
         return [root.base + position]
     used = root.used(position, drawn)
     return [found for child, count in zip(root.children, used) for found in leaf_positions(child, count, drawn)]
+
+
+def position_of_blend(root: SavableDataset[Any], place: str, position: int, drawn: dict[int, int]) -> int:
+    """Return how many outputs of the blend at a place the first outputs of the stream are made of."""
+    if isinstance(root, BlendDataset) and root.place == place:
+        return position
+    for child, count in zip(root.children, root.used(position, drawn)):
+        # Of a node with one child both may have the same place.
+        if (place + ".").startswith(child.place + ".") or not child.place:
+            return position_of_blend(child, place, count, drawn)
+    raise ValueError(f"there is no blend at place {place!r}; the outermost one is at ''")
+
+
+def lanes_of(binding: Binding, num_lanes: int) -> int:
+    """Return how many lanes a stream has: fewer where finite data is packed, for each holds back what it cannot fill.
+
+    A divisor of `num_lanes` that leaves each lane four buffers or more, if there is one.
+    """
+    holding = [node for node in binding.nodes if isinstance(node, HoldingDataset)]
+    most = min((node.size // (4 * node.num_held) for node in holding if node.size is not None), default=num_lanes)
+    return max(lanes for lanes in range(1, num_lanes + 1) if num_lanes % lanes == 0 and lanes <= max(1, most))
 
 
 def total_drawn(lanes: dict[str, Any], num_lanes: int, binding: Binding) -> dict[int, int]:

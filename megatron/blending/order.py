@@ -159,7 +159,7 @@ class _Page(NamedTuple):
     last_columns: int
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
     size, window = order.epoch_length, min(order.window, order.epoch_length)
     length = min(order.slice_length, size)

@@ -105,16 +105,23 @@ class PackingLane(HoldingLane):
         if not self._buffer:
             raise LaneEnd
         chosen = self.node.pre_packer([value for _, value, _ in self._buffer])
-        by_id = {id(value): (origin, value) for origin, value, _ in self._buffer}
+        # One object may stand there for several samples.
+        by_id: dict[int, list[tuple[Any, Any, int]]] = {}
+        for held in reversed(self._buffer):
+            by_id.setdefault(id(held[1]), []).append(held)
         for group in chosen:
-            members = [by_id.pop(id(value)) for value in group if id(value) in by_id]
+            members = [by_id[id(value)].pop()[:2] for value in group if by_id.get(id(value))]
             if len(members) < len(group):
                 raise FatalSampleError(
                     "select_samples_to_pack must return lists of the samples that it was given, each at most once"
                 )
             if members:
                 self._groups.append(members)
-        left = [(origin, value, offers + 1) for origin, value, offers in self._buffer if id(value) in by_id]
+        left = []
+        for held in self._buffer:
+            if by_id[id(held[1])] and by_id[id(held[1])][-1] is held:
+                by_id[id(held[1])].pop()
+                left.append((*held[:2], held[2] + 1))
         self._buffer = []
         for number, (origin, value, offers) in enumerate(left):
             is_stuck = not self._groups and (number == 0 or not is_full)

@@ -1,5 +1,6 @@
 """pure. Batches through a pipe: pickled, with arrays and tensors beside the pickle, so that each is copied but once."""
 
+import copyreg
 import io
 import pickle
 import struct
@@ -13,7 +14,9 @@ def send(connection: Any, value: Any) -> None:
     """Send over a multiprocessing connection."""
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: _kept(buffer, buffers))
+    pickler = pickle.Pickler(file, protocol=5, buffer_callback=lambda buffer: _kept(buffer, buffers))
+    if (torch := sys.modules.get("torch")) is not None:
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
     pickler.dump(value)
     views = [buffer.raw() for buffer in buffers]
     sizes = [view.nbytes for view in views]
@@ -43,16 +46,15 @@ def _kept(buffer: pickle.PickleBuffer, buffers: list[pickle.PickleBuffer]) -> bo
     return False
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor:
-            return NotImplemented
-        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
-        if not is_plain or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
-            return NotImplemented
-        flat = value.contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(flat), str(value.dtype).removeprefix("torch."), tuple(value.shape))
+def _reduced(value: Any) -> Any:
+    """How a tensor is pickled: its bytes as a buffer, where it is a plain one, else torch's own way."""
+    import torch
+
+    is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+    if not is_plain or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
+        return value.__reduce_ex__(5)
+    flat = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(flat), str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -21,15 +21,31 @@ def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> 
     Where they would sum to more than `max_period`, they are rounded to sum to it, by largest remainder; none but a
     weight of 0 becomes 0. ValueError for a weight that is negative or no number, and if all are 0.
     """
-    exact = [_fraction(weight, number) for number, weight in enumerate(weights)]
-    total = sum(exact)
-    if not total:
-        raise ValueError(f"weights must not all be 0, but are {list(weights)}; give a source a weight")
-    shares = [weight / total for weight in exact]
+    shares = exact_weights(weights)
     period = math.lcm(*(share.denominator for share in shares))
     if period <= max_period:
         return tuple(int(share * period) for share in shares)
     return _rounded(shares, max_period)
+
+
+def exact_weights(weights: Sequence[Weight]) -> list[Fraction]:
+    """Return shares of 1, of weights as written in decimals; ValueError as `integer_weights`."""
+    exact = [_fraction(weight, number) for number, weight in enumerate(weights)]
+    total = sum(exact)
+    if not total:
+        raise ValueError(f"weights must not all be 0, but are {list(weights)}; give a source a weight")
+    return [weight / total for weight in exact]
+
+
+def floored_weights(weights: Sequence[Weight], least: int, period: int = 2**16) -> tuple[int, ...]:
+    """As `integer_weights`, but what must be rounded is rounded down, so that no child is ahead by much of its own.
+
+    `least`: of a weight that is not 0.
+    """
+    shares = exact_weights(weights)
+    if math.lcm(*(share.denominator for share in shares)) <= MAX_PERIOD:
+        return integer_weights(weights)
+    return tuple(max(int(share * period), least if share else 0) for share in shares)
 
 
 def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:

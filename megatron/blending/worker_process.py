@@ -37,6 +37,7 @@ class ProcessWorker:
         self.name = name
         self._slow, self._timeout = patience
         self._generation = -1
+        self._owner = os.getpid()
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context(start_method or ("fork" if "fork" in methods else "spawn"))
         self._outputs, their_outputs = context.Pipe(duplex=False)
@@ -84,6 +85,9 @@ class ProcessWorker:
                 return message
 
     def close(self) -> None:
+        # A forked worker has a copy of this object, which is not its own to close.
+        if os.getpid() != self._owner:
+            return
         with contextlib.suppress(OSError, ValueError):
             self._commands.send("stop")
         # A worker that is about to send into a full pipe finds it closed.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.blending.blend import ExactSequence, RandomSequence, Segments, UntilExhausted
+from megatron.blending.blend import ExactSequence, RandomSequence
 from megatron.blending.weights import integer_weights
 
 WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
@@ -30,6 +30,7 @@ def check_prefixes(children, weights):
     assert (abs(given_ * total - due) < total).all()
 
 
+@settings(deadline=None)
 @given(weights=WEIGHTS, seed=st.integers(0, 100))
 def test_exact_at_every_prefix(weights, seed):
     """Random draws were off by 2 % after 300 batches in energon."""
@@ -47,6 +48,7 @@ def test_exact_for_any_weights(weights, seed):
     check_numbers(children, numbers, len(weights))
 
 
+@settings(deadline=None)
 @given(weights=WEIGHTS, start=st.integers(0, 10**9), seed=st.integers(0, 9))
 def test_exact_anywhere(weights, start, seed):
     """A rank asks for a part of the sequence only, a resumed run begins in its middle."""
@@ -119,52 +121,3 @@ def test_random_memory_is_bounded():
     choose(sequence, 1, 65536 * 2000)
     assert len(sequence._before) < 100
     assert choose(sequence, 5, 65536 * 3) == choose(RandomSequence((1, 1), 0), 5, 65536 * 3)
-
-
-@given(first=WEIGHTS, change=st.integers(0, 300), seed=st.integers(0, 9), data=st.data())
-def test_segments_hold_the_bound_across(first, change, seed, data):
-    second = data.draw(st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)).filter(any))
-    sequence = Segments([(0, first)], seed)
-    at = sequence.append(change, second)
-    period = sum(first) // np.gcd.reduce(first)
-    assert change <= at < change + period
-    children, numbers = choose(sequence, at + 500)
-    check_numbers(children, numbers, len(first))
-    if at:
-        check_prefixes(children[:at], first)
-    check_prefixes(children[at:], second)
-    assert sequence.counts(at + 250) == np.bincount(children[: at + 250], minlength=len(first)).tolist()
-
-
-@given(
-    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    seed=st.integers(0, 9),
-    data=st.data(),
-)
-def test_until_exhausted_reads_each_once(sizes, seed, data):
-    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
-    sequence = UntilExhausted(weights, sizes, seed)
-    assert sequence.length == sum(sizes)
-    children, numbers = choose(sequence, sum(sizes))
-    check_numbers(children, numbers, len(sizes))
-    assert np.bincount(children, minlength=len(sizes)).tolist() == sizes
-    first_end = min(max(place for place, c in enumerate(children) if c == child) for child in range(len(sizes)))
-    check_prefixes(children[: first_end + 1], weights)
-
-
-def test_until_exhausted_by_length_mixes_to_the_end():
-    """blend_epochized: weights are the lengths, so all run out together; also beyond the largest period."""
-    children, _ = choose(UntilExhausted((100_003, 7), (100_003, 7), 0), 100_010)
-    check_prefixes(children, (100_003, 7))
-    sizes = (3_000_000, 1)
-    sequence = UntilExhausted(sizes, sizes, 0)
-    assert sequence.length == 3_000_001
-    assert sequence.counts(3_000_001) == [3_000_000, 1]
-
-
-def test_until_exhausted_beside_endless():
-    sequence = UntilExhausted((1, 1), (3, None), 0)
-    assert sequence.length is None
-    children, _ = choose(sequence, 100)
-    assert children.count(0) == 3
-    assert choose(UntilExhausted((0, 1), (5, 3), 0), 3)[0] == [1, 1, 1]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,16 @@ from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, 
 LENGTH = 60
 # 5, 7 and 8 do not divide the 12 lanes.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
+MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
+
+
+@pytest.fixture(autouse=True)
+def _small_plans(monkeypatch):
+    """What is planned at once ends within a test, as it does many times within a run."""
+    monkeypatch.setattr("megatron.blending.lane._SAMPLES_PER_BLOCK", 24)
+    monkeypatch.setattr("megatron.blending.server._FIRST_PLANNED", 30)
+    monkeypatch.setattr("megatron.blending.server._MOST_PLANNED", 90)
+    monkeypatch.setattr("megatron.blending.blend._TABLE_LENGTH", 60)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -54,20 +65,19 @@ def test_a_pass_over_finite_data_is_one_stream(name):
 def test_restored_at_every_batch(name):
     """A resumed run that repeats or loses a batch shows nothing of it but in what it learns."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH + 24).values())
+    stream = list(outputs(tree, 50).values())
     made = loaders(tree)
-    for at in range(LENGTH):
+    for at in range(40):
         state = json.loads(json.dumps(made[0].state_dict()))
         num_ranks = 1 + at % 3
         found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
-        first = -(-at // num_ranks) * num_ranks if at % num_ranks else at
-        # Ranks that do not divide the position start with the outputs that follow it.
-        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks])), (at, first)
+        # Where the number of ranks does not divide the position, the first to go on is not rank 0.
+        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks]))
         assert next(made[0]) == stream[at]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations([(2, 0), (1, 3), (5, 0), (4, 2)], 2)))
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_restored_on_other_ranks_and_workers(name, before, after):
     """... and once more right after it, where energon repeats batches."""
     tree = ENDLESS[name]()
@@ -390,3 +400,65 @@ def test_remap_is_refused_for_finite_data():
         loaders(leaf("b"))[0].load_state_dict(state, on_change="remap")
     with pytest.raises(ValueError, match="on_change must be 'error' or 'remap', but is 'remaps'"):
         loaders(leaf("a"))[0].load_state_dict(state, on_change="remaps")
+
+
+def test_weights_changed_on_the_way():
+    """By the true counts of tokens, or by hand; equal on all ranks, and part of the state."""
+    tree = BatchDataset(BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 0)), 5)
+    expected: list[Any] = []
+    for num_ranks, num_workers in ((1, 0), (2, 2), (5, 0)):
+        made = loaders(tree, num_ranks, num_workers)
+        head = [next(loader) for _ in range(20 // num_ranks) for loader in made]
+        for loader in made:
+            loader.change_weights((0, 1, 3))
+        tail = [next(loader) for _ in range(20 // num_ranks) for loader in made]
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
+        more, _ = drawn(loaders(tree, 2, states=states), 10)
+        expected = expected or head + tail + more
+        assert head + tail + more == expected
+    counts = [[name for batch in part for name, _ in batch].count("b") for part in (head, tail, more)]
+    assert counts == [50, 25, 25]
+    seen = [sample for batch in expected for sample in batch if sample[0] == "b"]
+    assert len(set(seen[:50])) == len(set(seen[50:])) == 50
+
+
+def test_weights_changed_at_a_later_output_or_further_in():
+    inner = BlendDataset((endless("a"), 1), (endless("b"), 1))
+    loader = loaders(BlendDataset((BatchDataset(inner, 2), 1), (BatchDataset(endless("c"), 2), 1)))[0]
+    loader.change_weights((1, 0), blend="0", output=20)
+    batches = [next(loader) for _ in range(60)]
+    assert {"b"} < {name for batch in batches[:22] for name, _ in batch}
+    assert {name for batch in batches[22:] for name, _ in batch} == {"a", "c"}
+    with pytest.raises(ValueError, match="output must be at least 60, but is 20: it was drawn already"):
+        loader.change_weights((1, 0), output=20)
+    with pytest.raises(ValueError, match=r"there is no blend at place '0.1'"):
+        loader.change_weights((1, 0), blend="0.1")
+    with pytest.raises(ValueError, match="weights of finite data sets cannot be changed"):
+        loaders(BlendDataset((leaf("a"), 1), (leaf("b"), 1)))[0].change_weights((1, 2))
+
+
+def test_finite_packs_are_full():
+    """960 lanes of a few samples each would make as many packs, all but empty."""
+    tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
+    packs = list(get_loader(tree, config(num_lanes=960)))
+    assert len(packs) < 1.1 * 1000 / 6
+
+
+def test_lanes_that_are_shared_are_told(caplog):
+    next(loaders(endless(), 5)[0])
+    assert "5 ranks times 1 workers do not divide num_lanes=12: each worker makes 5 times what it gives" in caplog.text
+
+
+def test_a_batch_fetched_after_an_error_is_the_next_one():
+    """A fatal sample ends the workers, not the loader."""
+
+    def fail_on_4(sample):
+        if sample[1] == 4:
+            raise NameError("four")
+        return sample
+
+    loader = get_loader(MapDataset(endless("a", 10, shuffle=False), fail_on_4), config(num_workers=2))
+    assert [next(loader)[1] for _ in range(4)] == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="NameError: four"):
+            next(loader)

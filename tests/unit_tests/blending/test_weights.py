@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.blending.weights import WeightSchedule, integer_weights, probed_mean, weights_by_tokens
@@ -25,6 +25,7 @@ def test_decimals_are_taken_as_written(weights, whole):
     assert integer_weights(weights) == whole
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any))
 def test_rounding_keeps_who_is_there(weights):
     """A rare source that is rounded to 0 is never read, and nobody notices."""
