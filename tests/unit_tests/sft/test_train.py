@@ -73,5 +73,5 @@ def test_padded_steps_have_the_bubble_of_even_microbatches(arguments, bubble):
 
     config = parse_config([*BASE.split(), *arguments.split()], world_size=8)
     trainer = SimpleNamespace(_config=config, _share=SimpleNamespace(num_draws=8, num_ranks=2))
-    stats = Trainer._padded_stats(trainer, Counts())  # type: ignore[arg-type]
+    stats = Trainer._padded_stats(trainer, Counts.none(1))  # type: ignore[arg-type]
     assert (stats.bubble, stats.balance, stats.num_padded_tokens) == (bubble, 1.0, 2 * 8 * 128)
