@@ -23,8 +23,8 @@ setup(
     # Optional: without a C++ compiler the same loops run in Python, with the same results.
     ext_modules=[
         Extension(
-            "megatron.packing._native",
-            sources=["megatron/packing/native.cpp"],
+            "megatron.packing.scheduling._native",
+            sources=["megatron/packing/scheduling/native.cpp"],
             extra_compile_args=["-O2", "-std=c++17"],
             optional=True,
         )

@@ -27,12 +27,12 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing import balance, native, placement
-from megatron.packing.balance import default
-from megatron.packing.cost import gpt_pack_cost
-from megatron.packing.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule
-from megatron.packing.schedulers import SCHEDULERS
-from megatron.packing.step_time import StepModel
+from megatron.packing.scheduling import balance, native, placement
+from megatron.packing.scheduling.balance import default
+from megatron.packing.scheduling.cost import gpt_pack_cost
+from megatron.packing.scheduling.schedule import Schedule, Scheduler, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.mock_lengths import parse_distribution
 
 IntArray = npt.NDArray[np.int64]
@@ -413,12 +413,13 @@ def report(quick: bool) -> str:
 
 
 NOTES = """\
-Over the bound: geometric mean and worst of the modelled step time (see megatron/packing/step_time.py) over its lower
-bound, of valid schedules. Invalid: a pack over capacity. Milliseconds: the best of five calls, mean over the eight
-distributions, sorting and the bound included; Karmarkar-Karp by cost (numpy and Python) is called once, and left out
-above 8,192 sequences. Over equal packs: simulated time of `default` over (microbatches + stages - 1) packs of the
-mean cost, with as many microbatches, in batches where the bound allows equal packs. Unshaped: the same schedule, its
-packs neither put in order nor resized."""
+Over the bound: geometric mean and worst of the modelled step time (megatron/packing/scheduling/step_time.py) over its
+lower bound, of valid schedules. Invalid: a pack over capacity. Milliseconds: the best of five calls, mean over the
+eight distributions, sorting and the bound included; Karmarkar-Karp by cost (numpy and Python) is called once, and
+left out above 8,192 sequences. Over equal packs: simulated time of `default` over (microbatches + stages - 1) packs
+of the mean cost, with as many microbatches, in batches where the bound allows equal packs. Unshaped: the same
+schedule, its packs neither put in order nor resized.
+"""
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

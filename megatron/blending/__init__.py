@@ -18,24 +18,25 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "load": "get_train_dataset get_val_dataset get_val_datasets",
-    "dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
-    "datasets": """BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GroupBatchDataset LeafDataset
-        LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
-    "dataset": "SavableDataset",
-    "loader": "WorkerConfig get_loader get_savable_loader",
-    "failures": "FatalSampleError",
-    "weights": "WeightSchedule",
-    "task_encoder": "DefaultTaskEncoder TaskEncoder",
-    "cooking": "Cooker cooker",
-    "seeding": "stateless",
-    "decode": "SampleDecoder",
-    "samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
+    "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
+    "loading.dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
+    "streams.datasets": """BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GroupBatchDataset
+        LeafDataset LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
+    "streams.dataset": "SavableDataset",
+    "loading.loader": "WorkerConfig get_loader get_savable_loader",
+    "streams.failures": "FatalSampleError",
+    "streams.weights": "WeightSchedule",
+    "encoding.task_encoder": "DefaultTaskEncoder TaskEncoder",
+    "encoding.cooking": "Cooker cooker",
+    "encoding.seeding": "stateless",
+    "formats.decode": "SampleDecoder",
+    "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
         MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample SourceInfo TextSample VQASample
         VidQASample basic_sample_keys edataclass""",
-    "collate": "batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat homogeneous_concat_mix",
-    "sources": "RecordError RecordSource open_source",
-    "webdataset": "open_webdataset",
+    "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat
+        homogeneous_concat_mix""",
+    "formats.sources": "RecordError RecordSource open_source",
+    "formats.webdataset": "open_webdataset",
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -33,11 +33,11 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.calibrate_options import packs_to_measure, padded_vocab_size, parse_arguments
-from megatron.packing.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.get_batch import packed_seq_params, transformer_engine_installed
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.pack import layout_microbatch
+from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.settings import model_of
 
 _WARM_UPS = 2

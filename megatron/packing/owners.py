@@ -11,16 +11,16 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron.packing.delay import capacity_that_matters, outliers_that_wait
 from megatron.packing.delay_queue import DelayQueue, Waiting
 from megatron.packing.draw import Draw, draw_samples
 from megatron.packing.lengths import GlobalBatchError, LengthTable, agree, gather_table
-from megatron.packing.schedule import Schedule, ScheduleRequest, check_schedule
-from megatron.packing.schedulers import get_scheduler
+from megatron.packing.scheduling.delay import capacity_that_matters, outliers_that_wait
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.packing.scheduling.work import Work
 from megatron.packing.settings import PackingSettings
 from megatron.packing.stats import packing_stats
 from megatron.packing.step_plan import StepPlan
-from megatron.packing.work import Work
 
 
 class Scheduled(NamedTuple):

@@ -38,8 +38,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.packing import load_balancing
 from megatron.packing.delay_queue import DelayQueue
-from megatron.packing.fitted_cost import read_fitted_cost
-from megatron.packing.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.fitted_cost import read_fitted_cost
+from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.

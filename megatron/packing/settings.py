@@ -8,10 +8,10 @@ from typing import Any, Literal
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.cost import PackCost, gpt_pack_cost
-from megatron.packing.fitted_cost import FittedCost
 from megatron.packing.layout import Alignment
-from megatron.packing.step_time import StepModel
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.fitted_cost import FittedCost
+from megatron.packing.scheduling.step_time import StepModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron.packing.layout import Alignment
-from megatron.packing.movement import tokens_moved
-from megatron.packing.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.movement import tokens_moved
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.blending.decode import decode_part
-from megatron.blending.failures import Failures, FatalSampleError
-from megatron.blending.leaf import LeafDataset
-from megatron.blending.leaves import Reading, open_leaf
-from megatron.blending.loads import TypedLoad
-from megatron.blending.metadataset import Join, Leaf
-from megatron.blending.samples import SkipSample, TextSample
-from megatron.blending.task_encoder import TaskEncoder
+from megatron.blending.encoding.leaves import Reading, open_leaf
+from megatron.blending.encoding.loads import TypedLoad
+from megatron.blending.encoding.samples import SkipSample, TextSample
+from megatron.blending.encoding.task_encoder import TaskEncoder
+from megatron.blending.formats.decode import decode_part
+from megatron.blending.metadatasets.metadataset import Join, Leaf
+from megatron.blending.streams.failures import Failures, FatalSampleError
+from megatron.blending.streams.leaf import LeafDataset
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 
 SAMPLE_WEIGHT = "sample_weight"

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.blending.dataset_loader import (
+from megatron.blending.encoding.source_part import SourcePart
+from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     LoadedDataset,
     LoadedDatasetList,
     loaded_for_training,
     split_names,
 )
-from megatron.blending.failures import Failures
-from megatron.blending.leaf import LeafDataset
-from megatron.blending.metadataset import Join, Leaf, flattened, leaves, load_metadataset
-from megatron.blending.paths import is_metadataset
-from megatron.blending.source_part import SourcePart
-from megatron.blending.token_weights import by_tokens
-from megatron.blending.weights import WeightSchedule
+from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
+from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.weights import WeightSchedule
 from megatron.sft.blend_schedule import parse_schedule
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.chat_source import ChatSource, ChatTask, open_chats

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.sources import SOURCES, RecordError, open_source
-from megatron.packing.step_record import StepRecord
+from megatron.blending.formats.sources import SOURCES, RecordError, open_source
+from megatron.packing.planning.step_record import StepRecord
 from megatron.sft.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.metrics import METRICS_FILE, read_jsonl
 from megatron.sft.mock_dataset import MockSFTDataset, read_lengths

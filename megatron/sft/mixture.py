@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron.blending.choice import BlendDataset, ChoicePlan
-from megatron.blending.dataset import Binding, Block
-from megatron.blending.dataset_loader import LoadedDataset
-from megatron.blending.order import permute_indices
-from megatron.blending.weights import WeightSchedule
+from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.streams.choice import BlendDataset, ChoicePlan
+from megatron.blending.streams.dataset import Binding, Block
+from megatron.blending.streams.order import permute_indices
+from megatron.blending.streams.weights import WeightSchedule
 from megatron.sft.chat_encoder import Dropped, EncodedSample
 
 

@@ -24,9 +24,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from megatron.packing.cost import PackCost
 from megatron.packing.get_batch import transformer_engine_installed
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.settings import cost_of, measured_cost
 from megatron.sft.config import SFTConfig
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from megatron.blending.paths import is_metadataset
-from megatron.packing.fitted_cost import FittedCost, read_fitted_cost
-from megatron.packing.schedulers import get_scheduler
+from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
+from megatron.packing.scheduling.schedulers import get_scheduler
 
 
 @dataclass(frozen=True, kw_only=True)

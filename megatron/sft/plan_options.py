@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.packing.cost import PackCost, gpt_pack_cost
 from megatron.packing.layout import Alignment
-from megatron.packing.schedulers import SCHEDULERS, get_scheduler
-from megatron.packing.step_record import StepLayout, read_cost
-from megatron.packing.step_time import StepModel
+from megatron.packing.planning.step_record import StepLayout, read_cost
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.step_time import StepModel
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.advice import Adviser
-from megatron.packing.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
-from megatron.packing.schedulers import get_scheduler
-from megatron.packing.step_page import Table, page
-from megatron.packing.step_picture import picture_of
-from megatron.packing.step_record import StepLayout, StepRecord
+from megatron.packing.planning.advice import Adviser
+from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
+from megatron.packing.planning.step_page import Table, page
+from megatron.packing.planning.step_picture import picture_of
+from megatron.packing.planning.step_record import StepLayout, StepRecord
+from megatron.packing.scheduling.schedulers import get_scheduler
 from megatron.sft.flags import parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
 from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions
@@ -213,7 +213,7 @@ def _draw(
         write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
         print(f"\npage: {options.html}")
     if options.png is not None:
-        from megatron.packing.step_plot import figure_of
+        from megatron.packing.planning.step_plot import figure_of
 
         figure = figure_of(pictures[:_MAX_PLOTTED])
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.packing.data_schedule import GlobalBatch
-from megatron.packing.step_record import StepLayout, StepRecord
+from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.sft.checkpoint import Progress, latest_iteration
 from megatron.sft.config import SFTConfig
 from megatron.sft.metrics import METRICS_FILE, MetricsWriter, StepMetrics, json_line, truncate_after

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megatron.packing.step_page import page
-from megatron.packing.step_picture import picture_of
-from megatron.packing.step_record import StepRecord
+from megatron.packing.planning.step_page import page
+from megatron.packing.planning.step_picture import picture_of
+from megatron.packing.planning.step_record import StepRecord
 
 
 def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
@@ -18,7 +18,7 @@ def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
     lead = "as it ran; python -m megatron.packing.plan compares it with other schedules"
     paths[1].write_text(page(record.title, lead, [picture], None, []), encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
-        from megatron.packing.step_plot import figure_of
+        from megatron.packing.planning.step_plot import figure_of
 
         paths.append(stem.with_name(f"{stem.name}.png"))
         figure_of([picture]).savefig(paths[-1])

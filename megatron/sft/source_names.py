@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from megatron.blending.sources import SOURCES
+from megatron.blending.formats.sources import SOURCES
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

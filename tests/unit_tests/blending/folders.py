@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.blending.files import open_file
-from megatron.blending.sample_index import SampleIndexWriter
-from megatron.blending.tar import scan_tar
+from megatron.blending.formats.files import open_file
+from megatron.blending.formats.sample_index import SampleIndexWriter
+from megatron.blending.formats.tar import scan_tar
 
 Samples = Sequence[tuple[str, Mapping[str, bytes]]]
 

@@ -1,6 +1,7 @@
 """Streams of every kind of node, for what must hold of all of them."""
 
-from megatron.blending.datasets import (
+from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
     ConcatDataset,
@@ -14,8 +15,7 @@ from megatron.blending.datasets import (
     RepeatDataset,
     ShuffleBufferDataset,
 )
-from megatron.blending.samples import SkipSample
-from tests.unit_tests.blending.streams import endless, leaf
+from tests.unit_tests.blending.number_streams import endless, leaf
 
 
 def skip_thirds(sample):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.packing.schedule import check_schedule
-from megatron.packing.step_time import StepModel
+from megatron.packing.scheduling.schedule import check_schedule
+from megatron.packing.scheduling.step_time import StepModel
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "benchmarks" / "schedule.py"
 

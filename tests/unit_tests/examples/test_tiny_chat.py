@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.blending.metadataset import leaves, load_metadataset
+from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "tiny_chat" / "make_data.py"
 MODULES = ["json", "collections", "bisect", "os.path"]

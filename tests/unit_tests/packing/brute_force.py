@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.cost import PackCost
-from megatron.packing.step_time import StepModel
-from megatron.packing.work import Work
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 

@@ -4,9 +4,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from megatron.packing.cost import PackCost
-from megatron.packing.schedule import Schedule, ScheduleRequest
-from megatron.packing.step_time import StepModel
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.step_time import StepModel
 
 IntArray = npt.NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing import placement
+from megatron.packing.scheduling import placement
 
 
 @dataclass(frozen=True)

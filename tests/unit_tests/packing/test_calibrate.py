@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.packing import calibrate
 from megatron.packing.calibrate_options import padded_vocab_size, parse_arguments
-from megatron.packing.fitted_cost import read_fitted_cost
+from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.settings import model_of
 
 pytestmark = [

@@ -19,10 +19,10 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import data_schedule, get_batch, pipeline, plugin
-from megatron.packing.cost import PackCost
 from megatron.packing.data_schedule import PackedIterator
-from megatron.packing.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.load_balancing import AtLeastOneToken
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.settings import model_of
 
 NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment
-from megatron.packing.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.stats import PackingStats, packing_stats
-from megatron.packing.step_time import StepModel
 
 from .stubs import array
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
 from megatron.packing.sample import LABELS_EXPLICIT
-from megatron.packing.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
 from megatron.packing.stats import packing_stats
 from megatron.packing.step_plan import StepPlan
 

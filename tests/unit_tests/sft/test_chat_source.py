@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from megatron.blending.failures import Failures
-from megatron.blending.metadataset import leaves, load_metadataset
-from megatron.blending.samples import CrudeSample, SkipSample, TextSample
+from megatron.blending.encoding.samples import CrudeSample, SkipSample, TextSample
+from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.streams.failures import Failures
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
 from megatron.sft.mixture import Concatenation

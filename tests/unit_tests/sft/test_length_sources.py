@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment
-from megatron.packing.step_record import StepLayout, StepRecord
-from megatron.packing.step_time import StepModel
+from megatron.packing.planning.step_record import StepLayout, StepRecord
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.length_sources import Tokenization, lengths_from
 
 BYTES = Tokenization(

@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron.blending.dataset_loader import LoadedDataset
-from megatron.blending.datasets import RepeatDataset
-from megatron.blending.leaf import LeafDataset
-from megatron.blending.metadataset import Leaf
+from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.metadatasets.metadataset import Leaf
+from megatron.blending.streams.datasets import RepeatDataset
+from megatron.blending.streams.leaf import LeafDataset
 from megatron.sft.mixture import Blended, Concatenation, Place, blend_changes
 from tests.unit_tests.sft.test_stream import Numbered
 

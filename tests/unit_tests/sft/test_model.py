@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.packing.cost import PackCost
+from megatron.packing.scheduling.cost import PackCost
 from megatron.sft import flags
 from megatron.sft.config import parse_config
 from megatron.sft.flags import FlagError
@@ -265,7 +265,7 @@ def test_sequence_cost_does_not_depend_on_the_layout():
 @pytest.fixture
 def fitted_file(tmp_path):
     """A file as calibrate writes it for the model of `config_of()` with a vocabulary of 1000."""
-    from megatron.packing.fitted_cost import Fit, write_fitted_cost
+    from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
     from megatron.packing.settings import model_of
     from megatron.sft.model import build_transformer_config
 

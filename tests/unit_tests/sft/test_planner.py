@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.packing.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.sft.plan_options import LayoutOptions, ModelOptions
 from megatron.sft.planner import drawn, plan
 
@@ -29,6 +29,9 @@ def lengths(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("".join(f"{1 + i * 37 % 400}\n" for i in range(300)))
     return str(path)
+
+
+EMPTY = "megatron.packing.scheduling.schedulers:empty"
 
 
 def run(*arguments):
@@ -54,9 +57,9 @@ def test_whole_command_without_torch(lengths, tmp_path):
 
 
 def test_schedulers_may_be_repeated_and_be_the_users(lengths, capsys):
-    plan([lengths, "--scheduler", "default", "--scheduler", "megatron.packing.schedulers:empty", "--dp", "2"])
+    plan([lengths, "--scheduler", "default", "--scheduler", EMPTY, "--dp", "2"])
     printed = capsys.readouterr().out
-    assert "megatron.packing.schedulers:empty" in printed
+    assert EMPTY in printed
     assert "dp_balanced" not in printed
 
 

@@ -2,10 +2,10 @@
 
 import importlib.util
 
-from megatron.packing.cost import PackCost
 from megatron.packing.layout import Alignment
-from megatron.packing.step_record import StepLayout, StepRecord
-from megatron.packing.step_time import StepModel
+from megatron.packing.planning.step_record import StepLayout, StepRecord
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.length_sources import Tokenization, lengths_from
 from megatron.sft.schedule_file import dump_schedule
 

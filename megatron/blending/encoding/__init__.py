@@ -1,0 +1,1 @@
+"""A record -> a sample -> a batch: field maps, cookers, task encoders, collation."""

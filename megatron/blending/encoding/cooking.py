@@ -1,0 +1,84 @@
+"""pure. From the parts of a crude record to a sample: which of an encoder's cookers, and how it is called."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.blending.encoding.seeding import with_seeds
+
+
+@dataclass(frozen=True)
+class Cooker:
+    """A function from CrudeSample to a sample, for the sources that have all of `has_subflavors`.
+
+    Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker` asks for.
+    """
+
+    cook: Callable[..., Any]
+    has_subflavors: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.cook):
+            raise ValueError(f"Cooker: cook must be a function, but is {self.cook!r}")
+        if self.has_subflavors is not None and not isinstance(self.has_subflavors, Mapping):
+            raise ValueError(f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}")
+
+    def is_match(self, subflavors: Mapping[str, Any]) -> bool:
+        """Whether the source has every subflavor that is asked for, with the same value."""
+        asked = self.has_subflavors or {}
+        return all(key in subflavors and subflavors[key] == value for key, value in asked.items())
+
+
+def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool = False) -> Any:
+    """Ask for more arguments of a cook function: `cache`, which reads stores, and `primary`, its own source by name."""
+    if function is None:
+        return functools.partial(cooker, need_cache=need_cache, need_primary=need_primary)
+    function.__need_cache__ = need_cache
+    function.__need_primary__ = need_primary
+    return function
+
+
+class DirectCache:
+    """Reads at once and keeps nothing: the operating system keeps what was read."""
+
+    def get(self, store: Any, name: str, sample: Any = None) -> Any:
+        return store.get(name, sample)
+
+    def get_lazy(self, store: Any, name: str) -> "Lazy":
+        return Lazy(store, name)
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A file of a store that is read when asked for."""
+
+    store: Any
+    fname: str
+
+    def get(self, sample: Any = None) -> Any:
+        return self.store.get(self.fname, sample)
+
+
+def choose_cook(
+    cookers: Sequence[Cooker], subflavors: Mapping[str, Any], stores: Mapping[str, Any], primary: Any, where: str
+) -> Callable[[Any], Any] | None:
+    """Return the function from crude sample to sample for a source, or None if the encoder has no cookers at all.
+
+    The first cooker that matches; ValueError, starting with `where`, if none does.
+    """
+    for entry in cookers:
+        if entry.is_match(subflavors):
+            extra = dict(stores)
+            if getattr(entry.cook, "__need_cache__", False):
+                extra["cache"] = DirectCache()
+            if getattr(entry.cook, "__need_primary__", False):
+                extra["primary"] = primary
+            cook = with_seeds(entry.cook)
+            return functools.partial(cook, **extra) if extra else cook
+    if not cookers:
+        return None
+    asked = " or ".join(str(dict(entry.has_subflavors or {})) for entry in cookers)
+    raise ValueError(
+        f"{where}: no cooker is for its subflavors {dict(subflavors)}; those of the task encoder ask for {asked}"
+    )

@@ -1,0 +1,109 @@
+"""pure. Files by name, beside a stream: what cookers read media from.
+
+A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, or a folder of plain files.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron.blending.encoding.samples import SourceInfo
+from megatron.blending.formats.files import join_location, open_file
+from megatron.blending.formats.nv_meta import CRUDE, SampleType, SplitPart, read_info
+from megatron.blending.formats.webdataset import WebDataset
+
+FILE_SYSTEM = "filesystem://"
+
+Decode = Callable[[str, bytes], Any]
+
+
+class FileStore:
+    """`store.get(name, sample)`: the decoded content, with the file noted in the sample's `__sources__`."""
+
+    def __init__(self, path: str, decode: Decode) -> None:
+        self.path = path
+        self._decode = decode
+
+    def get_path(self) -> str:
+        return self.path
+
+    def get(self, key: str, sample: Any = None) -> Any:
+        value, source = self[key]
+        if sample is not None:
+            is_dict = isinstance(sample, dict)
+            sources = (sample.get("__sources__") if is_dict else getattr(sample, "__sources__", None)) or ()
+            if is_dict:
+                sample["__sources__"] = (*sources, source)
+            else:
+                sample.__sources__ = (*sources, source)
+        return value
+
+    def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
+        content, source = self._read(key)
+        return self._decode(os.path.basename(key).partition(".")[2], content), source
+
+    def _read(self, key: str) -> tuple[bytes, SourceInfo]:
+        raise NotImplementedError
+
+
+class SystemFileStore(FileStore):
+    """The files below a folder, local or a URL."""
+
+    def _read(self, key: str) -> tuple[bytes, SourceInfo]:
+        file = open_file(join_location(self.path, key))
+        return file.read(0, file.size), SourceInfo(self.path, key, "", (key,))
+
+
+class WebdatasetFileStore(FileStore):
+    """The files of a prepared WebDataset, whatever part they are in. Needs its index.sqlite."""
+
+    def __init__(self, path: str, decode: Decode) -> None:
+        super().__init__(path, decode)
+        parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)
+        self._dataset = WebDataset(path, SplitPart(tuple(read_info(path).items()), ()), parts, {})
+
+    def _read(self, key: str) -> tuple[bytes, SourceInfo]:
+        folder, _, name = key.rpartition("/")
+        base, _, part = name.partition(".")
+        sample_key = f"{folder}/{base}" if folder else base
+        index = self._dataset.find([sample_key]).get(sample_key)
+        record = {} if index is None else self._dataset[index]
+        if part not in record:
+            raise KeyError(f"{self.path} has no file {key!r}")
+        return record[part], SourceInfo(self.path, sample_key, record["__shard__"], (key,))
+
+
+class LazyStore:
+    """A prepared WebDataset as a store, opened by the first who asks: a source as it is offered to its own cooker."""
+
+    def __init__(self, path: str, decode: Decode) -> None:
+        self._path = path
+        self._decode = decode
+        self._store: WebdatasetFileStore | None = None
+
+    def get_path(self) -> str:
+        return self._path
+
+    def get(self, key: str, sample: Any = None) -> Any:
+        return self._opened().get(key, sample)
+
+    def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
+        return self._opened()[key]
+
+    def _opened(self) -> WebdatasetFileStore:
+        if self._store is None:
+            self._store = WebdatasetFileStore(self._path, self._decode)
+        return self._store
+
+
+def open_store(path: str, decode: Decode, where: str) -> FileStore:
+    """Open what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no such thing."""
+    if path.startswith(FILE_SYSTEM):
+        folder = path.removeprefix(FILE_SYSTEM)
+        if not os.path.isdir(folder):
+            raise ValueError(f"{where}: aux: {folder}: no such folder; check the path")
+        return SystemFileStore(folder, decode)
+    try:
+        return WebdatasetFileStore(path, decode)
+    except ValueError as error:
+        raise ValueError(f"{where}: aux: {error}") from None

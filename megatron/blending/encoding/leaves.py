@@ -1,0 +1,180 @@
+"""pure. A source of a metadataset, opened: its records as samples of the task.
+
+What a record becomes depends on the source: the sample class of its dataset.yaml, or a CrudeSample, which the task
+encoder's cooker makes a sample of; a line of JSONL is a CrudeSample with the object as "json", a row of Parquet or a
+token sequence one with its columns. Without any cooker crude samples go to `encode_sample` as they are.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.blending.encoding.cooking import choose_cook
+from megatron.blending.encoding.fields import required_names
+from megatron.blending.encoding.file_store import LazyStore, SystemFileStore, open_store
+from megatron.blending.encoding.join import JoinedLoad, JoinSource
+from megatron.blending.encoding.loads import CrudeLoad, FileFields, TypedLoad, WebdatasetFields
+from megatron.blending.encoding.samples import SAMPLE_TYPES
+from megatron.blending.encoding.source_part import part_of
+from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
+from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
+from megatron.blending.formats.files import is_file
+from megatron.blending.formats.record import Record, RecordSource
+from megatron.blending.formats.sources import SOURCES, open_source
+from megatron.blending.formats.webdataset import WebDataset, open_webdataset
+from megatron.blending.metadatasets.metadataset import Join, Leaf
+from megatron.blending.metadatasets.paths import is_folder
+from megatron.blending.metadatasets.yaml_place import nearest
+
+_OUR_MODULES = ("megatron.energon", "megatron.blending")
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TOKENS_SUFFIX = ".bin"
+
+Load = Callable[[Record, tuple[Any, ...]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How sources are read, for training or for validation."""
+
+    encoder: TaskEncoder[Any, Any, Any, Any]
+    is_shuffled: bool = True
+    slice_length: int | None = None
+    """Longest run of records that is read in one go; None: no runs, each record by itself."""
+    shuffle_window: int = 0
+    allow_code: bool = False
+    """Whether Python files and classes that a dataset.yaml or a join names may be run."""
+
+
+def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) -> Any:
+    """Return a source as a LeafDataset: one pass over its samples. ValueError starts with where it is named."""
+    from megatron.blending.streams.datasets import LeafDataset
+
+    source, load = open_records(leaf, reading)
+    sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
+    return LeafDataset(
+        source,
+        load=load,
+        shuffle=reading.is_shuffled,
+        multiplier=leaf.shuffle_over_epochs_multiplier,
+        slice_length=reading.slice_length,
+        shuffle_window=reading.shuffle_window,
+        name=" + ".join(f"{one.path} {one.split_part}{one.subset}" for one in sources),
+        worker_config=worker_config,
+    )
+
+
+def open_records(leaf: Leaf | Join, reading: Reading) -> tuple[RecordSource, Load]:
+    """Return the records of a source, and what makes a sample of each; ValueError starts with where it is named."""
+    try:
+        return _open_join(leaf, reading) if isinstance(leaf, Join) else _open(leaf, reading)
+    except ValueError as error:
+        fault = str(error)
+        raise ValueError(fault if fault.startswith(leaf.where) else f"{leaf.where}: {fault}") from None
+
+
+def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
+    decode = _decoder(reading)
+    if not is_folder(leaf.path):
+        return _open_file(leaf, reading, decode)
+    webdataset, subflavors = _open_webdataset(leaf, reading)
+    source = part_of(webdataset, leaf.subset)
+    if not webdataset.sample_type.is_crude:
+        if leaf.aux:
+            raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
+        return source, TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode)
+    stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
+    primary = LazyStore(leaf.path, decode)
+    cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, leaf.where)
+    return source, CrudeLoad(WebdatasetFields(webdataset, decode), subflavors, leaf.path, cook)
+
+
+def _open_file(leaf: Leaf, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
+    is_named = os.path.splitext(leaf.path)[1] in SOURCES or not is_file(leaf.path + _TOKENS_SUFFIX)
+    path = leaf.path if is_named else leaf.path + _TOKENS_SUFFIX
+    whole = open_source(path)
+    fields = FileFields(os.path.basename(path), leaf.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES))
+    stores = {name: open_store(store, decode, leaf.where) for name, store in leaf.aux.items()}
+    primary = SystemFileStore(os.path.dirname(path), decode)
+    cook = choose_cook(reading.encoder.cookers, leaf.subflavors, stores, primary, leaf.where)
+    return part_of(whole, leaf.subset), CrudeLoad(fields, dict(leaf.subflavors), path, cook)
+
+
+def _open_webdataset(leaf: Leaf, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
+    webdataset = open_webdataset(
+        leaf.path,
+        split_part=leaf.split_part,
+        dataset_config=leaf.dataset_config,
+        split_config=leaf.split_config,
+        allow_code=reading.allow_code,
+    )
+    return webdataset, {**webdataset.subflavors, **leaf.subflavors}
+
+
+def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
+    decode = _decoder(reading)
+    sources: list[WebDataset] = []
+    loads: list[Load] = []
+    for leg in join.legs:
+        if not is_folder(leg.leaf.path):
+            raise ValueError(f"{leg.leaf.where}: a join is of prepared folders, but {leg.leaf.path} is none")
+        webdataset, subflavors = _open_webdataset(leg.leaf, reading)
+        if webdataset.sample_type.is_crude:
+            loads.append(CrudeLoad(WebdatasetFields(webdataset, decode), subflavors, leg.leaf.path, None))
+        else:
+            loads.append(TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode))
+        sources.append(webdataset)
+    joined = JoinSource(sources, [leg.nonmatch for leg in join.legs])
+    make = _joiner(join, reading)
+    names = [leg.name for leg in join.legs]
+    return part_of(joined, join.subset), JoinedLoad(loads, names, make, dict(join.subflavors))
+
+
+def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
+    """The function of a joiner, or `from_joined` of its class."""
+    kind = _imported(*join.joiner, reading.allow_code)
+    return getattr(kind, "from_joined", kind)
+
+
+def _decoder(reading: Reading) -> Any:
+    """What the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
+    decoder = reading.encoder.decoder
+    if decoder is None:
+        return keep_bytes
+    if decoder is DECODE:
+        return SampleDecoder(allow_code=True) if reading.allow_code else decode_part
+    if not callable(decoder):
+        name = type(reading.encoder).__name__
+        raise ValueError(f"{name}.decoder must be a SampleDecoder or None, but is {decoder!r}")
+    return decoder
+
+
+def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
+    """The class that dataset.yaml names: one of ours by its name alone, any other only if code is allowed."""
+    kind = webdataset.sample_type
+    if kind.module.startswith(_OUR_MODULES):
+        if kind.name not in SAMPLE_TYPES:
+            raise ValueError(f"{kind.where}: unknown class {kind.name!r}; {nearest(kind.name, SAMPLE_TYPES, 'they')}")
+        made = SAMPLE_TYPES[kind.name]
+    else:
+        made = _imported(kind.module, kind.name, reading.allow_code)
+    names = getattr(made, "__dataclass_fields__", {})
+    for name in kind.field_map:
+        if names and name not in names:
+            own = [field for field in names if not field.startswith("__")]
+            raise ValueError(f"{kind.where}: field_map: {kind.name} has no field {name!r}; {nearest(name, own)}")
+    if kind.field_map and names:
+        for name in sorted(required_names(made) - kind.field_map.keys() - {"__key__", "__restore_key__"}):
+            raise ValueError(f"{kind.where}: field_map: {kind.name} needs a field {name!r}; say where it comes from")
+    return made
+
+
+def _imported(module: str, name: str, allow_code: bool) -> Any:
+    if not allow_code:
+        raise ValueError(f"names Python code, {module}.{name}, which is not imported; pass allow_code=True to trust it")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{module}.{name} cannot be imported: {error}") from None

@@ -1,0 +1,211 @@
+"""pure. What a stream is made of: samples, by kind, and batches of them. Fields are those that energon's users know.
+
+`__key__` names a sample within its source, `__restore_key__` is (place of the source in the blend, position in its
+stream, record), `__subflavors__` are what the metadataset says of the source, `__sources__` where the bytes lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron.blending.encoding.collate import map_tensors
+from megatron.blending.encoding.fields import batch_samples, field_names
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self, dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda function: function
+
+
+T = TypeVar("T", bound=type)
+
+BASIC_KEYS = ("__key__", "__restore_key__", "__subflavors__", "__sources__")
+
+
+class SkipSample(Exception):
+    """Raised by a user's function: leave this sample out, silently; it is counted."""
+
+
+@dataclass(slots=True)
+class SourceInfo:
+    """Where a sample was read."""
+
+    dataset_path: str
+    index: int | str
+    shard_name: str
+    file_names: tuple[str, ...] = ()
+
+
+@dataclass_transform(kw_only_default=True)
+def edataclass(cls: T) -> T:
+    """Make a class of samples or batches: a dataclass by keyword only, compared by identity."""
+    return dataclass(cls, kw_only=True, eq=False)  # type: ignore[return-value]
+
+
+class _Fields:
+    """What samples and batches have in common."""
+
+    def pin_memory(self) -> Self:
+        """Return a copy whose tensors lie in page-locked memory."""
+        return map_tensors(self, lambda tensor: tensor.pin_memory())
+
+    def to_device(self, device: Any) -> Self:
+        """Return a copy whose tensors are on `device`, sent without waiting for the copy."""
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    @classmethod
+    def extend(cls, src: Any, **changes: Any) -> Self:
+        """Return an object of this class with the fields of `src`, which may be of a parent class, and `changes`."""
+        has = {name: getattr(src, name) for name in field_names(cls) if hasattr(src, name)}
+        return cls(**{**has, **changes})
+
+
+@edataclass
+class Sample(_Fields):
+    __key__: str
+    __restore_key__: tuple[Any, ...] = ()
+    __subflavors__: dict[str, Any] | None = None
+    __sources__: tuple[SourceInfo, ...] | None = None
+
+    @classmethod
+    def derive_from(cls, base_sample: Any, **fields: Any) -> Self:
+        """Return a sample with `fields` that came from where `base_sample` came from."""
+        return cls(**{**basic_sample_keys(base_sample), **fields})
+
+    @classmethod
+    def from_joined(cls, *samples: Any, **named_samples: Any) -> Self:
+        """Return one sample of those that a join found, in the order or by the names that it has them."""
+        raise NotImplementedError(f"{cls.__name__} must define from_joined to be the joiner of a join")
+
+
+class CrudeSample(dict[str, Any]):
+    """The parts of a record by name, as read: for a cooker, or for `encode_sample`."""
+
+
+@edataclass
+class TextSample(Sample):
+    text: str
+
+
+@edataclass
+class ImageSample(Sample):
+    image: torch.Tensor
+
+
+@edataclass
+class CaptioningSample(Sample):
+    image: torch.Tensor
+    caption: str
+
+
+@edataclass
+class VQASample(Sample):
+    image: torch.Tensor
+    context: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+
+
+@edataclass
+class ImageClassificationSample(Sample):
+    image: torch.Tensor
+    label: int | None = None
+    label_name: str | None = None
+
+
+@edataclass
+class MultiChoiceVQASample(Sample):
+    image: torch.Tensor
+    context: str
+    choices: list[str] | None = None
+    correct_choice_idx: int = 0
+
+
+@edataclass
+class InterleavedSample(Sample):
+    sequence: list[Any]
+
+
+@edataclass
+class SimilarityInterleavedSample(Sample):
+    images: list[torch.Tensor]
+    texts: list[str]
+    audio: list[torch.Tensor] | None = None
+    video: list[torch.Tensor] | None = None
+    similarity_matrix: torch.Tensor | None = None
+    matched_text_indices: list[int] | None = None
+
+
+@edataclass
+class OCRSample(Sample):
+    image: torch.Tensor
+    text: str
+    block_boxes: torch.Tensor | None = None
+    block_classes: torch.Tensor | list[str] | None = None
+    block_text: list[str] | None = None
+    lines_boxes: torch.Tensor | None = None
+    lines_text: list[str] | None = None
+    words_boxes: torch.Tensor | None = None
+    words_text: list[str] | None = None
+    chars_boxes: torch.Tensor | None = None
+    chars_text: list[str] | None = None
+
+
+@edataclass
+class VidQASample(Sample):
+    video: Any
+    context: str
+    answers: list[str] | None = None
+    answer_weights: torch.Tensor | None = None
+
+
+@edataclass
+class Batch(_Fields):
+    """Samples put together. `__key__` and the like hold one entry per sample."""
+
+    __key__: list[str] = field(default_factory=list)
+    __restore_key__: Any = ()
+    __subflavors__: list[dict[str, Any]] | None = None
+    __sources__: tuple[SourceInfo, ...] | None = None
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Any], **fields: Any) -> Self:
+        """Return a batch whose every field is that of the samples, stacked with zeros where shapes differ, or listed.
+
+        `fields` are taken as they are. ValueError for a field that has no default and that the samples lack.
+        """
+        return batch_samples(samples, cls, **fields)
+
+    @classmethod
+    def derive_from(cls, base_batch: Any, **fields: Any) -> Self:
+        """Return a batch with `fields` of the same samples as `base_batch`."""
+        return cls(**{**basic_sample_keys(base_batch), **fields})
+
+
+SAMPLE_TYPES: dict[str, type[Sample]] = {
+    kind.__name__: kind
+    for kind in (
+        TextSample,
+        ImageSample,
+        CaptioningSample,
+        VQASample,
+        ImageClassificationSample,
+        MultiChoiceVQASample,
+        InterleavedSample,
+        SimilarityInterleavedSample,
+        OCRSample,
+        VidQASample,
+    )
+}
+
+
+def basic_sample_keys(sample: Any) -> dict[str, Any]:
+    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude), text=t)`."""
+    if isinstance(sample, Mapping):
+        return {key: sample[key] for key in BASIC_KEYS if key in sample}
+    return {key: getattr(sample, key) for key in BASIC_KEYS if hasattr(sample, key)}

@@ -1,0 +1,42 @@
+"""pure. A part of a source, as a source."""
+
+from collections.abc import Sequence
+
+from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index
+from megatron.blending.metadatasets.metadataset import EVERYTHING, Subset
+
+
+def part_of(source: RecordSource, subset: Subset) -> RecordSource:
+    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond it, or empty."""
+    if subset == EVERYTHING:
+        return source
+    records = subset.of(len(source))
+    if not records:
+        raise ValueError(f"its subset leaves none of its {len(source)} samples; make it larger")
+    return SourcePart(source, records)
+
+
+class SourcePart:
+    """Consecutive records of a source."""
+
+    def __init__(self, source: RecordSource, records: range) -> None:
+        self._source = source
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        check_index(index, self)
+        return self._source[self._records[index]]
+
+    def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
+        for index in indices:
+            check_index(index, self)
+        return self._source.read([self._records[index] for index in indices])
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(self._records[index])
+
+    def fingerprint(self) -> str:
+        return f"{self._records.start}-{self._records.stop} of {self._source.fingerprint()}"

@@ -1,0 +1,312 @@
+"""pure. What a task makes of records: cook, encode, pack, batch; and how these steps become nodes of a stream.
+
+A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with packing):
+    cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->  postencode_sample
+    ->  pack_selected_samples *  ->  batch  ->  encode_batch
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from megatron.blending.encoding.collate import generic_batch
+from megatron.blending.encoding.cooking import Cooker
+from megatron.blending.encoding.fields import FieldError, batch_samples, converted, has_fields, is_made_of
+from megatron.blending.encoding.seeding import with_seeds
+from megatron.blending.streams.failures import FatalSampleError
+
+T_sample = TypeVar("T_sample")
+T_encoded_sample = TypeVar("T_encoded_sample")
+T_raw_batch = TypeVar("T_raw_batch")
+T_batch = TypeVar("T_batch")
+
+DECODE: Any = "decode"
+"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None leaves them bytes."""
+
+
+class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
+    """Override what the task needs. Methods are called in loader workers, for each sample or batch."""
+
+    cookers: Sequence[Cooker] = ()
+    decoder: Any = DECODE
+    over_long: str = "error"
+    """What becomes of a sample that fits in no pack: "error", "alone" (a pack by itself), or "drop" (and count)."""
+
+    def encode_sample(self, sample: Any) -> Any:
+        """Return what the model's input is made of; raise SkipSample to leave it out. A generator gives several."""
+        return sample
+
+    def preencode_sample(self, sample: Any) -> Any:
+        """Return what `select_samples_to_pack` chooses by: the cheap part of encoding, where there is packing."""
+        return sample
+
+    def postencode_sample(self, sample: Any) -> Any:
+        """Finish a sample of `preencode_sample` that was chosen."""
+        return sample
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        """Return groups of these samples, each to be one pack; those in no group are offered again."""
+        raise NotImplementedError(f"{type(self).__name__} must define select_samples_to_pack")
+
+    def pack_selected_samples(self, samples: list[Any]) -> Any:
+        """Return one sample made of a group."""
+        raise NotImplementedError(f"{type(self).__name__} must define pack_selected_samples")
+
+    def batch_group_criterion(self, sample: Any) -> tuple[Hashable, int | None]:
+        """Return (key, batch size or None for that asked for): only samples of equal key share a batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Return one batch: of the samples' own type, with tensors stacked, smaller ones padded, the rest in lists."""
+        return self._batch(samples, type(samples[0]))
+
+    def encode_batch(self, batch: Any) -> Any:
+        """Return what the training loop gets."""
+        return batch
+
+    def num_tokens(self, sample: Any) -> int:
+        """Return the length of an encoded sample, for weights by tokens: that of its `tokens`."""
+        tokens = sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
+        if tokens is None:
+            raise NotImplementedError(f"{type(self).__name__} must define num_tokens: its samples have no 'tokens'")
+        return len(tokens)
+
+    def uses(self, step: str) -> bool:
+        """Whether the method of that name does anything: it is overridden, by the class or on the object."""
+        return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
+
+    def _batch(
+        self,
+        samples: list[Any],
+        result_type: Any,
+        actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        default_action: Callable[[list[Any]], Any] = generic_batch,
+    ) -> Any:
+        """Return a `result_type` of samples; `actions` say for fields by name how several values become one."""
+        if not has_fields(result_type):
+            return default_action(samples)
+        return batch_samples(samples, result_type, actions or {}, default_action)
+
+    # How steps become nodes.
+
+    def build_encode_sample(self, dataset: Any, *, worker_config: Any = None) -> Any:
+        """Return `dataset` with the steps that encode its samples."""
+        from megatron.blending.streams.datasets import MapDataset
+
+        check_encoder(self)
+        for step in ("encode_sample", "preencode_sample"):
+            if self.uses(step):
+                return MapDataset(dataset, map_fn=with_seeds(getattr(self, step)), worker_config=worker_config)
+        return dataset
+
+    def build_packing(self, dataset: Any, *, packing_buffer_size: int | None, worker_config: Any = None) -> Any:
+        """Return `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
+        from megatron.blending.streams.datasets import MapDataset, PackingDataset
+
+        check_encoder(self, packing_buffer_size)
+        post_encode = with_seeds(self.postencode_sample) if self.uses("postencode_sample") else None
+        if packing_buffer_size is None:
+            if post_encode is None:
+                return dataset
+            return MapDataset(dataset, map_fn=post_encode, worker_config=worker_config)
+        return PackingDataset(
+            dataset,
+            buffer_size=packing_buffer_size,
+            pre_packer=self.select_samples_to_pack,
+            final_packer=with_seeds(self.pack_selected_samples),
+            sample_encoder=post_encode,
+            over_long=self.over_long,
+            worker_config=worker_config,
+        )
+
+    def build_batch(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: Any = None,
+    ) -> Any:
+        """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is None.
+
+        Samples that no function has touched on the way here are encoded first, so that an overridden
+        `build_train_datasets` that only blends and batches gives what the task's batches are made of.
+        """
+        from megatron.blending.streams.datasets import BatchDataset, GroupBatchDataset, MapDataset
+
+        if not is_touched(dataset):
+            dataset = self.build_encode_sample(dataset, worker_config=worker_config)
+        dataset = self.build_packing(dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config)
+        if self.uses("batch_group_criterion"):
+            dataset = GroupBatchDataset(
+                dataset,
+                sample_group_key=self.batch_group_criterion,
+                batcher=with_seeds(self.batch),
+                fixed_batch_size=batch_size,
+                drop_last=batch_drop_last,
+                worker_config=worker_config,
+            )
+        elif batch_size is None:
+            return dataset
+        else:
+            dataset = BatchDataset(
+                dataset,
+                batch_size,
+                batcher=with_seeds(self.batch),
+                drop_last=batch_drop_last,
+                worker_config=worker_config,
+            )
+        if self.uses("encode_batch"):
+            dataset = MapDataset(dataset, map_fn=with_seeds(self.encode_batch), worker_config=worker_config)
+        return dataset
+
+    def build_train_datasets(
+        self,
+        *,
+        datasets: Sequence[Any],
+        worker_config: Any = None,
+        batch_size: int | None = None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        virtual_epoch_length: int = 0,
+        blend_mode: str = "none",
+        proportions: str = "exact",
+        weight_schedule: Any = None,
+        repeat: bool = True,
+    ) -> Any:
+        """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
+
+        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight). They are endless if
+        `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make them end together.
+        """
+        from megatron.blending.streams.datasets import BlendDataset, EpochizeDataset, RepeatDataset
+
+        dataset = datasets[0][0]
+        if len(datasets) > 1:
+            dataset = BlendDataset(*datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config)
+        if repeat and blend_mode == "sample_repetitions":
+            dataset = RepeatDataset(dataset, worker_config=worker_config)
+        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
+        dataset = self.build_batch(
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
+        )
+        if virtual_epoch_length > 0:
+            dataset = EpochizeDataset(dataset, length=virtual_epoch_length, worker_config=worker_config)
+        return dataset
+
+    def build_val_datasets(
+        self,
+        *,
+        datasets: Sequence[Any],
+        worker_config: Any = None,
+        batch_size: int | None = None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        limit: int | None = None,
+    ) -> Any:
+        """Return the validation stream: the sources one after the other, weights ignored; at most `limit` batches."""
+        from megatron.blending.streams.datasets import ConcatDataset, LimitDataset
+
+        first = datasets[0][0]
+        dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
+        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
+        dataset = self.build_batch(
+            dataset,
+            batch_size=batch_size,
+            batch_drop_last=batch_drop_last,
+            packing_buffer_size=packing_buffer_size,
+            worker_config=worker_config,
+        )
+        if limit is not None and limit > 0:
+            dataset = LimitDataset(dataset, length=limit, worker_config=worker_config)
+        return dataset
+
+
+class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
+    """Converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
+
+    _encoded_sample_type: Any = None
+    _raw_batch_type: Any = None
+    _batch_type: Any = None
+
+    def __init__(self, *, encoded_sample_type: Any = None, raw_batch_type: Any = None, batch_type: Any = None) -> None:
+        for name in ("encoded_sample_type", "raw_batch_type", "batch_type"):
+            kind = locals()[name]
+            if kind is not None and not isinstance(kind, type):
+                raise ValueError(f"{type(self).__name__}: {name} must be a class, but is {kind!r}")
+            setattr(self, f"_{name}", kind)
+
+    def encode_sample(self, sample: Any) -> Any:
+        if self._encoded_sample_type is None or type(sample) is self._encoded_sample_type:
+            return sample
+        with types_must_fit():
+            return converted(sample, self._encoded_sample_type)
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
+
+        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
+        some that it needs.
+        """
+        kind = self._raw_batch_type
+        if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
+            kind = self._batch_type
+        if kind is None:
+            return self._batch(samples, type(samples[0]))
+        with types_must_fit():
+            return self._batch(samples, kind)
+
+    def encode_batch(self, batch: Any) -> Any:
+        if self._batch_type is None or type(batch) is self._batch_type:
+            return batch
+        with types_must_fit():
+            return converted(batch, self._batch_type)
+
+    def uses(self, step: str) -> bool:
+        if step == "encode_sample" and not self._has_own(step):
+            return self._encoded_sample_type is not None
+        if step == "encode_batch" and not self._has_own(step):
+            return self._batch_type is not None and (self._raw_batch_type is not None or self._has_own("batch"))
+        return super().uses(step)
+
+    def _has_own(self, step: str) -> bool:
+        return step in vars(self) or getattr(type(self), step) is not getattr(DefaultTaskEncoder, step)
+
+    def _makes_batch(self) -> bool:
+        return self._has_own("encode_batch")
+
+
+@contextmanager
+def types_must_fit() -> Iterator[None]:
+    """What does not fit for one sample does for none: the run ends, where a failing sample would be left out."""
+    try:
+        yield
+    except FieldError as error:
+        raise FatalSampleError(str(error)) from None
+
+
+def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:
+    """ValueError naming the method if what the encoder defines makes no pipeline."""
+    if isinstance(encoder, type):
+        raise ValueError(f"task_encoder must be an object, but is the class {encoder.__name__}; pass an instance of it")
+    name = type(encoder).__name__
+    if not isinstance(encoder, TaskEncoder):
+        raise ValueError(f"task_encoder must be a TaskEncoder, but is a {name}; derive it from DefaultTaskEncoder")
+    if encoder.uses("encode_sample") and encoder.uses("preencode_sample"):
+        raise ValueError(f"{name} defines encode_sample and preencode_sample; keep one")
+    if packing_buffer_size is None:
+        return
+    for step in ("select_samples_to_pack", "pack_selected_samples"):
+        if not encoder.uses(step):
+            raise ValueError(f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it")
+
+
+def is_touched(dataset: Any) -> bool:
+    """Whether samples go through a function (MapDataset) or into batches anywhere below."""
+    has_function = hasattr(dataset, "map_fn") or hasattr(dataset, "batcher") or hasattr(dataset, "final_packer")
+    return has_function or any(is_touched(child) for child in dataset.children)

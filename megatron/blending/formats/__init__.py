@@ -1,0 +1,1 @@
+"""Files and folders as they lie on disk: (source, index) -> record; and what writes them."""

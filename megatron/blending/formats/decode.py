@@ -1,0 +1,121 @@
+"""pure. A part of a sample, its name and its bytes, to a value; libraries are imported when a part needs them.
+
+The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array, jpg -> image ... ; a
+part of any other name stays bytes. Nothing that a file holds is executed, so pickles are refused unless allowed.
+"""
+
+import gzip
+import io
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from megatron.blending.formats.images import IMAGE_MODES, IMAGE_SUFFIXES, decode_image
+
+Decode = Callable[[str, bytes], Any]
+
+AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
+_AV_MODES = ("AVDecoder", "torch", "pyav")
+_PICKLES = frozenset("pkl pickle pyd".split())
+
+
+class DecodeError(ValueError):
+    """A part that is not what its name says, or that no library here can decode. The message names the part."""
+
+
+def keep_bytes(name: str, content: bytes) -> bytes:
+    """Decode nothing: what `decoder = None` in a task encoder stands for."""
+    return content
+
+
+@dataclass(frozen=True)
+class SampleDecoder:
+    """Decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it cannot be."""
+
+    image_decode: str = "torchrgb"
+    """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8" bytes, "pilrgb" ..."""
+    av_decode: str = "AVDecoder"
+    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an open PyAV container."""
+    video_decode_audio: bool = False
+    """With `torch`: the audio of a video too."""
+    allow_code: bool = False
+    """Unpickle pickles, which runs what they hold."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("image_decode", self.image_decode, tuple(IMAGE_MODES)),
+            ("av_decode", self.av_decode, _AV_MODES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
+
+    def __call__(self, name: str, content: bytes) -> Any:
+        suffix = name if name in _PLAIN else name.rpartition(".")[2]
+        plain = _PLAIN.get(suffix)
+        try:
+            if plain is not None:
+                return plain(content)
+            if suffix == "gz":
+                return self(name.removesuffix("gz").removesuffix("."), gzip.decompress(content))
+            if suffix in _PICKLES:
+                if not self.allow_code:
+                    raise DecodeError(f"part {name!r}: pickles run code; pass allow_code=True if you trust the data")
+                return pickle.loads(content)
+            if suffix.lower() in IMAGE_SUFFIXES:
+                return decode_image(content, self.image_decode)
+            if suffix.lower() in AV_SUFFIXES:
+                return self._open_av(content)
+        except DecodeError:
+            raise
+        except ImportError as error:
+            raise DecodeError(f"part {name!r}: needs {error.name}, which is not installed here: {error}") from error
+        except Exception as error:  # whatever a library raises on bytes that it does not understand
+            raise DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}") from error
+        return content
+
+    def _open_av(self, content: bytes) -> Any:
+        if self.av_decode == "pyav":
+            return import_module("av").open(io.BytesIO(content))
+        decoder = import_module("megatron.blending.formats.av").AVDecoder(io.BytesIO(content))
+        return decoder if self.av_decode == "AVDecoder" else decoder.get_frames(self.video_decode_audio)
+
+
+def _load_torch(content: bytes) -> Any:
+    return import_module("torch").load(io.BytesIO(content), weights_only=True)
+
+
+def _load_npy(content: bytes) -> Any:
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+def _load_npz(content: bytes) -> Any:
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _load_msgpack(content: bytes) -> Any:
+    return import_module("msgpack").unpackb(content)
+
+
+def _load_cbor(content: bytes) -> Any:
+    return import_module("cbor2").loads(content)
+
+
+_PLAIN: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys("txt text transcript".split(), bytes.decode),
+    **dict.fromkeys("cls cls2 index inx id".split(), int),
+    **dict.fromkeys("json jsn".split(), json.loads),
+    **dict.fromkeys("mp msg".split(), _load_msgpack),
+    "npy": _load_npy,
+    "npz": _load_npz,
+    "pth": _load_torch,
+    "cbor": _load_cbor,
+}
+
+decode_part = SampleDecoder()
+"""Decodes a part as energon's default decoder does, but for pickles."""

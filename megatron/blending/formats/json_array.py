@@ -1,0 +1,49 @@
+"""pure. One JSON list of objects, parsed and held in memory as a whole: for small files."""
+
+import json
+from collections.abc import Sequence
+
+from megatron.blending.formats.files import open_file
+from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file, read_each
+
+
+class JsonArraySource:
+    """The objects of a JSON list, counted from 0."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = open_file(path)
+        try:
+            items = json.loads(self._file.read(0, self._file.size).decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}; "
+                "fix the file, or rename it to .jsonl if it holds one object per line"
+            ) from error
+        if not isinstance(items, list):
+            raise ValueError(f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the file")
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Record:
+        check_index(index, self)
+        item = self._items[index]
+        if not isinstance(item, dict):
+            raise RecordError(
+                f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; "
+                "fix the item or pass --skip-bad-samples"
+            )
+        return item
+
+    def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
+        return read_each(self, indices)
+
+    def describe(self, index: int) -> str:
+        return f"{self._path} item {index}"
+
+    def fingerprint(self) -> str:
+        return fingerprint_file(self._file, len(self))

@@ -1,0 +1,68 @@
+"""pure. What a source of records is: a fixed sequence of dicts, read in any order.
+
+A source is read-only, may be pickled, and may be read by forked processes and by threads at the same time: no read
+moves a position that they share. A file that cannot be used at all is a ValueError when it is opened; a record that
+cannot be used is a `RecordError` when it is read, so that a caller may skip and count it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megatron.blending.formats.files import File, read_ranges
+
+Record = dict[str, Any]
+
+_PROBE_BYTES = 4096
+
+
+class RecordError(ValueError):
+    """One record cannot be used. The message starts with where it stands: "train.jsonl:17: ..."."""
+
+
+class RecordSource(Protocol):
+    """A fixed sequence of records. An index outside range(len(source)) is an IndexError."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record:
+        """Read record `index`, to be left as it is by the caller; RecordError if it cannot be used."""
+
+    def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
+        """Read many records, in the order asked for; for one that cannot be used the error stands in its place."""
+
+    def describe(self, index: int) -> str:
+        """Say where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet row 5"."""
+
+    def fingerprint(self) -> str:
+        """Return 32 hex digits that stay the same when the data is moved, and change when it is other data.
+
+        Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs milliseconds; an edit that
+        keeps the size and lies between the blocks of a large file goes unseen.
+        """
+
+
+def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
+    """Read many records one by one: `read` of a source that has no faster way."""
+    records: list[Record | RecordError] = []
+    for index in indices:
+        try:
+            records.append(source[index])
+        except RecordError as error:
+            records.append(error)
+    return records
+
+
+def check_index(index: int, source: RecordSource) -> None:
+    if not 0 <= index < len(source):
+        raise IndexError(f"index must be in range({len(source)}), but is {index}")
+
+
+def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
+    """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4 KiB."""
+    digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
+    last = max(file.size - _PROBE_BYTES, 0)
+    starts = [last * probe // (num_probes - 1) for probe in range(num_probes)]
+    for block in read_ranges([(file, start, min(start + _PROBE_BYTES, file.size)) for start in starts]):
+        digest.update(block)
+    return digest.hexdigest()

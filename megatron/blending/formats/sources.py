@@ -1,0 +1,43 @@
+"""pure. Files of records, opened as the kind that the suffix names.
+
+jsonl       one JSON object per line
+json_array  a JSON list of objects
+parquet     rows
+indexed     token sequences as Megatron's tools write them: .bin beside .idx
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from megatron.blending.formats.files import is_file, is_folder, local_path
+from megatron.blending.formats.indexed import IndexedSource
+from megatron.blending.formats.json_array import JsonArraySource
+from megatron.blending.formats.jsonl import JsonlSource
+from megatron.blending.formats.parquet import ParquetSource
+from megatron.blending.formats.record import Record, RecordError, RecordSource
+
+__all__ = ["SOURCES", "Record", "RecordError", "RecordSource", "open_source"]
+
+SOURCES: dict[str, Callable[[str], RecordSource]] = {
+    ".jsonl": JsonlSource,
+    ".ndjson": JsonlSource,
+    ".json": JsonArraySource,
+    ".parquet": ParquetSource,
+    ".bin": IndexedSource,
+}
+
+
+def open_source(path: str | os.PathLike[str]) -> RecordSource:
+    """Open a file, local or a URL, as its kind; ValueError if it is not such a file or is empty."""
+    location = os.fspath(path)
+    if local_path(location) is not None and not is_file(location):
+        fault = "is a directory; name a file in it" if is_folder(location) else "no such file; check the path"
+        raise ValueError(f"{path}: {fault}")
+    kind = SOURCES.get(PurePosixPath(location).suffix)
+    if kind is None:
+        raise ValueError(f"{path}: suffix must be one of {', '.join(SOURCES)}; convert or rename the file")
+    source = kind(location)
+    if len(source) == 0:
+        raise ValueError(f"{path}: has no records; leave it out of the data")
+    return source

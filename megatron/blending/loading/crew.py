@@ -1,0 +1,105 @@
+"""pure. Who makes a rank's outputs: as many workers as asked for, or the process itself."""
+
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.blending.loading.server import Server
+from megatron.blending.loading.worker import Message, Patience, Start, Worker
+from megatron.blending.loading.worker_config import WorkerConfig
+from megatron.blending.loading.worker_process import ProcessWorker
+from megatron.blending.loading.worker_thread import ThreadWorker
+from megatron.blending.streams.dataset import Binding, SavableDataset
+from megatron.blending.streams.failures import Failures
+
+logger = logging.getLogger("megatron.blending")
+
+
+class LocalWorker:
+    """A server in the calling process, which works when it is asked. States of lanes are asked of the server."""
+
+    def __init__(self, make_server: Callable[[], Server]) -> None:
+        self.server = make_server()
+        self._generation = -1
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self.server.start(*start[1:])
+
+    def next(self) -> Message:
+        slot, value = self.server.next()
+        failures = self.server.failures
+        return Message(self._generation, slot, value, {}, failures.num_failed, failures.num_skipped)
+
+    def close(self) -> None:
+        pass
+
+
+class Crew:
+    """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
+
+    def __init__(
+        self, dataset: SavableDataset[Any], binding: Binding, num_lanes: int, config: WorkerConfig, prefetch_factor: int
+    ) -> None:
+        """`dataset`: unbound; each worker binds it for itself, as `binding` was."""
+        self._workers: list[Any] = []
+        self._generation = -1
+        self.close = weakref.finalize(self, _close_all, self._workers)
+        told = binding.again()
+        handling = (config.failure_tolerance, config.global_error_handler)
+        try:
+            for number in range(max(1, config.num_workers)):
+                seat = (config.seat_of(number), config.num_seats)
+                make = functools.partial(make_server, dataset, told, num_lanes, seat, handling)
+                self._workers.append(self._hire(number, make, config, prefetch_factor))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, pass_number: int, slot: int, lanes: dict[int, Any]) -> None:
+        self._generation += 1
+        for worker in self._workers:
+            worker.start(Start(self._generation, pass_number, slot, lanes))
+
+    def next(self, worker: int) -> Message:
+        return self._workers[worker].next()
+
+    def lane_states(self) -> dict[int, Any] | None:
+        """Where the lanes stand that are out of step; None if that came with the messages."""
+        first = self._workers[0]
+        return first.server.lane_states() if isinstance(first, LocalWorker) else None
+
+    def _hire(self, number: int, make: Callable[[], Server], config: WorkerConfig, ahead: int) -> Worker:
+        if config.num_workers == 0:
+            return LocalWorker(make)
+        name = f"worker {number} of rank {config.this_rank}"
+        patience = Patience(config.slow_worker_seconds, config.worker_timeout_seconds)
+        if config.worker_kind == "thread":
+            return ThreadWorker(name, make, ahead, patience)
+        return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers)
+
+
+def make_server(
+    dataset: SavableDataset[Any], binding: Binding, num_lanes: int, seat: tuple[int, int], handling: tuple[int, Any]
+) -> Server:
+    """Make a server where it works."""
+    return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling))
+
+
+def warn_of_shared_lanes(num_lanes: int, config: WorkerConfig) -> None:
+    """Say what it costs if several workers run each lane, and the way out."""
+    times = config.num_seats // math.gcd(num_lanes, config.num_seats)
+    if times > 1 and config.this_rank == 0:
+        logger.warning(
+            "%d ranks times %d workers do not divide num_lanes=%d: each worker makes %d times what it gives. "
+            "Choose their product as a divisor of it; or, where a run begins, num_lanes as a multiple of it",
+            *(config.num_ranks, max(1, config.num_workers), num_lanes, times),
+        )
+
+
+def _close_all(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.close()

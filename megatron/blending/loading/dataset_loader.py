@@ -1,0 +1,186 @@
+"""pure. What `load_dataset` returns: a path, or a metadataset, that gives its sources as data sets with weights."""
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from megatron.blending.encoding.leaves import Reading, open_leaf
+from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
+from megatron.blending.formats.nv_meta import read_split_names
+from megatron.blending.metadatasets.metadataset import (
+    Blend,
+    Epochized,
+    Join,
+    Leaf,
+    Node,
+    flattened,
+    load_metadataset,
+    multiplied,
+)
+from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
+from megatron.blending.metadatasets.paths import is_folder, is_metadataset, read_text
+from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
+
+
+class DatasetBlendMode(str, Enum):
+    """What the weights of sources are."""
+
+    NONE = "none"
+    DATASET_WEIGHT = "dataset_weight"
+    SAMPLE_REPETITIONS = "sample_repetitions"
+
+
+class LoadedDataset(tuple[Any, Any]):
+    """A source of a stream, unpacked as `dataset, weight`."""
+
+    dataset: Any
+    weight: Any
+    repetitions: float | None
+    leaf: Leaf | Join
+    """Where it came from."""
+
+    def __new__(cls, dataset: Any, weight: Any, leaf: Leaf | Join, repetitions: float | None = None) -> "LoadedDataset":
+        self = super().__new__(cls, (dataset, weight))
+        self.dataset, self.weight, self.leaf, self.repetitions = dataset, weight, leaf, repetitions
+        return self
+
+
+class LoadedDatasetList(NamedTuple):
+    datasets: list[LoadedDataset]
+    blend_mode: DatasetBlendMode
+
+
+class DatasetLoaderInterface:
+    """Something that sources can be read from."""
+
+    def node(self, split_part: str, told: Reference) -> Node:
+        """Return the tree of sources of a split; `told`: what holds for all of it."""
+        raise NotImplementedError
+
+    def get_datasets(
+        self,
+        *,
+        training: bool,
+        split_part: str,
+        worker_config: Any = None,
+        subflavors: Mapping[str, Any] | None = None,
+        shuffle_over_epochs_multiplier: int | None = 1,
+        reading: Reading | None = None,
+        repeat: bool = True,
+    ) -> LoadedDatasetList:
+        """Return the sources, opened: for training endless, unless repetitions say how often each is read per epoch."""
+        told = Reference(path="", subflavors=subflavors or {}, multiplier=shuffle_over_epochs_multiplier)
+        node = self.node(split_part, told)
+        if reading is None:
+            reading = Reading(encoder=DefaultTaskEncoder(), is_shuffled=training)
+        kind, leaves = flattened(node)
+        opened = [(open_leaf(leaf, reading, worker_config), share, leaf) for leaf, share in leaves]
+        if not training:
+            return LoadedDatasetList([LoadedDataset(d, 1.0, leaf) for d, _, leaf in opened], DatasetBlendMode.NONE)
+        return loaded_for_training(kind, opened, repeat)
+
+
+def loaded_for_training(
+    kind: type, opened: Sequence[tuple[Any, Any, Leaf | Join]], repeat: bool = True
+) -> LoadedDatasetList:
+    """Return sources (data set of one pass, share, leaf), of a tree of a `kind` (see `flattened`), as often as they are
+    read.
+    """
+    if kind is Epochized:
+        made = [_repeated(dataset, share, leaf) for dataset, share, leaf in opened if share]
+        return LoadedDatasetList([one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS)
+    mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
+    return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, leaf) for d, share, leaf in opened], mode)
+
+
+def split_names(path: str) -> set[str]:
+    """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
+    if is_metadataset(path):
+        return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
+    return set(read_split_names(path)) if is_folder(path) else set()
+
+
+def _endless(dataset: Any, repeat: bool) -> Any:
+    from megatron.blending.streams.datasets import RepeatDataset
+
+    return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
+
+
+def _repeated(dataset: Any, repetitions: Any, leaf: Leaf | Join) -> LoadedDataset:
+    from megatron.blending.streams.datasets import RepeatDataset
+
+    if repetitions != 1:
+        dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)
+    return LoadedDataset(dataset, len(dataset), leaf, float(repetitions))
+
+
+class DatasetLoader(DatasetLoaderInterface):
+    """Data: a prepared folder or a file of records; or a metadataset, read again for each split."""
+
+    def __init__(
+        self,
+        *,
+        path: str | os.PathLike[str],
+        split_part: str | None = None,
+        subflavors: Mapping[str, Any] | None = None,
+        shuffle_over_epochs_multiplier: int | None = 1,
+        dataset_config: str | None = None,
+        split_config: str | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.split_part = split_part
+        self._subflavors = dict(subflavors or {})
+        self._multiplier = shuffle_over_epochs_multiplier
+        self._dataset_config = dataset_config
+        self._split_config = split_config
+
+    def node(self, split_part: str, told: Reference) -> Node:
+        own = Reference(
+            path=self.path,
+            subflavors={**self._subflavors, **told.subflavors},
+            multiplier=multiplied(told.multiplier, self._multiplier),
+            dataset_config=self._dataset_config or told.dataset_config,
+            split_config=self._split_config or told.split_config,
+        )
+        return load_metadataset(self.path, self.split_part or split_part, told=own)
+
+
+class _Metadataset(DatasetLoaderInterface):
+    """A metadataset file, or its content given as dicts and lists, with paths relative to where `path` is."""
+
+    def __init__(self, path: str | os.PathLike[str], splits: Mapping[str, Any] | None = None) -> None:
+        self.path = os.fspath(path)
+        content = splits
+        if splits is None:
+            content = read_yaml(self.path, read_text(self.path, ""))
+        elif not isinstance(splits, Table):
+            content = as_tables({"__class__": type(self).__name__, "splits": dict(splits)})
+        self._splits: dict[str, Entry] = parse_metadataset(self.path, content)
+
+    def node(self, split_part: str, told: Reference) -> Node:
+        return load_metadataset(self.path, split_part, told=told, files={self.path: self._splits})
+
+
+class Metadataset(_Metadataset):
+    """The first form: `splits` of `datasets` with weights."""
+
+
+class MetadatasetV2(_Metadataset):
+    """The second form: `splits` of a `path`, a `blend`, a `blend_epochized` or a `join`."""
+
+
+def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:
+    """Return what gives the sources at `path`. `options`: those of DatasetLoader, where it is data."""
+    location = os.fspath(path)
+    known = [name for name in inspect.signature(DatasetLoader).parameters if name != "path"]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"unknown option {name!r}; {nearest(name, known, 'options')}")
+    if options or not is_metadataset(location):
+        return DatasetLoader(path=location, **options)
+    content = read_yaml(location, read_text(location, ""))
+    is_second = isinstance(content, dict) and content.get("__class__") == MetadatasetV2.__name__
+    return (MetadatasetV2 if is_second else Metadataset)(location, content)

@@ -1,0 +1,253 @@
+"""pure. From a path and a task encoder to a stream: the functions that users begin with.
+
+A path is data (a prepared folder, .jsonl, .json, .parquet, .bin) or a metadataset (.yaml). For training, sources are
+repeated for ever and blended by their weights, or read through a given number of times per epoch (blend_epochized); for
+validation they are read one after the other, once. Options have the names and meanings that energon gives them, but:
+
+shuffle_buffer_size, max_samples_per_sequence   keep reads local, within an order that is fixed by seed and epoch; None
+                                                for both is the best shuffling
+parallel_shard_iters                            accepted, of no effect: nothing is read ahead of what is asked for
+worker_config                                   may be left out; the loader then uses its own
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from typing import Any
+
+from megatron.blending.encoding.leaves import Reading
+from megatron.blending.encoding.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
+from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.loading.dataset_loader import (
+    DatasetBlendMode,
+    DatasetLoaderInterface,
+    LoadedDataset,
+    LoadedDatasetList,
+    load_dataset,
+)
+from megatron.blending.streams.weights import WeightSchedule
+
+Path = str | os.PathLike[str]
+Encoder = TaskEncoder[Any, Any, Any, Any]
+
+
+def get_train_dataset(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "train",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    shuffle_buffer_size: int | None = None,
+    max_samples_per_sequence: int | None = None,
+    virtual_epoch_length: int = 0,
+    shuffle_over_epochs_multiplier: int | None = 1,
+    task_encoder: Encoder | None = None,
+    repeat: bool = True,
+    parallel_shard_iters: int | None = None,
+    proportions: str = "exact",
+    weights_by: str = "samples",
+    weight_schedule: WeightSchedule | None = None,
+    allow_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return the training stream of a path, as a data set to iterate over, to give to a loader, or to blend.
+
+    `proportions`: "exact", each source at every moment within a sample of its share, or "random".
+    `weights_by`: what weights are shares of, "samples" or "tokens" (found by encoding a few samples of each source).
+    `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over steps.
+    `repeat=False`: one epoch; of a blend, until all sources are read.
+    `allow_code`: whether Python code that a data set names may run.
+    `options`: those of DatasetLoader (subflavors, dataset_config, split_config).
+    ValueError for anything that cannot work, before the first sample is read.
+    """
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size)
+    _whole_number("virtual_epoch_length", virtual_epoch_length, 0)
+    _one_of("proportions", proportions, ("exact", "random"))
+    _one_of("weights_by", weights_by, ("samples", "tokens"))
+    reading = Reading(
+        encoder=encoder,
+        slice_length=_whole_number("max_samples_per_sequence", max_samples_per_sequence),
+        shuffle_window=_whole_number("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
+        allow_code=allow_code,
+    )
+    loaded = _loader(path, options).get_datasets(
+        training=True,
+        split_part=split_part,
+        worker_config=worker_config,
+        shuffle_over_epochs_multiplier=shuffle_over_epochs_multiplier,
+        reading=reading,
+        repeat=repeat,
+    )
+    datasets, weight_schedule = _weighted(f"{path}", loaded, weights_by, weight_schedule, encoder)
+    asked = {"packing_buffer_size": packing_buffer_size, "weight_schedule": weight_schedule}
+    _check_takes(encoder.build_train_datasets, [name for name, value in asked.items() if value is not None])
+    return call_hook(
+        encoder.build_train_datasets,
+        datasets=datasets,
+        worker_config=worker_config,
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        virtual_epoch_length=virtual_epoch_length,
+        shuffle_buffer_size=shuffle_buffer_size,
+        blend_mode=loaded.blend_mode,
+        proportions=proportions,
+        weight_schedule=weight_schedule,
+        repeat=repeat,
+    )
+
+
+def get_val_dataset(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "val",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    limit: int | None = None,
+    task_encoder: Encoder | None = None,
+    allow_code: bool = False,
+    **options: Any,
+) -> Any:
+    """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size)
+    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
+    return _build_val(encoder, loaded.datasets, worker_config, batch_size, batch_drop_last, packing_buffer_size, limit)
+
+
+def get_val_datasets(
+    path: Path | DatasetLoaderInterface,
+    *,
+    split_part: str = "val",
+    worker_config: Any = None,
+    batch_size: int | None = None,
+    batch_drop_last: bool = False,
+    packing_buffer_size: int | None = None,
+    limit: int | None = None,
+    task_encoder: Encoder | None = None,
+    allow_code: bool = False,
+    **options: Any,
+) -> list[tuple[Any, Any]]:
+    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, batch_size, packing_buffer_size)
+    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
+    return [
+        (
+            _build_val(encoder, [one], worker_config, batch_size, batch_drop_last, packing_buffer_size, limit),
+            one.dataset,
+        )
+        for one in loaded.datasets
+    ]
+
+
+def _val_sources(
+    path: Path | DatasetLoaderInterface,
+    split_part: str,
+    worker_config: Any,
+    encoder: Encoder,
+    allow_code: bool,
+    options: Mapping[str, Any],
+) -> LoadedDatasetList:
+    return _loader(path, options).get_datasets(
+        training=False,
+        split_part=split_part,
+        worker_config=worker_config,
+        reading=Reading(encoder=encoder, is_shuffled=False, allow_code=allow_code),
+    )
+
+
+def _build_val(
+    encoder: Encoder,
+    datasets: list[Any],
+    worker_config: Any,
+    batch_size: int | None,
+    batch_drop_last: bool,
+    packing_buffer_size: int | None,
+    limit: int | None,
+) -> Any:
+    return call_hook(
+        encoder.build_val_datasets,
+        datasets=datasets,
+        worker_config=worker_config,
+        batch_size=batch_size,
+        batch_drop_last=batch_drop_last,
+        packing_buffer_size=packing_buffer_size,
+        limit=limit,
+    )
+
+
+def _weighted(
+    path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
+) -> tuple[list[LoadedDataset], WeightSchedule | None]:
+    """The sources and the schedule, with weights in samples."""
+    if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
+        raise ValueError(f"{path}: weight_schedule is for a 'blend' of several sources; remove it")
+    if weights_by == "samples":
+        return loaded.datasets, schedule
+    if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+        raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
+    return by_tokens(loaded.datasets, schedule, encoder)
+
+
+def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> DatasetLoaderInterface:
+    if isinstance(path, DatasetLoaderInterface):
+        if options:
+            raise ValueError(f"option {next(iter(options))!r} is for a path; give it to load_dataset")
+        return path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
+    return load_dataset(path, **options)
+
+
+def _check(encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None) -> None:
+    check_encoder(encoder, packing_buffer_size)
+    _whole_number("batch_size", batch_size)
+    _whole_number("packing_buffer_size", packing_buffer_size)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
+
+
+def _whole_number(name: str, value: Any, least: int = 1) -> int | None:
+    """The number; None is one too, where 0 is not."""
+    if value is None and least:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        known = f"at least {least}, or None" if least else "at least 0"
+        raise ValueError(f"{name} must be a whole number of {known}, but is {value!r}")
+    return int(value)
+
+
+def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
+    """ValueError if a method that a user overrode has no place for what was asked for: it would be without effect."""
+    parameters = inspect.signature(hook).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
+
+
+def call_hook(hook: Callable[..., Any], **available: Any) -> Any:
+    """Call a method that users override with those of the arguments that its signature takes."""
+    parameters = inspect.signature(hook).parameters.values()
+    missing = [
+        p.name
+        for p in parameters
+        if p.name not in available and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if missing:
+        name = getattr(hook, "__qualname__", hook)
+        raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return hook(**available)
+    return hook(**{p.name: available[p.name] for p in parameters if p.name in available})

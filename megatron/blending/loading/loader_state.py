@@ -1,0 +1,216 @@
+"""pure. What a saved loader is, in ints, strings, lists and dicts: how it is made, compared and put together.
+
+The state of a stream says which output comes next and which stream it is; then, for lanes that left samples out or hold
+some back, where they stand. Where there are none, it is the same for any number of ranks and workers.
+"""
+
+import difflib
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.blending.streams.choice import BlendDataset
+from megatron.blending.streams.dataset import Binding, SavableDataset
+from megatron.blending.streams.holding import HoldingDataset
+from megatron.blending.streams.lane import block_length
+from megatron.blending.streams.leaf import LeafDataset
+
+VERSION = 1
+
+State = dict[str, Any]
+
+
+def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
+    """Return what makes the stream of a bound tree what it is, apart from the number of lanes.
+
+    Of each source: name, fingerprint, number of records, place, the place that its order is of, where it began.
+    """
+    leaves = _leaves(root)
+    names = [leaf.name for leaf in leaves]
+    # All of the path that they share, but for the last letters of a folder's name.
+    folder = os.path.commonprefix(names)  # noqa: RUF071
+    folder = folder[: folder.rfind("/") + 1]
+    return {
+        "seed": binding.seed,
+        "block_length": block_length(root),
+        "changes": [list(change) for change in binding.changes],
+        "shape": _digest([[node.number, node.end, node.signature()] for node in binding.nodes]),
+        "folder": folder,
+        "sources": [
+            [name[len(folder) :], leaf.fingerprint()[:16], leaf.order.num_records, leaf.place, leaf.salt, leaf.base]
+            for name, leaf in zip(names, leaves)
+        ],
+    }
+
+
+def leaf_positions(root: SavableDataset[Any], position: int, drawn: dict[int, int]) -> list[int]:
+    """Return how many records of each source the first outputs were made of: exact, but for what lanes left out."""
+    if isinstance(root, LeafDataset):
+        return [root.base + position]
+    used = root.used(position, drawn)
+    return [found for child, count in zip(root.children, used) for found in leaf_positions(child, count, drawn)]
+
+
+def position_of_blend(root: SavableDataset[Any], place: str, position: int, drawn: dict[int, int]) -> int:
+    """Return how many outputs of the blend at a place the first outputs of the stream are made of."""
+    if isinstance(root, BlendDataset) and root.place == place:
+        return position
+    for child, count in zip(root.children, root.used(position, drawn)):
+        # Of a node with one child both may have the same place.
+        if (place + ".").startswith(child.place + ".") or not child.place:
+            return position_of_blend(child, place, count, drawn)
+    raise ValueError(f"there is no blend at place {place!r}; the outermost one is at ''")
+
+
+def lanes_of(binding: Binding, num_lanes: int) -> int:
+    """Return how many lanes a stream has: fewer where finite data is packed, for each holds back what it cannot fill.
+
+    A divisor of `num_lanes` that leaves each lane four buffers or more, if there is one.
+    """
+    holding = [node for node in binding.nodes if isinstance(node, HoldingDataset)]
+    most = min((node.size // (4 * node.num_held) for node in holding if node.size is not None), default=num_lanes)
+    return max(lanes for lanes in range(1, num_lanes + 1) if num_lanes % lanes == 0 and lanes <= max(1, most))
+
+
+def total_drawn(lanes: dict[str, Any], num_lanes: int, binding: Binding) -> dict[int, int]:
+    """Return about how many samples each node that holds some back drew, over all lanes, from the states of some."""
+    drawn: dict[int, int] = {}
+    for state in lanes.values():
+        for number, held in state[2:]:
+            if isinstance(binding.nodes[number], HoldingDataset):
+                drawn[number] = drawn.get(number, 0) + held[0]
+    return {number: count * num_lanes // len(lanes) for number, count in drawn.items()}
+
+
+def remapped(state: State, now: State) -> tuple[dict[str, str], dict[str, int], str]:
+    """Return for a changed stream: by place of each source the place that its order is of, and where it goes on.
+
+    Sources are recognised by name, those of one name by their order. The text says what became of them.
+    """
+    before: dict[str, list[tuple[str, int]]] = {}
+    for row, position in zip(state["stream"]["sources"], state["positions"]):
+        before.setdefault(state["stream"]["folder"] + row[0], []).append((row[4], position))
+    num_before = sum(map(len, before.values()))
+    taken = {salt for known in before.values() for salt, _ in known}
+    salts: dict[str, str] = {}
+    bases: dict[str, int] = {}
+    for name, _, _, place, *_ in now["sources"]:
+        if before.get(now["folder"] + name):
+            salts[place], bases[place] = before[now["folder"] + name].pop(0)
+            continue
+        salts[place] = next(salt for n in itertools.count() if (salt := place + "+" * n) not in taken)
+        taken.add(salts[place])
+    told = f"{len(bases)} sources go on, {len(now['sources']) - len(bases)} are new, {num_before - len(bases)} are gone"
+    if state["lanes"]:
+        told += f"; what {len(state['lanes'])} lanes held back or left out is given up"
+    return salts, bases, told
+
+
+def check_stream(saved: State, now: State) -> None:
+    """ValueError that names the first difference between two streams."""
+    if _without_names(saved) == _without_names(now):
+        return
+    if saved["seed"] != now["seed"]:
+        raise ValueError(f"seed must be {saved['seed']} as in the saved state, but is {now['seed']}")
+    before, here = _by_place(saved), _by_place(now)
+    names_before = [name for name, _, _ in before.values()]
+    names_here = [name for name, _, _ in here.values()]
+    if sorted(names_before) == sorted(names_here) and names_before != names_here:
+        raise _differs("the sources are the same in another order: " + _moved(names_before, names_here))
+    for name in [*names_before, *names_here]:
+        if names_before.count(name) > names_here.count(name):
+            near = difflib.get_close_matches(name, names_here, 1)
+            raise _differs(f"source {name!r} is gone" + (f"; did {near[0]!r} take its place?" if near else ""))
+        if names_before.count(name) < names_here.count(name):
+            raise _differs(f"source {name!r} was added")
+    for place, (name, fingerprint, num_records) in before.items():
+        if here.get(place, (name, fingerprint, num_records))[1:] != (fingerprint, num_records):
+            records = here[place][2]
+            counts = "" if records == num_records else f": it had {num_records} records and has {records}"
+            raise _differs(f"the data of {name!r} changed{counts}")
+    raise _differs("weights, batch sizes or the like changed")
+
+
+def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
+    """Return the state that a rank continues from: its own, or one made of those of all ranks of another number.
+
+    ValueError if ranks are missing, or were saved at different points.
+    """
+    by_rank = {state["rank"]: state for state in states}
+    first = states[0]
+    for state in states:
+        for name in ("version", "world_size", "num_lanes", "stream"):
+            if state[name] != first[name]:
+                raise ValueError(f"states of different runs: {name} of rank {state['rank']} is not that of the others")
+    if first["world_size"] == num_ranks and rank in by_rank:
+        state = by_rank[rank]
+        shared = [other["lanes"] for other in states if _same_point(other, state)]
+        return {**state, "lanes": _latest([*shared, state["lanes"]])}
+    missing = [other for other in range(first["world_size"]) if other not in by_rank]
+    if missing:
+        raise ValueError(
+            f"the state is of rank {first['rank']} of {first['world_size']}, but this is rank {rank} of {num_ranks}; "
+            f"pass a list of the states of all ranks (missing: {', '.join(map(str, missing))})"
+        )
+    for state in states:
+        if not _same_point(state, first):
+            raise ValueError(
+                f"rank {first['rank']} was saved after {_turn(first)} outputs of pass {first['pass']}, rank "
+                f"{state['rank']} after {_turn(state)} of pass {state['pass']}; save all ranks at one point"
+            )
+    lanes = _latest([state["lanes"] for state in states])
+    return {**first, "rank": rank, "slot": _turn(first) * first["world_size"], "lanes": lanes}
+
+
+def _leaves(root: SavableDataset[Any]) -> list[LeafDataset]:
+    if isinstance(root, LeafDataset):
+        return [root]
+    return [leaf for child in root.children for leaf in _leaves(child)]
+
+
+def _turn(state: State) -> int:
+    return state["slot"] // state["world_size"]
+
+
+def _same_point(state: State, other: State) -> bool:
+    is_alike = (state["pass"], state["is_over"]) == (other["pass"], other["is_over"])
+    # At the end of finite data some ranks may have had one more.
+    return is_alike and (state["is_over"] or _turn(state) == _turn(other))
+
+
+def _latest(lanes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each lane the state that has come furthest; where lanes are shared, some servers run behind."""
+    merged: dict[str, Any] = {}
+    for part in lanes:
+        for number, state in part.items():
+            if number not in merged or merged[number][:2] < state[:2]:
+                merged[number] = state
+    return merged
+
+
+def _without_names(stream: State) -> list[Any]:
+    """Data may be moved: its fingerprint tells that it is the same."""
+    return [stream["seed"], stream["block_length"], stream["shape"], [row[1:4] for row in stream["sources"]]]
+
+
+def _by_place(stream: State) -> dict[str, tuple[str, str, int]]:
+    return {
+        place: (stream["folder"] + name, fingerprint, num_records)
+        for name, fingerprint, num_records, place, *_ in stream["sources"]
+    }
+
+
+def _moved(before: Sequence[str], here: Sequence[str]) -> str:
+    at = next(at for at, (old, new) in enumerate(zip(before, here)) if old != new)
+    return f"number {at} was {before[at]!r} and is {here[at]!r}"
+
+
+def _differs(what: str) -> ValueError:
+    return ValueError(f"the state was saved of another stream: {what}; go back to what it was, or on_change='remap'")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=16).hexdigest()

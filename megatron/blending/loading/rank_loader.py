@@ -1,0 +1,286 @@
+"""pure. The stream as a training loop sees it: batches of this rank, from workers, to be saved and restored anywhere.
+
+Invariants, for any numbers of ranks and workers before and after:
+- output k of the stream is given by rank k % world_size, as its (k // world_size)-th;
+- a loader that is restored continues with the output after the last one that was drawn when the state was made.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from megatron.blending.loading.crew import Crew, warn_of_shared_lanes
+from megatron.blending.loading.loader_state import (
+    VERSION,
+    State,
+    check_stream,
+    describe_stream,
+    lanes_of,
+    leaf_positions,
+    merge_states,
+    position_of_blend,
+    remapped,
+    total_drawn,
+)
+from megatron.blending.loading.pinning import may_pin, pinned
+from megatron.blending.loading.server import END
+from megatron.blending.loading.worker import Message
+from megatron.blending.loading.worker_config import WorkerConfig
+from megatron.blending.streams.dataset import Binding, SavableDataset
+
+logger = logging.getLogger("megatron.blending")
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Loader(Generic[T_co]):
+    """Iterable and its own iterator. Both kinds can be saved; workers start with the first batch.
+
+    `close()`, or leaving a `with`, stops the workers; the next batch would start them again.
+    """
+
+    def __init__(
+        self,
+        dataset: SavableDataset[T_co],
+        worker_config: WorkerConfig | None,
+        prefetch_factor: int,
+        pin_memory: bool | None,
+        *,
+        is_savable: bool,
+    ) -> None:
+        if not isinstance(dataset, SavableDataset):
+            raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
+        if prefetch_factor < 1:
+            raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
+        self.config = worker_config or dataset.found_config() or WorkerConfig()
+        self._dataset = dataset
+        self._is_savable = is_savable
+        self._prefetch_factor = prefetch_factor
+        self._pins = (self.config.num_workers > 0 if pin_memory is None else pin_memory) and may_pin()
+        self._lanes: dict[str, Any] = {}
+        self._heads: dict[int, Message] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._is_over = self._has_drawn = self._is_started = False
+        self._stream: State | None = None
+        self._crew: Crew | None = None
+        self._bind({}, {}, [])
+        self._num_lanes = lanes_of(self._binding, self.config.num_lanes)
+        self._begin_pass(0, 0)
+
+    def __len__(self) -> int:
+        """Batches of one pass on this rank; of endless data, of one pass over it."""
+        ranks = self.config.num_ranks
+        if self._root.goes_on:
+            return max(1, (self._root.size or 0) // ranks)
+        total = len(self._dataset) if self._root.size is None else self._root.size
+        return total // ranks + (self.config.this_rank < total % ranks)
+
+    def __iter__(self) -> Iterator[T_co]:
+        is_left = self._has_drawn and not self._is_savable and self._is_finite
+        if self._is_over or is_left:
+            self._next_pass()
+        return self
+
+    def __next__(self) -> T_co:
+        if self._is_over:
+            raise StopIteration
+        self._has_drawn = True
+        try:
+            value = self._draw()
+        except StopIteration:
+            self._is_over = True
+            raise
+        except BaseException:
+            if self.config.num_workers:
+                self.close()
+            raise
+        return pinned(value) if self._pins else value
+
+    # Saving. A state is made of ints, strings, lists and dicts: JSON, or torch.load(weights_only=True), will do.
+
+    def state_dict(self) -> State:
+        """Return where this rank stands: a few hundred bytes, about 70 per source, and what open buffers hold."""
+        self._keep_lanes()
+        rank, ranks = self.config.this_rank, self.config.num_ranks
+        drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
+        return {
+            "version": VERSION,
+            "rank": rank,
+            "world_size": ranks,
+            "num_lanes": self._num_lanes,
+            "pass": self._pass,
+            "epoch_start": self._epoch_start,
+            "slot": self._slot,
+            "is_over": self._is_over,
+            "lanes": dict(self._lanes),
+            "positions": leaf_positions(self._root, self._slot // ranks * ranks, drawn),
+            "stream": self._described(),
+        }
+
+    def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
+        """Continue from a state, or from the states of all ranks, whose number then does not matter; at any time.
+
+        If the state is of another stream: ValueError naming what differs; or, with `on_change="remap"`, each source
+        goes on from where that of its name stood, in the order that it had, and new ones begin. Then what lanes held
+        back is given up, and weights start anew.
+        """
+        if on_change not in ("error", "remap"):
+            raise ValueError(f"on_change must be 'error' or 'remap', but is {on_change!r}")
+        states = [state] if isinstance(state, dict) else list(state)
+        if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
+            raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
+        merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
+        self.close()
+        self._bind({}, {}, [])
+        try:
+            check_stream(merged["stream"], self._described())
+        except ValueError as difference:
+            if on_change == "error":
+                raise
+            self._remap(merged, str(difference))
+            return
+        sources = merged["stream"]["sources"]
+        changes = [tuple(change) for change in merged["stream"]["changes"]]
+        self._bind({row[3]: row[4] for row in sources}, {row[3]: row[5] for row in sources}, changes)
+        self._num_lanes = merged["num_lanes"]
+        self._begin_pass(merged["pass"], merged["slot"])
+        self._epoch_start = merged["epoch_start"]
+        self._is_over = merged["is_over"]
+        self._lanes = {number: lane for number, lane in merged["lanes"].items() if self._runs(int(number))}
+
+    def save_state_rank(self) -> State:
+        """As `state_dict`, under energon's name."""
+        return self.state_dict()
+
+    def restore_state_rank(self, state: State | Sequence[State] | None, *, on_change: str = "error") -> None:
+        """As `load_state_dict`, under energon's name; None does nothing."""
+        if state is not None:
+            self.load_state_dict(state, on_change=on_change)
+
+    def change_weights(self, weights: Sequence[float], *, blend: str = "", output: int | None = None) -> None:
+        """From output number `output` of the whole stream on, give the children of a blend other weights.
+
+        None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say the same on all.
+        `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.
+        """
+        rank = self.config.this_rank
+        here = self._slot - rank if output is None else output
+        if here < self._slot - rank:
+            raise ValueError(f"output must be at least {self._slot - rank}, but is {output}: it was drawn already")
+        self.close()
+        drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
+        position = position_of_blend(self._root, blend, here, drawn)
+        told = self._binding
+        self._bind(told.salts, told.bases, [*told.changes, (blend, position, [float(weight) for weight in weights])])
+
+    # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
+
+    @property
+    def num_failed(self) -> int:
+        return sum(failed for failed, _ in self._counts.values())
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(skipped for _, skipped in self._counts.values())
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._keep_lanes()
+        if self._crew is not None:
+            self._crew.close()
+        self._crew = None
+        self._heads = {}
+        self._is_started = False
+
+    def __enter__(self) -> "Loader[T_co]":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @property
+    def _is_finite(self) -> bool:
+        return self._root.size is not None and not self._root.goes_on
+
+    def _bind(self, salts: dict[str, str], bases: dict[str, int], changes: list[Any]) -> None:
+        seed = self.config.seed + self.config.seed_offset
+        self._binding = Binding(seed, self.config.num_ranks, salts=salts, bases=bases, changes=changes)
+        self._root = self._dataset.bind(self._binding)
+        self._stream = None
+
+    def _described(self) -> State:
+        if self._stream is None:
+            self._stream = describe_stream(self._root, self._binding)
+        return self._stream
+
+    def _remap(self, state: State, difference: str) -> None:
+        if self._is_finite:
+            raise ValueError(f"on_change='remap' is for endless data, but this is finite: begin it anew. {difference}")
+        salts, bases, told = remapped(state, self._described())
+        logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
+        self._bind(salts, bases, [])
+        self._begin_pass(0, 0)
+
+    def _next_pass(self) -> None:
+        if self._is_finite:
+            self._begin_pass(self._pass + 1, 0)
+            return
+        # The stream just goes on: workers are not even told.
+        self._epoch_start = self._slot - self.config.this_rank
+        self._is_over = False
+
+    def _begin_pass(self, pass_number: int, slot: int) -> None:
+        rank, ranks = self.config.this_rank, self.config.num_ranks
+        self._pass = pass_number
+        self._slot = slot + (rank - slot) % ranks
+        self._epoch_start = 0
+        self._lanes, self._heads, self._counts = {}, {}, {}
+        self._is_over = self._has_drawn = self._is_started = False
+
+    def _draw(self) -> Any:
+        num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
+        # Every rank gives as many: what does not go evenly belongs to the next epoch.
+        epoch = len(self) * ranks if self._root.goes_on else END
+        if self._slot - self._epoch_start >= epoch:
+            raise StopIteration
+        crew = self._started()
+        while True:
+            worker = self._slot // ranks % num_workers
+            head = self._heads.get(worker)
+            if head is None:
+                head = self._heads[worker] = crew.next(worker)
+            if head.slot == self._slot:
+                del self._heads[worker]
+                self._take_state(worker, head)
+                self._slot += ranks
+                return head.value
+            # This slot was left empty; at the end all are.
+            if len(self._heads) == num_workers and all(head.slot == END for head in self._heads.values()):
+                for number, head in self._heads.items():
+                    self._take_state(number, head)
+                raise StopIteration
+            self._slot += ranks
+
+    def _take_state(self, worker: int, message: Message) -> None:
+        for number, state in message.lanes.items():
+            self._lanes[str(number)] = state
+        self._counts[worker] = message.num_failed, message.num_skipped
+
+    def _started(self) -> Crew:
+        if self._crew is None:
+            warn_of_shared_lanes(self._num_lanes, self.config)
+            self._crew = Crew(self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor)
+        if not self._is_started:
+            self._crew.start(self._pass, self._slot, {int(number): lane for number, lane in self._lanes.items()})
+            self._is_started = True
+        return self._crew
+
+    def _keep_lanes(self) -> None:
+        states = self._crew.lane_states() if self._crew is not None and self._is_started else None
+        if states is not None:
+            self._lanes = {str(number): state for number, state in states.items()}
+
+    def _runs(self, lane: int) -> bool:
+        seats = [self.config.seat_of(worker) for worker in range(max(1, self.config.num_workers))]
+        return any((lane - seat) % math.gcd(self._num_lanes, self.config.num_seats) == 0 for seat in seats)

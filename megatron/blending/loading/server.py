@@ -1,0 +1,149 @@
+"""pure. The outputs that one of `num_seats` servers makes of a stream: those of its slots, whatever the others do.
+
+Seat s of S serves the slots k with k % S == s. Slots whose lane never left anything out are made in bulk, as arithmetic
+says; the others by their lanes. A lane has one server where S divides the number of lanes. Else several servers run it,
+each of which throws away what the others serve.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.blending.streams.dataset import Block, Plan, SavableDataset
+from megatron.blending.streams.failures import Failures, FatalSampleError
+from megatron.blending.streams.lane import Lane, LaneEnd
+
+_FIRST_PLANNED = 256
+_MOST_PLANNED = 8192
+END = 2**62
+"""The slot after the last one of a pass."""
+
+
+class Output(NamedTuple):
+    slot: int
+    """END if the pass is over: then there is no value."""
+    value: Any = None
+
+
+class Server:
+    """Makes the outputs of its slots in order, one pass at a time."""
+
+    def __init__(
+        self, root: SavableDataset[Any], num_lanes: int, seat: int, num_seats: int, failures: Failures | None = None
+    ) -> None:
+        """`root`: bound."""
+        self.root = root
+        self.failures = Failures() if failures is None else failures
+        self.num_lanes = num_lanes
+        self._seat = seat
+        self._num_seats = num_seats
+        self._step = math.gcd(num_lanes, num_seats)
+        self._size = None if root.goes_on else root.size
+        self.changed: set[int] = set()
+        """Lanes whose state changed since it was last taken."""
+        self.start(0, 0, {})
+
+    def start(self, pass_number: int, slot: int, lanes: dict[int, Any]) -> None:
+        """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step."""
+        self._pass = pass_number
+        self._lanes = {number: self._lane(number, state) for number, state in lanes.items() if self._runs(number)}
+        # Where lanes are shared, the slots since this seat's last one are other seats', and were not run here.
+        first = slot if self._step == self._num_seats else max(0, slot - self._num_seats + 1)
+        self._slot = first + (self._seat - first) % self._step
+        self._length = _FIRST_PLANNED
+        self._slots: list[int] = []
+        self._plan: Plan | None = None
+        self._at = self._taken = 0
+        # Where lanes are shared, the states may be those of servers that had come less far.
+        behind = [lane.index * self.num_lanes + number for number, lane in self._lanes.items() if not lane.is_over]
+        self._slot = min([self._slot, *behind])
+        self._first_wanted = slot
+
+    def next(self) -> Output:
+        """Make the next output of this seat. Output(END) for ever after the last one of the pass."""
+        while True:
+            slot = self._slot
+            number = slot % self.num_lanes
+            lane = self._lanes.get(number)
+            is_beyond = self._size is not None and slot >= self._size
+            if is_beyond and all(lane.is_over for lane in self._lanes.values()):
+                return Output(END)
+            if (lane is None and is_beyond) or (lane is not None and self._is_done(lane, slot)):
+                self._slot += self._step
+                continue
+            try:
+                if lane is None:
+                    value = self._take(slot)
+                else:
+                    self.changed.add(number)
+                    value = lane.next()
+            except LaneEnd:
+                if self._size is None:
+                    raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
+                self._slot += self._step
+                continue
+            except _NotTaken:
+                self._lanes[number] = self._lane(number, [slot // self.num_lanes, 0])
+                continue
+            self._slot += self._step
+            self.failures.succeeded()
+            if slot >= self._first_wanted and slot % self._num_seats == self._seat:
+                return Output(slot, value)
+
+    def lane_states(self) -> dict[int, Any]:
+        """States of the lanes that are out of step."""
+        return {number: lane.state() for number, lane in self._lanes.items()}
+
+    def changed_states(self) -> dict[int, Any]:
+        """Those of the lanes that changed since this was last asked for."""
+        changed, self.changed = self.changed, set()
+        return {number: self._lanes[number].state() for number in changed}
+
+    def _is_done(self, lane: Lane, slot: int) -> bool:
+        return lane.is_over or lane.index * self.num_lanes + lane.number > slot
+
+    def _runs(self, lane: int) -> bool:
+        return lane % self._step == self._seat % self._step
+
+    def _lane(self, number: int, state: list[Any]) -> Lane:
+        lane = Lane(self.root, number, self.num_lanes, self.failures, pass_number=self._pass, size=self._size)
+        lane.restore(state)
+        return lane
+
+    def _take(self, slot: int) -> Any:
+        """The output of a slot by arithmetic; _NotTaken if it cannot be made so."""
+        while self._at < len(self._slots) and self._slots[self._at] < slot:
+            self._at += 1
+        if self._at == len(self._slots):
+            self._plan_from(slot)
+        try:
+            assert self._plan is not None
+            if self._taken != self._at:
+                self._plan.seek(self._at)
+            value = self._plan.take(1)[0]
+        except Exception:
+            # The lane will find out, and say, what it was.
+            self._taken = -1
+            raise _NotTaken from None
+        self._at += 1
+        self._taken = self._at
+        return value
+
+    def _plan_from(self, slot: int) -> None:
+        """Plan the next slots whose lanes are in step: few at first, so that the first output comes soon."""
+        count = max(1, self._length // self.root.samples_per_output)
+        self._length = min(2 * self._length, _MOST_PLANNED)
+        slots = slot + self._step * np.arange(count, dtype=np.int64)
+        if self._size is not None:
+            slots = slots[slots < self._size]
+        if self._lanes:
+            slots = slots[[number not in self._lanes for number in (slots % self.num_lanes).tolist()]]
+        first = 0 if self._size is None else self._pass * self._size
+        self._plan = self.root.plan(first + slots, Block())
+        self._slots = slots.tolist()
+        self._at = self._taken = 0
+
+
+class _NotTaken(Exception):
+    pass

@@ -1,0 +1,90 @@
+"""pure. Which part of the stream this process takes, and how it is worked on."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.streams.failures import DEFAULT_TOLERANCE
+
+WORKER_KINDS = ("process", "thread")
+START_METHODS = ("fork", "spawn", "forkserver")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Ranks are data-parallel ranks. The stream of samples is the same for any numbers of ranks and workers."""
+
+    rank: int | None = None
+    """None: from torch.distributed, if that is imported and initialised, else 0."""
+    world_size: int | None = None
+    """None: likewise, else 1."""
+    num_workers: int = 0
+    """0: the calling process does the work, when it asks for a batch."""
+    data_parallel_group: Any = None
+    """Process group that rank and world size are taken from; None: all processes."""
+    seed: int = 0
+    """Of the order of everything."""
+    seed_offset: int = 0
+    """Is added to the seed."""
+    num_lanes: int = 960
+    """Part of what makes the stream, where samples are left out or packed: keep it through a run. A multiple of ranks
+    times workers costs least; with packing each lane has a buffer of its own.
+    """
+    failure_tolerance: int = DEFAULT_TOLERANCE
+    """So many failures of a function in a row are fatal; 0: none ever is. `@stateless(failure_tolerance=...)` wins."""
+    global_error_handler: Callable[[Exception, Any, Any], None] | None = None
+    """Called with (error, sample, place) in place of the log, for a sample that failed; what it raises is fatal."""
+    worker_kind: str = "process"
+    """"process" or "thread"."""
+    start_method: str | None = None
+    """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
+    slow_worker_seconds: float = 10.0
+    """A worker that gives nothing for so long is named in the log, with where it stands."""
+    worker_timeout_seconds: float = 600.0
+    """After so long it is an error."""
+
+    def __post_init__(self) -> None:
+        rank, world_size = _distributed(self.data_parallel_group)
+        if (self.rank is None) != (self.world_size is None):
+            raise ValueError("rank and world_size must be given together, or neither")
+        if self.rank is None:
+            object.__setattr__(self, "rank", rank)
+            object.__setattr__(self, "world_size", world_size)
+        if not 0 <= self.this_rank < self.num_ranks:
+            raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
+        for name, least in (("num_workers", 0), ("num_lanes", 1), ("failure_tolerance", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+        for name, known in (("worker_kind", WORKER_KINDS), ("start_method", START_METHODS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}; {nearest(value, known)}")
+
+    @classmethod
+    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: Any = None) -> "WorkerConfig":
+        return cls(num_workers=num_workers, data_parallel_group=data_parallel_group)
+
+    @property
+    def this_rank(self) -> int:
+        return self.rank or 0
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.world_size is None else self.world_size
+
+    @property
+    def num_seats(self) -> int:
+        return self.num_ranks * max(1, self.num_workers)
+
+    def seat_of(self, worker: int) -> int:
+        return self.this_rank + self.num_ranks * worker
+
+
+def _distributed(group: Any) -> tuple[int, int]:
+    """(rank, world size) of torch.distributed, which is not imported for it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(group), distributed.get_world_size(group)

@@ -1,0 +1,182 @@
+"""pure. A worker in a process, which may die or hang, and must not outlive its parent."""
+
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.blending.loading import transport
+from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
+
+logger = logging.getLogger("megatron.blending")
+
+_LOOK_FOR_PARENT_SECONDS = 2.0
+
+
+class ProcessWorker:
+    """A server in a process. It ends when it is closed, when this process ends, and with this object."""
+
+    def __init__(
+        self,
+        name: str,
+        make_server: Callable[[], Server],
+        ahead: int,
+        patience: Patience,
+        start_method: str | None,
+        others: "list[ProcessWorker]",
+    ) -> None:
+        self.name = name
+        self._slow, self._timeout = patience
+        self._generation = -1
+        self._owner = os.getpid()
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context(start_method or ("fork" if "fork" in methods else "spawn"))
+        self._outputs, their_outputs = context.Pipe(duplex=False)
+        their_commands, self._commands = context.Pipe(duplex=False)
+        handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
+        os.close(handle)
+        inherited = [end for worker in [self, *others] for end in (worker._outputs, worker._commands)]
+        to_close = inherited if context.get_start_method() == "fork" else []
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_process_main,
+            args=(make_server, their_commands, their_outputs, to_close, ahead, self._stack_file, os.getpid()),
+            name=name,
+            daemon=True,
+        )
+        try:
+            self._process.start()
+        except (AttributeError, TypeError, OSError) as error:
+            os.unlink(self._stack_file)
+            raise ValueError(
+                f"{name} cannot be started: {error}; functions must be defined at the top of a module "
+                "(start_method='fork' takes any)"
+            ) from error
+        their_outputs.close()
+        their_commands.close()
+        # Unlike multiprocessing's `wait`, it is made once.
+        self._poll = select.poll()
+        for file in (self._outputs.fileno(), self._process.sentinel):
+            self._poll.register(file, select.POLLIN)
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self._tell(start)
+
+    def next(self) -> Message:
+        while True:
+            self._wait()
+            try:
+                message = transport.receive(self._outputs)
+            except (EOFError, OSError):
+                raise RuntimeError(self._died()) from None
+            if message.generation == self._generation:
+                raise_error(self._named(), message)
+                if message.slot != END:
+                    self._tell("more")
+                return message
+
+    def close(self) -> None:
+        # A forked worker has a copy of this object, which is not its own to close.
+        if os.getpid() != self._owner:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._commands.send("stop")
+        # A worker that is about to send into a full pipe finds it closed.
+        self._outputs.close()
+        self._commands.close()
+        self._process.join(LEAVE_SECONDS)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(LEAVE_SECONDS)
+        if os.path.exists(self._stack_file):
+            os.unlink(self._stack_file)
+
+    def _tell(self, command: Any) -> None:
+        # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
+        with contextlib.suppress(OSError):
+            self._commands.send(command)
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        while True:
+            # Outputs first: it may have sent something on its way out.
+            ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
+            if self._outputs.fileno() in ready:
+                return
+            if ready:
+                raise RuntimeError(self._died())
+            waited = time.monotonic() - started
+            told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
+            if waited >= self._timeout:
+                raise RuntimeError(told)
+            logger.warning("%s", told)
+
+    def _named(self) -> str:
+        return f"{self.name} (pid {self._process.pid})"
+
+    def _died(self) -> str:
+        self._process.join(LEAVE_SECONDS)
+        code = self._process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+        return f"{self._named()} died: {how}{hint}"
+
+    def _stack(self) -> str:
+        """Where the process stands, by its own account."""
+        try:
+            before = os.path.getsize(self._stack_file)
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            for _ in range(20):
+                time.sleep(0.02)
+                if os.path.getsize(self._stack_file) > before:
+                    break
+            with open(self._stack_file) as file:
+                file.seek(before)
+                return ":\n" + file.read().rstrip()
+        except OSError:
+            return ""
+
+
+def _process_main(
+    make_server: Callable[[], Server],
+    commands: Any,
+    outputs: Any,
+    to_close: list[Any],
+    ahead: int,
+    stack_file: str,
+    parent: int,
+) -> None:
+    # The end of the pipe must be seen when the parent is gone, so no other process may hold it open.
+    for inherited in to_close:
+        inherited.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+    poll = select.poll()
+    poll.register(commands.fileno(), select.POLLIN)
+
+    def get(is_waiting: bool) -> Any:
+        while not poll.poll(_LOOK_FOR_PARENT_SECONDS * 1000 if is_waiting else 0):
+            if not is_waiting:
+                return None
+            if os.getppid() != parent:
+                return "stop"
+        return commands.recv()
+
+    # The error is that the other end was closed.
+    with contextlib.suppress(EOFError, OSError):
+        serve(make_server, get, lambda message: transport.send(outputs, message), ahead)

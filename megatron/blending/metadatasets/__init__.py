@@ -1,0 +1,1 @@
+"""What is blended, as energon's users write it down: YAML -> a tree of values."""

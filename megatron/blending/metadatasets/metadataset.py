@@ -1,0 +1,297 @@
+"""pure. A metadataset, with the files that it names, as one tree of frozen values; nothing is opened but the YAML.
+
+`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into the leaves: the
+split to read, subflavors (the outer wins), multipliers (their product; None wins, then -1) and parts of sources (a
+part of a part). A blend stays a level of the tree, as its weights are shares among its own children.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from megatron.blending.metadatasets.metadataset_file import (
+    UNSET,
+    Entry,
+    Group,
+    JoinEntry,
+    Range,
+    Reference,
+    parse_metadataset,
+)
+from megatron.blending.metadatasets.paths import check_exists, is_folder, is_metadataset, read_text, resolve_path
+from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.metadatasets.yaml_reader import read_yaml
+
+_DATASET_CONFIG = "dataset.yaml"
+_SPLIT_CONFIG = "split.yaml"
+_FILE_SYSTEM = "filesystem://"
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
+
+    start: int = 0
+    end: int | None = None
+    from_share: Fraction = Fraction(0)
+    to_share: Fraction = Fraction(1)
+
+    def of(self, size: int) -> range:
+        """Return the records of a source of `size` that belong to the subset; ValueError if it is not so large.
+
+        Both ends are rounded down, so adjoining subsets share nothing and leave nothing out.
+        """
+        end = size if self.end is None else self.end
+        if not self.start <= end <= size:
+            raise ValueError(f"subset [{self.start}, {end}) is beyond the {size} samples that there are")
+        count = end - self.start
+        return range(self.start + int(count * self.from_share), self.start + int(count * self.to_share))
+
+    def __str__(self) -> str:
+        """Nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to 3/4"."""
+        records = f" [{self.start}, {'end' if self.end is None else self.end})"
+        shares = f" from {self.from_share} to {self.to_share}" if (self.from_share, self.to_share) != (0, 1) else ""
+        return "" if self == Subset() else records + shares
+
+    def within(self, outer: "Subset") -> "Subset":
+        """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50 %."""
+        width = self.to_share - self.from_share
+        start, end = self.from_share + outer.from_share * width, self.from_share + outer.to_share * width
+        return replace(self, from_share=start, to_share=end)
+
+
+EVERYTHING = Subset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One source of records."""
+
+    path: str
+    split_part: str
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    """What the metadatasets add to, and change in, the subflavors of the source's own dataset.yaml."""
+    shuffle_over_epochs_multiplier: int | None = 1
+    dataset_config: str = _DATASET_CONFIG
+    split_config: str = _SPLIT_CONFIG
+    subset: Subset = EVERYTHING
+    aux: Mapping[str, str] = field(default_factory=dict)
+    where: str = ""
+    """What errors about this source start with: "blend.yaml:7: splits.train.blend[2]"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Sources in shares. The weights are any numbers of at least 0, not all 0."""
+
+    children: "tuple[tuple[Node, float], ...]"
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochized:
+    """Sources that are read through, each so many times, per epoch of the whole."""
+
+    children: "tuple[tuple[Node, float], ...]"
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class JoinLeg:
+    name: str | None
+    leaf: Leaf
+    nonmatch: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Sources whose samples of equal key make one sample. The first is the primary, which gives keys and order."""
+
+    legs: tuple[JoinLeg, ...]
+    joiner: tuple[str, str]
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    shuffle_over_epochs_multiplier: int | None = 1
+    subset: Subset = EVERYTHING
+    where: str = ""
+
+
+Node = Leaf | Blend | Epochized | Join
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """What the files on the way here have said."""
+
+    split: str
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    multiplier: int | None = 1
+    subset: Subset = EVERYTHING
+    trail: tuple[tuple[str, str], ...] = ()
+    """(file, split) from the first to this one."""
+
+
+_Files = dict[str, dict[str, Entry]]
+
+
+def load_metadataset(
+    path: str | os.PathLike[str], split: str, *, told: Reference | None = None, files: _Files | None = None
+) -> Node:
+    """Return the tree of `split` of the metadataset at `path`; a path that is data is a Leaf.
+
+    `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that need not be there.
+    ValueError, one line that names file, line and key, for anything that the grammar does not have, a path where
+    nothing is, a split that a file lacks, or files that name one another in a circle.
+    """
+    path = os.fspath(path)
+    reference = Reference(path=path) if told is None else replace(told, path=path)
+    return _follow(reference, path, _Outer(split), {} if files is None else dict(files))
+
+
+def flattened(node: Node) -> tuple[type, list[tuple[Leaf | Join, Fraction]]]:
+    """Return what the top of a tree is, and its sources with their shares of the whole, or repetitions per epoch.
+
+    Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are 10/24 and 5/24.
+    """
+    if isinstance(node, (Leaf, Join)):
+        return type(node), [(node, Fraction(1))]
+    shares = [Fraction(str(share)) for _, share in node.children]
+    total = sum(shares) if isinstance(node, Blend) else 1
+    return type(node), [
+        (leaf, share / total * inner)
+        for (child, _), share in zip(node.children, shares)
+        for leaf, inner in flattened(child)[1]
+    ]
+
+
+def leaves(node: Node) -> Iterator[Leaf | Join]:
+    """Yield the sources of a tree, in order."""
+    if isinstance(node, (Leaf, Join)):
+        yield node
+    else:
+        for child, _ in node.children:
+            yield from leaves(child)
+
+
+def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
+    split = reference.split_part or outer.split
+    outer = replace(_told(reference, outer), split=split)
+    if not is_metadataset(path) and path not in files:
+        return _leaf(reference, path, outer)
+    for key in ("dataset_config", "split_config", "aux"):
+        if getattr(reference, key):
+            raise _error(reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there")
+    if reference.subset and not reference.subset.is_fraction:
+        raise _error(reference.where, "subset of a metadataset must be percentages, as there is no one order to count")
+    if (path, split) in outer.trail:
+        circle = " -> ".join([*(file for file, _ in outer.trail), path])
+        raise _error(reference.where, f"the files name one another in a circle: {circle}")
+    entries = _read(path, files, reference.where)
+    if split not in entries:
+        raise _error(reference.where or path, f"{path} has no split {split!r}; {nearest(split, entries)}")
+    return _resolve(entries[split], path, replace(outer, trail=(*outer.trail, (path, split))), files)
+
+
+def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
+    if isinstance(entry, Reference):
+        return _follow(entry, resolve_path(entry.path, path), outer, files)
+    if isinstance(entry, JoinEntry):
+        return _join(entry, path, outer, files)
+    if entry.subset is not None:
+        if not entry.subset.is_fraction:
+            raise _error(entry.where, "subset of a blend must be percentages; set numbers of samples on its sources")
+        outer = replace(outer, subset=_subset(entry.subset, outer.subset))
+    children = tuple((_resolve(child, path, outer, files), share) for child, share in entry.entries)
+    return _group(entry, children)
+
+
+def _group(entry: Group, children: tuple[tuple[Node, float], ...]) -> Blend | Epochized:
+    made, other, name = (Epochized, Blend, "blend") if entry.is_epochized else (Blend, Epochized, "blend_epochized")
+    for child, _ in children:
+        if isinstance(child, other):
+            raise _error(
+                entry.where,
+                f"holds a {name} ({child.where}); all levels must be of one kind, or no epoch has an end",
+            )
+    return made(children=children, where=entry.where)
+
+
+def _leaf(reference: Reference, path: str, outer: _Outer) -> Leaf:
+    check_exists(path, reference.where)
+    if not is_folder(path):
+        for key in ("dataset_config", "split_config"):
+            if getattr(reference, key):
+                raise _error(reference.where, f"{key!r} is for folders with .nv-meta, but {path} is a file; remove it")
+    return Leaf(
+        path=path,
+        split_part=outer.split,
+        subflavors=outer.subflavors,
+        shuffle_over_epochs_multiplier=outer.multiplier,
+        dataset_config=reference.dataset_config or _DATASET_CONFIG,
+        split_config=reference.split_config or _SPLIT_CONFIG,
+        subset=outer.subset,
+        aux={name: _store(store, outer.trail[-1][0]) for name, store in reference.aux.items()},
+        where=reference.where or path,
+    )
+
+
+def _store(store: str, beside: str) -> str:
+    prefix = _FILE_SYSTEM if store.startswith(_FILE_SYSTEM) else ""
+    return prefix + resolve_path(store.removeprefix(prefix), beside)
+
+
+def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
+    told = replace(_told(entry, outer), split=entry.split_part or outer.split)
+    legs: list[JoinLeg] = []
+    # The order is the primary's, so what it says of that is said of the join.
+    primary = _told(entry.legs[0][1], replace(told, subflavors={}))
+    for name, reference, nonmatch in entry.legs:
+        leg_path = resolve_path(reference.path, path)
+        if is_metadataset(leg_path):
+            raise _error(reference.where, f"a join is of data, but {leg_path} is a metadataset")
+        if legs and reference.subset:
+            raise _error(reference.where, "subset is for the first source of a join, or for the join; remove it")
+        leg = replace(_told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING)
+        legs.append(JoinLeg(name, _leaf(reference, leg_path, leg), nonmatch))
+    return Join(
+        legs=tuple(legs),
+        joiner=entry.joiner,
+        subflavors=told.subflavors,
+        shuffle_over_epochs_multiplier=primary.multiplier,
+        subset=primary.subset,
+        where=entry.where,
+    )
+
+
+def _told(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
+    """What holds within `entry`, which says less than what is outside of it does."""
+    return replace(
+        outer,
+        subflavors={**entry.subflavors, **outer.subflavors},
+        multiplier=multiplied(outer.multiplier, 1 if entry.multiplier is UNSET else entry.multiplier),
+        subset=outer.subset if entry.subset is None else _subset(entry.subset, outer.subset),
+    )
+
+
+def multiplied(outer: int | None, inner: int | None) -> int | None:
+    """Return what two multipliers, one within the other, come to: None (no shuffling) wins, then -1 (at random)."""
+    if outer is None or inner is None:
+        return None
+    return -1 if -1 in (outer, inner) else outer * inner
+
+
+def _subset(inner: Range, outer: Subset) -> Subset:
+    if inner.is_fraction:
+        return Subset(from_share=Fraction(inner.start), to_share=Fraction(inner.end or 1)).within(outer)
+    return Subset(int(inner.start), None if inner.end is None else int(inner.end)).within(outer)
+
+
+def _read(path: str, files: _Files, where: str) -> dict[str, Entry]:
+    if path not in files:
+        files[path] = parse_metadataset(path, read_yaml(path, read_text(path, where)))
+    return files[path]
+
+
+def _error(where: str, fault: str) -> ValueError:
+    return ValueError(f"{where}: {fault}" if where else fault)

@@ -1,0 +1,1 @@
+"""Streams made of streams: which sample comes next, as a function of its position."""

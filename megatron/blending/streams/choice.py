@@ -1,0 +1,252 @@
+"""pure. Nodes with several children, each of whose outputs is one of a child's: BlendDataset and ConcatDataset."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.streams.blend import SEQUENCES, Choices
+from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
+from megatron.blending.streams.lane import CursorNode, LaneEnd, Place
+from megatron.blending.streams.segments import Segments, UntilExhausted
+from megatron.blending.streams.weights import Weight, WeightSchedule, integer_weights
+
+_FEW_CHILDREN = 32
+
+
+class ChoiceDataset(SavableDataset[Any]):
+    """A node that says for each of its positions which child, and which of that child's."""
+
+    keeps_place = False
+
+    def choose(self, positions: Ints) -> Choices:
+        raise NotImplementedError
+
+    def plan(self, positions: Ints, block: Block) -> "ChoicePlan":
+        return ChoicePlan(self, self.choose(positions), block)
+
+    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "ChoiceLane":
+        return ChoiceLane(self, lane, parent, child_number)
+
+    def __len__(self) -> int:
+        return sum(len(child) for child in self.children)
+
+    def counts(self, position: int) -> list[int]:
+        """How many of the first outputs are each child's; of a bound node."""
+        raise NotImplementedError
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return self.counts(position)
+
+
+class BlendDataset(ChoiceDataset):
+    """Children in proportion to weights, of their outputs: of batches, if they give batches.
+
+    Endless children keep their weights for ever. Finite ones are read through once per pass, in proportion for as long
+    as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of the pairs.
+    """
+
+    def __init__(
+        self,
+        *dataset_weights: Any,
+        mode: str = "exact",
+        schedule: WeightSchedule | None = None,
+        worker_config: Any = None,
+    ) -> None:
+        """`mode`: "exact" is within one output of the weights at every prefix; "random" draws each output.
+
+        Blends with finite children are exact in any mode. `schedule`: weights from each step on, in place of those of
+        the pairs.
+        """
+        pairs = as_pairs("BlendDataset", dataset_weights)
+        if mode not in SEQUENCES:
+            raise ValueError(f"mode of a blend must be one of {', '.join(SEQUENCES)}; {nearest(mode, list(SEQUENCES))}")
+        self.children = tuple(dataset for dataset, _ in pairs)
+        self.weights = tuple(weight for _, weight in pairs)
+        self.mode = mode
+        self.schedule = schedule
+        self.worker_config = worker_config
+        self._sizes = [child.size for child in self.children]
+        self._sequence: Any = None
+        integer_weights(self.weights)
+        num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
+        if num_weights != len(self.children):
+            raise ValueError(
+                f"the schedule has {num_weights} weights for {len(self.children)} data sets; give each one"
+            )
+        used = [size for size, weight in zip(self._sizes, self.weights) if weight]
+        self._has_end = any(size is not None for size in used)
+        self.size = None if None in used else sum(size or 0 for size in used)
+        if schedule is not None and self._has_end:
+            raise ValueError("a schedule of weights is for endless data sets; repeat them (RepeatDataset)")
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self._sizes = [child.size for child in self.children]
+        seed = binding.seed_at(f"{self.place} blend")
+        changes = [(position, weights) for place, position, weights in binding.changes if place == self.place]
+        if self._has_end:
+            if changes:
+                raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
+            self._sequence = UntilExhausted(self.weights, self._sizes, seed)
+        else:
+            segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
+            self._sequence = Segments([*segments, *changes], seed, self.mode)
+
+    def choose(self, positions: Ints) -> Choices:
+        if self.size is None:
+            return self._sequence.choose(positions)
+        passes, places = np.divmod(positions, self.size)
+        children, numbers = self._sequence.choose(places)
+        sizes = np.array([size or 0 for size in self._sizes], np.int64)
+        return Choices(children, numbers + passes * sizes[children])
+
+    def counts(self, position: int) -> list[int]:
+        if self.size is None:
+            return self._sequence.counts(position)
+        passes, place = divmod(position, self.size)
+        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
+
+    def signature(self) -> list[Any]:
+        segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
+        return [
+            type(self).__name__,
+            self.mode,
+            [[start, list(integer_weights(weights))] for start, weights in segments],
+        ]
+
+
+class ConcatDataset(ChoiceDataset):
+    """One data set after the other, each from its start to its end. Weights that come with them are ignored."""
+
+    def __init__(self, *datasets: Any, worker_config: Any = None) -> None:
+        if len(datasets) == 1 and isinstance(datasets[0], (list, tuple)):
+            datasets = tuple(datasets[0])
+        self.children = tuple(item[0] if isinstance(item, tuple) else item for item in datasets)
+        self.worker_config = worker_config
+        check_datasets("ConcatDataset", self.children)
+        for number, child in enumerate(self.children):
+            if child.size is None:
+                raise ValueError(f"data set {number} of a ConcatDataset is endless; limit it (LimitDataset)")
+        self.size: int = sum(child.size or 0 for child in self.children)
+        self._ends = np.cumsum([child.size or 0 for child in self.children])
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self._ends = np.cumsum([child.size or 0 for child in self.children])
+        self.size = int(self._ends[-1])
+
+    def choose(self, positions: Ints) -> Choices:
+        passes, places = np.divmod(positions, self.size)
+        children = np.searchsorted(self._ends, places, side="right").astype(np.int64)
+        sizes = np.diff(self._ends, prepend=0)
+        return Choices(children, places - (self._ends - sizes)[children] + passes * sizes[children])
+
+    def counts(self, position: int) -> list[int]:
+        passes, place = divmod(position, self.size)
+        sizes = [child.size or 0 for child in self.children]
+        within = [min(max(place - (int(end) - size), 0), size) for end, size in zip(self._ends, sizes)]
+        return [passes * size + count for size, count in zip(sizes, within)]
+
+
+class ChoicePlan:
+    def __init__(self, node: ChoiceDataset, chosen: Choices, block: Block) -> None:
+        self.length = len(chosen.children)
+        self._children = chosen.children
+        self._list: list[int] | None = None
+        self._at = 0
+        self._plans: dict[int, Plan] = {}
+        self._parts = list(_by_child(chosen.children))
+        for child, places in self._parts:
+            self._plans[child] = node.children[child].plan(chosen.numbers[places], block)
+        self._ranks: Any = None
+
+    def seek(self, offset: int) -> None:
+        self._at = offset
+        counts = np.bincount(self._children[:offset], minlength=max(self._plans, default=0) + 1).tolist()
+        for child, plan in self._plans.items():
+            plan.seek(counts[child])
+
+    def take(self, count: int) -> list[Any]:
+        if self._list is None:
+            self._list = self._children.tolist()
+        chosen = self._list[self._at : self._at + count]
+        self._at += count
+        if count == 1:
+            return self._plans[chosen[0]].take(1)
+        taken = {child: iter(self._plans[child].take(number)) for child, number in Counter(chosen).items()}
+        return list(map(next, map(taken.__getitem__, chosen)))
+
+    def child(self, number: int) -> Plan | None:
+        return self._plans.get(number)
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Return (child, place in the child's plan)."""
+        if self._ranks is None:
+            self._ranks = np.zeros(self.length, np.int64)
+            for _, places in self._parts:
+                self._ranks[places] = np.arange(len(places))
+        return int(self._children[place]), int(self._ranks[place])
+
+
+class ChoiceLane(CursorNode):
+    node: ChoiceDataset
+
+    def pull(self, place: Place | None) -> tuple[Any, Any]:
+        while True:
+            try:
+                plan, block, within = self.locate(place)
+            except LaneEnd:
+                return self._rest()
+            number, rank = plan.at(within)
+            child = self.child(number)
+            try:
+                found = child.pull((block, rank))
+            except LaneEnd:
+                # It left out more than there was: the others go on without it.
+                self.passed_over(block, within)
+                continue
+            self.passed(block, within)
+            if len(self._children) > _FEW_CHILDREN and not child.collect():
+                del self._children[number]
+            return found
+
+    def _rest(self) -> tuple[Any, Any]:
+        """What children still have that gave more than planned."""
+        for number in sorted(self._children):
+            if self._children[number].is_detached():
+                try:
+                    return self._children[number].pull(None)
+                except LaneEnd:
+                    continue
+        raise LaneEnd
+
+
+def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
+    """Pairs of (data set, weight), given one by one or as one tuple of them."""
+    if len(given) == 1 and isinstance(given[0], (list, tuple)) and given[0] and isinstance(given[0][0], (list, tuple)):
+        given = tuple(given[0])
+    for number, pair in enumerate(given):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(f"{kind} takes pairs (data set, weight), but argument {number} is {type(pair).__name__}")
+    check_datasets(kind, [pair[0] for pair in given])
+    return [(pair[0], pair[1]) for pair in given]
+
+
+def check_datasets(kind: str, datasets: Sequence[Any]) -> None:
+    if not datasets:
+        raise ValueError(f"{kind} needs at least one data set")
+    for number, dataset in enumerate(datasets):
+        if not isinstance(dataset, SavableDataset):
+            raise ValueError(f"{kind}: data set {number} must be a data set of megatron.blending, but is {dataset!r}")
+
+
+def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:
+    """(child, places where it stands), for each child that is there."""
+    if not len(children):
+        return
+    order = np.argsort(children, kind="stable")
+    ordered = children[order]
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(ordered)) + 1])
+    for start, places in zip(starts, np.split(order, starts[1:])):
+        yield int(ordered[start]), places

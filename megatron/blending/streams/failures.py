@@ -1,0 +1,102 @@
+"""pure. What happens to a sample that makes a function fail: it is left out, logged once and counted, up to a limit."""
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.encoding.seeding import failure_tolerance_of
+
+logger = logging.getLogger("megatron.blending")
+
+DEFAULT_TOLERANCE = 100
+
+# Mistakes in the program, not in a sample: the next sample would fail too.
+_FATAL = (SystemError, SyntaxError, ImportError, MemoryError, RecursionError, ReferenceError, NameError)
+_LOGGED_ONE_BY_ONE = 20
+_REMEMBERED = 10_000
+_MOST_IN_SILENCE = 1_000_000
+
+
+class FatalSampleError(RuntimeError):
+    """Too many samples in a row failed, or one did in a way that others will too."""
+
+
+class Failures:
+    """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never."""
+
+    def __init__(
+        self, tolerance: int = DEFAULT_TOLERANCE, handler: Callable[[Exception, Any, Any], None] | None = None
+    ):
+        """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run."""
+        self._tolerance = tolerance
+        self._handler = handler
+        self._in_a_row: dict[int, int] = {}
+        self._logged: set[tuple[int, str]] = set()
+        self.num_failed = 0
+        self.num_skipped = 0
+        self._silent_in_a_row = 0
+
+    def succeeded(self) -> None:
+        """A sample came out at the end: failures from here on are a new row."""
+        if self._in_a_row or self._silent_in_a_row:
+            self._in_a_row.clear()
+            self._silent_in_a_row = 0
+
+    def leave_out(
+        self, error: Exception | None, node: int, function: Any, where: Callable[[], str], sample: Any
+    ) -> None:
+        """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
+
+        `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to find the sample.
+        """
+        if error is None or isinstance(error, SkipSample):
+            self._skip(function, where)
+            return
+        if isinstance(error, FatalSampleError):
+            raise error
+        self.num_failed += 1
+        in_a_row = self._in_a_row[node] = self._in_a_row.get(node, 0) + 1
+        own = failure_tolerance_of(function)
+        tolerance = self._tolerance if own is None else own
+        is_fatal = isinstance(error, _FATAL) or bool(tolerance and in_a_row >= tolerance)
+        if self._handler is not None and not is_fatal:
+            self._handler(error, sample, where())
+            return
+        place = where()
+        if is_fatal:
+            reason = "" if isinstance(error, _FATAL) else f"; {in_a_row} samples in a row failed, the limit"
+            raise FatalSampleError(f"{_told(error, function, place, sample)}{reason}") from error
+        self._log(error, node, function, place, sample)
+
+    def _skip(self, function: Any, where: Callable[[], str]) -> None:
+        self.num_skipped += 1
+        self._silent_in_a_row += 1
+        if self._silent_in_a_row >= _MOST_IN_SILENCE:
+            raise FatalSampleError(
+                f"{_name(function)} left out {_MOST_IN_SILENCE:,} samples in a row, the last at {where()}; "
+                "nothing may be left of the data"
+            )
+
+    def _log(self, error: Exception, node: int, function: Any, place: str, sample: Any) -> None:
+        if (node, place) in self._logged:
+            return
+        if len(self._logged) < _REMEMBERED:
+            self._logged.add((node, place))
+        # Each of the first, then ever fewer: a broken source must not fill the disk.
+        if self.num_failed <= _LOGGED_ONE_BY_ONE or self.num_failed & (self.num_failed - 1) == 0:
+            logger.warning("%s; left out, %d so far", _told(error, function, place, sample), self.num_failed)
+
+
+def _told(error: Exception, function: Any, place: str, sample: Any) -> str:
+    key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
+    of_key = "" if key is None else f" (key {key})"
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" [{frames[-1].filename}:{frames[-1].lineno}]" if frames else ""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{place}{of_key}: {_name(function)}: {type(error).__name__}: {text}{at}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__

@@ -1,0 +1,204 @@
+"""pure. Packing by a user's functions: which of a buffer's samples go together, and what is made of them.
+
+Samples that are chosen for no pack stay in the buffer, in front, and are offered again.
+"""
+
+from collections.abc import Callable
+from types import GeneratorType
+from typing import Any
+
+from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.streams.dataset import origin_tag
+from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.holding import HoldingDataset, HoldingLane
+from megatron.blending.streams.lane import LaneEnd, Place, describe_origin
+from megatron.blending.streams.mapping import check_function, check_no_more, nth
+
+OVER_LONG = ("error", "alone", "drop")
+_MOST_OFFERS = 16
+
+
+class PackingDataset(HoldingDataset):
+    """Packs made of `buffer_size` samples at a time.
+
+    `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
+    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
+    its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
+    dropped and counted; the latter two also befall a sample that is not chosen from 16 full buffers. At the end of
+    finite data what is left makes packs by itself.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        buffer_size: int,
+        pre_packer: Callable[[list[Any]], list[list[Any]]],
+        final_packer: Callable[[list[Any]], Any],
+        *,
+        sample_encoder: Callable[[Any], Any] | None = None,
+        over_long: str = "error",
+        worker_config: Any = None,
+        **ignored: Any,
+    ) -> None:
+        check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
+        if buffer_size < 1:
+            raise ValueError(f"PackingDataset: buffer_size must be at least 1, but is {buffer_size}")
+        if over_long not in OVER_LONG:
+            raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
+        super().__init__(dataset, buffer_size, worker_config)
+        for name, function in (("pre_packer", pre_packer), ("final_packer", final_packer)):
+            check_function("PackingDataset", name, function)
+        self.buffer_size = buffer_size
+        self.over_long = over_long
+        self.pre_packer: Any = pre_packer
+        self.final_packer: Any = final_packer
+        self.sample_encoder: Any = sample_encoder
+
+    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "PackingLane":
+        return PackingLane(self, lane, parent, child_number)
+
+    def rebuild(self, origin: Any) -> Any:
+        encode = self.sample_encoder or (lambda sample: sample)
+        values = [encode(self.children[0].rebuild(part)) for part in origin[1]]
+        return nth(self.final_packer(values), origin[2])
+
+
+class PackingLane(HoldingLane):
+    """Buffers hold (origin, value, how often it was offered); a state has the origins, values are made again."""
+
+    node: PackingDataset
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._buffer: list[tuple[Any, Any, int]] = []
+        self._groups: list[list[tuple[Any, Any]]] = []
+        self._origins: Any = None
+        self._packs: Any = None
+        self._given = 0
+        self._saved: Any = None
+
+    def pull(self, place: Place | None) -> tuple[Any, Any]:
+        if self._saved is not None:
+            self._make_again(self._saved)
+            self._saved = None
+        while True:
+            if self._origins is not None and (found := self._next_of_several()) is not None:
+                return found
+            while not self._groups:
+                self._choose(place)
+            group = self._encoded(self._groups.pop(0))
+            if not group:
+                continue
+            origins, values = [list(part) for part in zip(*group)]
+            try:
+                pack = self.node.final_packer(values)
+            except Exception as error:
+                self.fail(error, self.node.final_packer, origins[0], values[0])
+                continue
+            if type(pack) is not GeneratorType:
+                return [origin_tag(self.node), origins, 0], pack
+            self._origins, self._packs, self._given = origins, pack, 0
+
+    def _choose(self, place: Place | None) -> None:
+        """Fill the buffer, and have groups chosen of it; LaneEnd if nothing is left."""
+        is_full = self._fill(place)
+        if not self._buffer:
+            raise LaneEnd
+        chosen = self.node.pre_packer([value for _, value, _ in self._buffer])
+        # One object may stand there for several samples.
+        by_id: dict[int, list[tuple[Any, Any, int]]] = {}
+        for held in reversed(self._buffer):
+            by_id.setdefault(id(held[1]), []).append(held)
+        for group in chosen:
+            members = [by_id[id(value)].pop()[:2] for value in group if by_id.get(id(value))]
+            if len(members) < len(group):
+                raise FatalSampleError(
+                    "select_samples_to_pack must return lists of the samples that it was given, each at most once"
+                )
+            if members:
+                self._groups.append(members)
+        left = []
+        for held in self._buffer:
+            if by_id[id(held[1])] and by_id[id(held[1])][-1] is held:
+                by_id[id(held[1])].pop()
+                left.append((*held[:2], held[2] + 1))
+        self._buffer = []
+        for number, (origin, value, offers) in enumerate(left):
+            is_stuck = not self._groups and (number == 0 or not is_full)
+            is_late = is_full and offers >= _MOST_OFFERS and self.node.over_long != "error"
+            if is_stuck or is_late:
+                self._over_long(origin, value, is_full)
+            else:
+                self._buffer.append((origin, value, offers if is_full else 0))
+
+    def _fill(self, place: Place | None) -> bool:
+        while len(self._buffer) < self.node.buffer_size:
+            try:
+                origin, value = self.draw(place)
+            except LaneEnd:
+                return False
+            self._buffer.append((origin, value, 0))
+        return True
+
+    def _over_long(self, origin: Any, value: Any, is_full: bool) -> None:
+        if not is_full or self.node.over_long == "alone":
+            self._groups.append([(origin, value)])
+        elif self.node.over_long == "drop":
+            self.fail(SkipSample(), self.node.pre_packer, origin, value)
+        else:
+            raise FatalSampleError(
+                f"{describe_origin(self.lane.root, origin)}: select_samples_to_pack does not choose this sample; "
+                "cut it if it is too long, or pass over_long='alone' or 'drop'"
+            )
+
+    def _encoded(self, group: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        encode = self.node.sample_encoder
+        if encode is None:
+            return group
+        done = []
+        for origin, value in group:
+            try:
+                done.append((origin, encode(value)))
+            except Exception as error:
+                self.fail(error, encode, origin, value)
+        return done
+
+    def _next_of_several(self) -> tuple[Any, Any] | None:
+        origins = self._origins
+        try:
+            if self._packs is None:
+                encode = self.node.sample_encoder or (lambda sample: sample)
+                self._packs = iter(self.node.final_packer([encode(self.node.children[0].rebuild(o)) for o in origins]))
+                for _ in range(self._given):
+                    next(self._packs, None)
+            pack = next(self._packs)
+        except StopIteration:
+            self._origins = self._packs = None
+            return None
+        except Exception as error:
+            self._origins = self._packs = None
+            self.fail(error, self.node.final_packer, origins[0], None)
+            return None
+        self._given += 1
+        return [origin_tag(self.node), origins, self._given - 1], pack
+
+    def held(self) -> Any:
+        if self._saved is not None:
+            return self._saved
+        if not self.is_started:
+            return None
+        buffer = [[origin, offers] for origin, _, offers in self._buffer]
+        groups = [[origin for origin, _ in group] for group in self._groups]
+        return [self.num_drawn, buffer, groups, self._origins, self._given]
+
+    def restore(self, held: Any) -> None:
+        self.is_started = True
+        self.num_drawn = held[0]
+        self._saved = held
+
+    def _make_again(self, held: Any) -> None:
+        _, buffer, groups, self._origins, self._given = held
+        again = [(origin, self.rebuild(origin), offers) for origin, offers in buffer]
+        self._buffer = [(origin, made[0], offers) for origin, made, offers in again if made]
+        remade = [[(origin, self.rebuild(origin)) for origin in group] for group in groups]
+        self._groups = [[(origin, made[0]) for origin, made in group if made] for group in remade]

@@ -1,0 +1,222 @@
+"""pure. Nodes that only say which positions of their child there are, and in which order."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from megatron.blending.streams.choice import check_datasets
+from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
+from megatron.blending.streams.lane import CursorNode, Lane, LaneEnd, Place
+from megatron.blending.streams.order import ReadingOrder, records_at
+
+
+class SpanDataset(SavableDataset[Any]):
+    def __init__(self, dataset: Any, worker_config: Any) -> None:
+        check_datasets(type(self).__name__, [dataset])
+        self.children = (dataset,)
+        self.worker_config = worker_config
+
+    def within_child(self, positions: Ints) -> Ints:
+        return positions
+
+    def plan(self, positions: Ints, block: Block) -> Plan:
+        return self.children[0].plan(self.within_child(positions), block)
+
+    def in_lane(self, lane: Any, parent: Any, child_number: int) -> Any:
+        return self.children[0].in_lane(lane, parent, child_number)
+
+
+class RepeatDataset(SpanDataset):
+    """A finite data set again and again; shuffled ones in another order each time."""
+
+    def __init__(self, dataset: Any, repeats: float | None = None, *, worker_config: Any = None) -> None:
+        """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
+        super().__init__(dataset, worker_config)
+        if repeats is not None and not (repeats > 0 and math.isfinite(repeats)):
+            raise ValueError(f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats}")
+        self.repeats = repeats
+        if repeats is not None and dataset.size is not None:
+            exact = repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
+            self.size = int(dataset.size * exact)
+            if self.size == 0:
+                raise ValueError(f"RepeatDataset: {repeats} times {dataset.size} outputs is none; repeat it more often")
+
+    def __len__(self) -> int:
+        return len(self.children[0]) if self.size is None else self.size
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.size]
+
+
+class LimitDataset(SpanDataset):
+    """The first `length` outputs: of each rank where only maps are above (as in energon), else of the whole stream.
+
+    Of an endless data set, the next pass gives the next ones.
+    """
+
+    keeps_outputs = True
+
+    def __init__(
+        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset, worker_config)
+        if length < 1:
+            raise ValueError(f"LimitDataset: length must be at least 1, but is {length}")
+        self.length = length
+        self.size: int = length if dataset.size is None else min(length, dataset.size)
+        self.goes_on = dataset.size is None or dataset.goes_on
+
+    def __len__(self) -> int:
+        return self.size
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        total = self.length * binding.world_size if is_outermost else self.length
+        inner = self.children[0].size
+        self.size = total if inner is None else min(total, inner)
+
+    def within_child(self, positions: Ints) -> Ints:
+        if self.goes_on:
+            return positions
+        passes, places = np.divmod(positions, self.size)
+        return passes * self.children[0].size + places
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return self.within_child(np.array([position], np.int64)).tolist()
+
+    def plan(self, positions: Ints, block: Block) -> "LimitPlan":
+        return LimitPlan(positions, super().plan(positions, block))
+
+    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "LimitLane":
+        return LimitLane(self, lane, parent, child_number)
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.length]
+
+
+class LimitPlan:
+    def __init__(self, positions: Ints, child: Plan) -> None:
+        self.length = len(positions)
+        self.positions = positions
+        self.take, self.seek = child.take, child.seek
+        self._child = child
+
+    def child(self, number: int) -> Plan:
+        return self._child
+
+
+class LimitLane(CursorNode):
+    """Gives as many as there are places; where the child left some out, from behind the limit."""
+
+    node: LimitDataset
+    _beyond: Lane | None = None
+    _pass = 0
+
+    def pull(self, place: Place | None) -> tuple[Any, Any]:
+        plan, block, within = self.locate(place)
+        found = self._next(plan, block, within)
+        self.passed(block, within)
+        return found
+
+    def _next(self, plan: Any, block: int, within: int) -> tuple[Any, Any]:
+        if self._beyond is None:
+            try:
+                return self.child(0).pull((block, within))
+            except LaneEnd:
+                if self.node.goes_on:
+                    raise
+                self._beyond = self._lane_beyond(int(plan.positions[within]) // self.node.size)
+        return self._beyond.pull()
+
+    def _lane_beyond(self, pass_number: int) -> Lane:
+        child, lane = self.node.children[0], self.lane
+        first = -(-(self.node.size - lane.number) // lane.num_lanes)
+        self._pass = pass_number
+        return Lane(
+            child, lane.number, lane.num_lanes, lane.failures, pass_number=pass_number, index=first, size=child.size
+        )
+
+    def held(self) -> Any:
+        beyond = None if self._beyond is None else [self._pass, self._beyond.state()]
+        return None if self.cursor is None and beyond is None else [self.cursor and list(self.cursor), beyond]
+
+    def restore(self, held: Any) -> None:
+        cursor, beyond = held
+        self.cursor = None if cursor is None else (cursor[0], cursor[1])
+        if beyond is not None:
+            self._beyond = self._lane_beyond(beyond[0])
+            self._beyond.restore(beyond[1])
+
+
+class EpochizeDataset(SpanDataset):
+    """An epoch of `length` outputs, or of `num_epochs` times the data's own length; the next pass goes on from there.
+
+    A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
+    virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long.
+    """
+
+    goes_on = True
+    keeps_outputs = True
+
+    def __init__(
+        self, dataset: Any, length: int | None = None, num_epochs: int | None = None, *, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset, worker_config)
+        for name, value in (("length", length), ("num_epochs", num_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"EpochizeDataset: {name} must be at least 1, but is {value}")
+        if length is None and num_epochs is None:
+            raise ValueError("EpochizeDataset: length or num_epochs must be given")
+        self.length = length
+        self.num_epochs = num_epochs or 1
+        self.size: int = self.num_epochs * (len(dataset) if length is None else length)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        if is_outermost and self.length is not None:
+            self.size = self.num_epochs * self.length * binding.world_size
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__]
+
+
+class ShuffleBufferDataset(SpanDataset):
+    """Outputs mixed within windows of `size`, one window after the other. Nothing is held back for it."""
+
+    def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
+        super().__init__(dataset, worker_config)
+        if size < 1:
+            raise ValueError(f"ShuffleBufferDataset: size must be at least 1, but is {size}")
+        self.window = size
+        self.size = dataset.size
+        self._seed = 0
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self._seed = binding.seed_at(f"{self.place} shuffle {self.window}")
+
+    def within_child(self, positions: Ints) -> Ints:
+        if self.size is None:
+            return self._mixed(positions, self.window)
+        passes, places = np.divmod(positions, self.size)
+        num_whole = self.size // self.window
+        found = np.zeros_like(positions)
+        is_whole = places < num_whole * self.window
+        # Whole windows are numbered through from pass to pass, and so are the last, shorter ones.
+        whole = self._mixed(passes * num_whole * self.window + places, self.window)
+        found[is_whole] = (whole - passes * num_whole * self.window + passes * self.size)[is_whole]
+        if not is_whole.all():
+            rest = self.size - num_whole * self.window
+            start = num_whole * self.window
+            last = self._mixed(passes * rest + places - start, rest)
+            found[~is_whole] = (last - passes * rest + start + passes * self.size)[~is_whole]
+        return found
+
+    def _mixed(self, positions: Ints, window: int) -> Ints:
+        order = ReadingOrder(window, self._seed)
+        return positions // window * window + records_at([order], [positions])[0]
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.window]

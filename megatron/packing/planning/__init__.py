@@ -1,0 +1,1 @@
+"""Schedules side by side, advice and pictures, from lengths alone."""

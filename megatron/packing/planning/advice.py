@@ -1,0 +1,159 @@
+"""pure. What another capacity, layout or size of the global batch would change, in sentences with a figure each.
+
+Every figure is a global batch scheduled anew by `default` and modelled, not a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.layout import Alignment
+from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
+from megatron.packing.planning.step_record import StepLayout
+from megatron.packing.scheduling.balance import default
+from megatron.packing.scheduling.cost import PackCost
+
+IntArray = npt.NDArray[np.int64]
+
+_WORTH_SAYING = 0.01
+"""Share of the step's time."""
+_MANY_SEQUENCES = 30_000
+"""As many are scheduled anew for each figure, but at least one global batch."""
+
+
+class Adviser:
+    """Schedules the same global batches under other layouts."""
+
+    def __init__(self, batches: Sequence[IntArray], layout: StepLayout, context_parallel_size: int) -> None:
+        self._batches = batches[: max(1, min(len(batches), _MANY_SEQUENCES // batches[0].size))]
+        self._layout = layout
+        self._context = context_parallel_size
+        self._now = modelled_cost(self._batches, layout, default)
+
+    def advice(self, comparison: Comparison) -> list[str]:
+        """Sentences on the schedulers, the capacity, the layout and the batch, those that say something."""
+        best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
+        sentences = self._on_schedulers(comparison, best)
+        sentences += self._on_capacity(best)
+        sentences += self._on_context()
+        if best is not None and best.bubble > 0.05:
+            sentences += self._on_bubble(best)
+        return sentences
+
+    def _change(self, layout: StepLayout, batches: Sequence[IntArray] | None = None) -> float:
+        """Share of the time that this saves (negative: costs), per token."""
+        return 1 - modelled_cost(batches or self._batches, layout, default) / self._now
+
+    def _on_schedulers(self, comparison: Comparison, best: Outcome | None) -> list[str]:
+        if best is None:
+            return []
+        sentences = []
+        padded = next(outcome for outcome in comparison.outcomes if outcome.name == PADDED_TO_LONGEST)
+        others = [each for each in comparison.outcomes if each.schedule_seconds is not None and each is not best]
+        gain = (
+            f"default trains {padded.step_cost / best.step_cost:.2f}x the tokens per second of padding to the longest"
+        )
+        if others:  # of packing
+            next_best = min(others, key=lambda each: each.step_cost)
+            times = next_best.step_cost / best.step_cost
+            gain += f", and {times:.2f}x those of {next_best.name}" * (abs(times - 1) >= 0.005)
+        sentences.append(gain + ".")
+        if best.balance < 1:
+            sentences.append(
+                f"Its modelled time is {best.balance:.3f} of what any schedule of even packs takes: small packs first "
+                "and last fill the bubbles of the pipeline."
+            )
+        elif best.balance < 1 + _WORTH_SAYING:
+            sentences.append(
+                f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more than that."
+            )
+        return sentences
+
+    def _on_capacity(self, best: Outcome | None) -> list[str]:
+        layout, longest = self._layout, max(int(batch.max()) for batch in self._batches)
+        needed = int(layout.alignment.padded_length(np.int64(longest)))
+        found = {}
+        for factor in (0.5, 0.75, 1.5, 2.0):
+            capacity = int(layout.capacity * factor) // layout.alignment.pack * layout.alignment.pack
+            if capacity >= needed:
+                found[capacity] = self._change(replace(layout, capacity=capacity))
+        sentences = []
+        more = {capacity: saved for capacity, saved in found.items() if capacity > layout.capacity}
+        less = {capacity: saved for capacity, saved in found.items() if capacity < layout.capacity}
+        if more and max(more.values()) < _WORTH_SAYING:
+            largest = max(more) // self._context
+            sentences.append(
+                f"More capacity is not worth its memory: up to {largest:,} tokens per rank "
+                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the time."
+            )
+        elif more:
+            each = ", ".join(f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items())
+            sentences.append(f"More capacity (--max-seqlen-per-dp-cp-rank): {each}.")
+        if less:
+            smallest, saved = min(less.items())
+            fill = "" if best is None else f"packs are {best.fill:.0%} filled; "
+            each = f"{self._per_rank(smallest)} {_percent(saved)}"
+            sentences.append(f"Less capacity: {fill}{each}, and activations take {smallest / layout.capacity:.0%}.")
+        elif best is not None and best.fill < 0.8:
+            sentences.append(
+                f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, needs the capacity: "
+                f"a smaller one would take more context parallel, or cutting sequences."
+            )
+        return sentences
+
+    def _per_rank(self, capacity: int) -> str:
+        return f"{capacity // self._context:,} tokens per rank would"
+
+    def _on_context(self) -> list[str]:
+        """What twice the context parallel would bring on as many devices."""
+        layout = self._layout
+        work = layout.request(self._batches[0]).work
+        share = int(work.cost[0]) / (work.total / layout.num_ranks)
+        longest = f"the longest sequence, {int(work.length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
+        if layout.num_ranks % 2:
+            return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
+        saved = self._change(_with_twice_the_context(layout, self._context))
+        if share <= 1 and saved < _WORTH_SAYING:
+            return []
+        dp, cp = layout.num_ranks // 2, self._context * 2
+        reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
+        return [f"{reason}--cp {cp} with --dp {dp}, on as many devices, would {_percent(saved)}."]
+
+    def _on_bubble(self, best: Outcome) -> list[str]:
+        """Remedies for devices that wait."""
+        layout, model = self._layout, self._layout.model
+        doubled = [np.concatenate((batch, batch)) for batch in self._batches]
+        saved = 1 - modelled_cost(doubled, layout, default) / (2 * self._now)
+        size = f"--global-batch-size {doubled[0].size}"
+        remedies = [f"{size} would {_percent(saved)} per token"]
+        if model.num_stages > 1 and not model.ranks_meet:
+            chunks = model.num_virtual_stages * 2
+            interleaved = replace(model, num_virtual_stages=chunks, stage_group=model.num_stages)
+            saved = self._change(replace(layout, model=interleaved, microbatch_multiple=model.num_stages))
+            remedies.append(f"--vpp {chunks} would {_percent(saved)}")
+        return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
+
+
+def _with_twice_the_context(layout: StepLayout, context: int) -> StepLayout:
+    """Half the ranks, each with twice the devices for every sequence; a microbatch moves the weights as before."""
+    alignment = layout.alignment
+    sequence = 4 * context
+    alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
+    cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)
+    return replace(
+        layout,
+        num_ranks=layout.num_ranks // 2,
+        capacity=2 * layout.capacity // alignment.pack * alignment.pack,
+        alignment=alignment,
+        cost=cost,
+    )
+
+
+def _percent(saved: float) -> str:
+    if abs(saved) < 0.0005:
+        return "change nothing"
+    return f"save {saved:.1%} of the time" if saved > 0 else f"cost {-saved:.1%} more time"

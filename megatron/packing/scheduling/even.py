@@ -1,0 +1,235 @@
+"""pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, rows of packs; pipelines are
+in `even_pipelines`.
+
+A placement is int64 [N] in the order of the Work, rank * num_microbatches + microbatch of each sequence; no pack is
+over capacity. Functions that try several ways yield each, for the caller to take the quickest, and None after each
+attempt that failed, for the caller to turn to something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.placement import first_fit, split, spread, trade
+from megatron.packing.scheduling.work import Work, stable_order
+
+IntArray = npt.NDArray[np.int64]
+
+_MAX_BISECTIONS = 8
+_FINEST_BISECTION = 2048
+"""Bisection ends at this part of a cost."""
+_HEAD = 8
+"""Sequences per rank, the costliest, that bisection is about."""
+
+
+Tight = Callable[[], IntArray | None]
+"""A placement of as few packs as can be found; None where they are more than there is room for."""
+
+
+class Effort:
+    """How much more may be tried: counted in sequences placed, so that it is the same on every machine."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._left = num_sequences
+
+    def part(self, divisor: int) -> Effort:
+        """A part of what is left, taken from it."""
+        part = Effort(self._left // divisor)
+        self._left -= part._left
+        return part
+
+    def spend(self, num_sequences: int) -> bool:
+        """Whether so many may still be placed; counts them."""
+        self._left -= num_sequences
+        return self._left >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Where sequences may go."""
+
+    num_ranks: int
+    num_microbatches: int
+    capacity: int
+    effort: Effort = field(repr=False)
+
+
+def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Ranks of even cost; from `tight` where capacity is too tight for other ways."""
+    pack = spread(
+        *(work.cost, work.length),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+    )
+    first = tight() if pack is None else pack
+    if first is None:
+        return
+    yield first
+    yield _traded(work, room, first)
+    last = first
+    for pack in _bisected(
+        *(work.cost, work.length, _largest(work.cost, first // room.num_microbatches)),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+        effort=room.effort,
+    ):
+        last = last if pack is None else pack
+        yield pack
+    if last is not first:
+        yield _traded(work, room, last)
+
+
+def _traded(work: Work, room: Room, pack: IntArray) -> IntArray:
+    """The same with ranks of uneven cost having traded sequences."""
+    pack = pack.copy()
+    trade(
+        *(work.cost, work.length, pack),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+    )
+    return pack
+
+
+def _bisected(
+    cost: IntArray,
+    length: IntArray,
+    high: int,
+    *,
+    num_ranks: int,
+    packs_per_rank: int,
+    capacity: int,
+    effort: Effort,
+) -> Iterator[IntArray | None]:
+    """Placements whose costliest rank is ever cheaper, all below `high`.
+
+    The sequences that make ranks uneven, the costliest, go to the first rank that they fit in at the cost that is
+    tried; the others are spread over what they leave.
+    """
+    low = max(-(-int(cost.sum()) // num_ranks), int(cost[0]))
+    head = min(cost.size, _HEAD * num_ranks)
+    head = cost.size if 2 * head > cost.size else head
+    first_fits = partial(first_fit, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    spreads = partial(spread, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    for _ in range(_MAX_BISECTIONS):
+        if high - low <= low // _FINEST_BISECTION or not effort.spend((head + cost.size) // 2):
+            return
+        limit = (low + high) // 2
+        pack, _ = first_fits(cost[:head], length[:head], limit=limit)
+        if pack.min() >= 0 and head < cost.size:
+            loads = np.bincount(pack // packs_per_rank, weights=cost[:head], minlength=num_ranks).astype(np.int64)
+            tokens = np.bincount(pack, weights=length[:head], minlength=num_ranks * packs_per_rank).astype(np.int64)
+            tail = spreads(cost[head:], length[head:], loads=loads, tokens=tokens)
+            pack = pack if tail is None else np.concatenate((pack, tail))
+        if pack.size < cost.size or pack.min() < 0 or (largest := _largest(cost, pack // packs_per_rank)) >= high:
+            low = limit + 1
+            yield None
+        else:
+            high = largest
+            yield pack
+
+
+def _even_packs(cost: IntArray, length: IntArray, num_packs: int, capacity: int, effort: Effort) -> IntArray | None:
+    """Packs of even cost: the number of each sequence's; None where capacity is too tight."""
+    best = spread(cost, length, num_ranks=num_packs, capacity=capacity)
+    return evener_packs(cost, length, best, num_packs, capacity, effort)
+
+
+def evener_packs(
+    cost: IntArray, length: IntArray, best: IntArray | None, num_packs: int, capacity: int, effort: Effort
+) -> IntArray | None:
+    """Packs whose costliest is no costlier than in `best`."""
+    fair = max(-(-int(cost.sum()) // num_packs), int(cost[0]))
+    high = 2 * fair if best is None else _largest(cost, best)
+    for pack in _bisected(cost, length, high, num_ranks=num_packs, packs_per_rank=1, capacity=capacity, effort=effort):
+        best = best if pack is None else pack
+    return best
+
+
+def split_ranks(
+    work: Work, pack: IntArray, num_ranks: int, capacity: int, weights: IntArray
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Each rank's sequences split anew, into packs in proportion to `weights` [M]; and the ranks that stay as they
+    were, for capacity is too tight, bool [num_ranks].
+    """
+    rank = pack // weights.size
+    by_rank = stable_order(rank)
+    starts = np.searchsorted(rank[by_rank], np.arange(num_ranks + 1))
+    position, _ = split(starts, work.cost[by_rank], work.length[by_rank], capacity=capacity, weights=weights)
+    failed = np.zeros(num_ranks, np.bool_)
+    failed[rank[by_rank[position < 0]]] = True
+    other = np.empty_like(pack)
+    other[by_rank] = rank[by_rank] * weights.size + position
+    return np.where(failed[rank], pack, other), failed
+
+
+def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    pack = np.full(work.cost.size, -1, np.int64)
+    rests = [np.arange(work.cost.size)]  # the sequences left after so many full rows
+    while rests[-1].size and len(rests) <= num_microbatches:
+        rest, row = rests[-1], len(rests) - 1
+        cost = work.cost[rest]
+        if int(cost[0]) * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
+            break
+        column, _ = first_fit(cost, work.length[rest], num_ranks=num_ranks, capacity=room.capacity, limit=int(cost[0]))
+        placed = column >= 0
+        pack[rest[placed]] = column[placed] * num_microbatches + row
+        rests.append(rest[~placed])
+    last, has_any = len(rests) - 1, False
+    for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
+        rest, num_left = rests[num_full], num_microbatches - num_full
+        if rest.size == 0:
+            has_any = True
+            yield _in_rows(work, pack, num_ranks, num_microbatches)
+            continue
+        # Rows about as costly as the costliest sequence left, or all rows that there are.
+        fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
+        for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
+            even = None
+            if room.effort.spend(rest.size):
+                even = _even_packs(work.cost[rest], work.length[rest], num_ranks * num_rows, room.capacity, room.effort)
+            if even is not None:
+                rows, columns = np.divmod(even, num_ranks)
+                way = pack.copy()
+                way[rest] = columns * num_microbatches + num_full + rows
+                has_any = True
+                yield _in_rows(work, way, num_ranks, num_microbatches)
+    placement = None if has_any else tight()
+    if placement is not None:
+        yield _in_rows(work, placement, num_ranks, num_microbatches)
+
+
+def _in_rows(work: Work, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
+    """The packs arranged so that those of like cost meet, the costliest first."""
+    costs = work.pack_costs(pack, num_ranks, num_microbatches).ravel()
+    place = np.empty_like(costs)
+    place[stable_order(-costs)] = np.arange(costs.size)
+    row, column = np.divmod(place[pack], num_ranks)
+    return column * num_microbatches + row
+
+
+def deal(cost: IntArray, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
+    """Whole packs dealt to ranks of even cost: the placement of their sequences."""
+    pack_costs = np.bincount(pack, weights=cost, minlength=num_ranks * num_microbatches).astype(np.int64)
+    by_cost = stable_order(-pack_costs)
+    ones = np.ones(by_cost.size, np.int64)
+    rank = spread(pack_costs[by_cost], ones, num_ranks=num_ranks, capacity=num_microbatches)
+    assert rank is not None, "as many places as packs"
+    by_rank = stable_order(rank)
+    place = np.empty_like(rank)
+    place[by_cost[by_rank]] = np.arange(rank.size)  # each rank has num_microbatches of them
+    return place[pack]
+
+
+def _largest(cost: IntArray, part: IntArray) -> int:
+    """Cost of the costliest part."""
+    return int(np.bincount(part, weights=cost).max())

@@ -1,0 +1,152 @@
+"""pure. Among placements that are as good, one that moves fewer tokens between data-parallel ranks.
+
+Where ranks meet only at the end of a step, each rank first keeps sequences that it drew itself, up to what the
+costliest rank of the schedule may hold; only the rest is spread. Whole sets of packs may trade ranks in every case.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.placement import keep, spread, trade
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.work import Work, stable_order
+
+IntArray = npt.NDArray[np.int64]
+
+_SLACK = (0, 256, 64, 32, 16)
+"""Parts of the costliest rank's cost that ranks leave free for what the others can't keep: none, 1/256 ..."""
+_TRADES = 100_000
+"""Pairs of sequences looked at to even out what the others were spread over."""
+_MANY = 1 << 14
+"""Sequences for which only one slack is tried."""
+
+
+def stay_home(
+    work: Work,
+    source: IntArray,
+    pack: IntArray,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    capacity: int,
+    model: StepModel,
+    good_enough: int,
+) -> IntArray:
+    """A placement that takes no more time than `pack` does or `good_enough`, and moves no more tokens.
+
+    source: int64 [N], rank that drew each sequence, in the order of `work`, as is `pack`.
+    """
+    renamed = _trade_ranks(work, source, pack, num_ranks, num_microbatches, model.ranks_meet)
+    fewest, best = min(
+        ((tokens_moved(work.length, source, way // num_microbatches), way) for way in (renamed, pack)),
+        key=lambda entry: entry[0],
+    )
+    if model.ranks_meet or model.num_stages > 1:
+        return best
+    limit = _costliest(work, pack // num_microbatches)
+    allowed = max(good_enough - num_microbatches * work.fixed, limit)
+    for part in _SLACK if work.cost.size <= _MANY else _SLACK[-1:]:
+        other = _keep_and_spread(
+            work, source, num_ranks, num_microbatches, capacity, limit - (limit // part if part else 0)
+        )
+        if other is None:
+            continue
+        if _costliest(work, other // num_microbatches) > allowed:
+            trade(
+                *(work.cost, work.length, other),
+                num_ranks=num_ranks,
+                packs_per_rank=num_microbatches,
+                capacity=capacity,
+                budget=_TRADES,
+            )
+            if _costliest(work, other // num_microbatches) > allowed:
+                continue
+        if (
+            np.bincount(other, minlength=num_ranks * num_microbatches).min()
+            == 0
+            < work.cost.size
+            >= num_ranks * num_microbatches
+        ):
+            continue
+        moved = tokens_moved(work.length, source, other // num_microbatches)
+        if moved < fewest:
+            return other
+    return best
+
+
+def _costliest(work: Work, rank: IntArray) -> int:
+    """Cost of the costliest rank."""
+    return int(np.bincount(rank, weights=work.cost).max())
+
+
+def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
+    """Tokens that leave the rank that drew them."""
+    return int(length[source != rank].sum())
+
+
+def _keep_and_spread(
+    work: Work, source: IntArray, num_ranks: int, num_microbatches: int, capacity: int, limit: int
+) -> IntArray | None:
+    pack = keep(
+        *(work.cost, work.length, np.ascontiguousarray(source)),
+        num_ranks=num_ranks,
+        packs_per_rank=num_microbatches,
+        capacity=capacity,
+        limit=limit,
+    )
+    kept, rest = pack >= 0, pack < 0
+    if not rest.any():
+        return pack
+    num_packs = num_ranks * num_microbatches
+    loads = np.bincount(source[kept], weights=work.cost[kept], minlength=num_ranks).astype(np.int64)
+    tokens = np.bincount(pack[kept], weights=work.length[kept], minlength=num_packs).astype(np.int64)
+    spread_rest = spread(
+        *(work.cost[rest], work.length[rest]),
+        num_ranks=num_ranks,
+        packs_per_rank=num_microbatches,
+        capacity=capacity,
+        loads=loads,
+        tokens=tokens,
+    )
+    if spread_rest is None:
+        return None
+    pack[rest] = spread_rest
+    return pack
+
+
+def _trade_ranks(
+    work: Work, source: IntArray, pack: IntArray, num_ranks: int, num_microbatches: int, ranks_meet: bool
+) -> IntArray:
+    """Ranks renamed, in each microbatch anew where they meet, so that many tokens are where they were drawn."""
+    rank, microbatch = np.divmod(pack, num_microbatches)
+    first = microbatch * num_ranks if ranks_meet else 0
+    num_sets = num_ranks * (num_microbatches if ranks_meet else 1)
+    place = _match(first + rank, first + source, work.length, num_sets, num_ranks)
+    return place[first + rank] % num_ranks * num_microbatches + microbatch
+
+
+def _match(part: IntArray, place: IntArray, weight: IntArray, size: int, block: int) -> IntArray:
+    """A place of its own for each part [size], the pairs that share the most weight first; within blocks of ids."""
+    pairs = part * size + place
+    order = stable_order(pairs)
+    pairs, first = np.unique(pairs[order], return_index=True)
+    shared = np.add.reduceat(weight[order], first) if first.size else weight
+    pairs = pairs[stable_order(-shared)]
+    place_of = np.full(size, -1, np.int64)
+    is_taken = np.zeros(size, np.bool_)
+    while pairs.size:
+        parts, places = np.divmod(pairs, size)
+        index = np.arange(pairs.size)
+        first_of_part, first_of_place = np.full(size, pairs.size), np.full(size, pairs.size)
+        np.minimum.at(first_of_part, parts, index)
+        np.minimum.at(first_of_place, places, index)
+        # A pair that is the best of both its part and its place is what taking the best pair again and again finds.
+        best = (first_of_part[parts] == index) & (first_of_place[places] == index)
+        place_of[parts[best]] = places[best]
+        is_taken[places[best]] = True
+        pairs = pairs[(place_of[parts] < 0) & ~is_taken[places]]
+    # Ids ascend block by block, and each block has as many places left as parts.
+    place_of[place_of < 0] = np.flatnonzero(~is_taken)
+    return place_of

@@ -1,0 +1,188 @@
+"""pure. What a schedule's step would take: a model of how ranks wait for one another, and 1F1B pipelines simulated.
+
+A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In the model a step takes, in units of
+cost on one pipeline stage,
+
+    one stage           the costliest rank's sum over its packs
+    several stages      the costliest rank's sum + (stages - 1) * its costliest pack, over stages: a flow shop, whose
+                        order does not matter
+    ranks that meet     the same of one rank that runs, at each microbatch, the costliest pack of all ranks
+
+The flow shop is what lower bounds are proven for. A 1F1B pipeline of equal packs takes just as long; with small packs
+first and last it takes less, and with unequal packs in a bad order more, which `simulate` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.native import LIBRARY as _compiled
+from megatron.packing.scheduling.native import address
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """How the parallel layout makes ranks wait for one another."""
+
+    num_stages: int = 1
+    """Pipeline-parallel size."""
+    num_virtual_stages: int = 1
+    """Model chunks per rank (interleaved pipelines)."""
+    stage_group: int = 1
+    """Microbatches that one chunk runs before the next does (`microbatch_group_size_per_vp_stage`); at least
+    `num_stages` in interleaved pipelines, whose stages would wait for one another for ever with fewer.
+    """
+    ranks_meet: bool = False
+    """Data-parallel ranks wait for one another at each microbatch, as experts spread over them make them do."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_virtual_stages", "stage_group"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if self.num_virtual_stages > 1 and self.stage_group < self.num_stages:
+            raise ValueError(
+                f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved pipeline, "
+                f"but is {self.stage_group}"
+            )
+
+    def time_of(self, pack_costs: IntArray) -> int:
+        """Modelled time of a step, `num_stages` times over to stay an integer: int64 [ranks, microbatches], with the
+        fixed cost in each pack.
+        """
+        rows = pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
+        return int((rows.sum(axis=1) + (self.num_stages - 1) * rows.max(axis=1)).max())
+
+    def simulated_time_of(self, pack_costs: IntArray) -> int:
+        """The same with the packs run by 1F1B in the order given; equal to `time_of` without a pipeline."""
+        if self.num_stages == 1:
+            return self.time_of(pack_costs)
+        rows = pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
+        return int(-(-simulate(rows, self).max() // 3))
+
+
+class Operation(NamedTuple):
+    """One forward or backward pass of one model chunk over one microbatch."""
+
+    backward: bool
+    microbatch: int
+    chunk: int
+
+
+class TimedOperation(NamedTuple):
+    """When a stage runs an operation: start and end, int64 [ranks]."""
+
+    stage: int
+    operation: Operation
+    start: IntArray
+    end: IntArray
+
+
+def simulate(pack_costs: IntArray, model: StepModel) -> IntArray:
+    """When each rank's pipeline ends, int64 [ranks]: packs [ranks, microbatches] in the order given, by 1F1B.
+
+    In thirds of a pack's cost on one of `num_stages` stages, times `num_stages`: forward takes one of them, backward
+    two; sending takes none.
+    """
+    num_ranks, num_microbatches = pack_costs.shape
+    end = np.zeros(num_ranks, np.int64)
+    if _compiled is not None:
+        costs = np.ascontiguousarray(pack_costs)
+        shape = (model.num_stages, model.num_virtual_stages, model.stage_group)
+        _compiled.simulate(num_ranks, num_microbatches, address(costs), *shape, address(end))
+        return end
+    for timed in timeline(pack_costs, model):
+        end = np.maximum(end, timed.end)
+    return end
+
+
+def timeline(pack_costs: IntArray, model: StepModel) -> Iterator[TimedOperation]:
+    """Every operation of every stage with its times (see `simulate`), each stage's in the order in which it runs them.
+
+    One chunk of an interleaved stage takes its share of the time: exact integers where costs are multiples of
+    `num_virtual_stages`.
+    """
+    num_ranks, num_microbatches = pack_costs.shape
+    chunks = model.num_virtual_stages
+    ends: dict[tuple[int, Operation], IntArray] = {}
+    free = [np.zeros(num_ranks, np.int64) for _ in range(model.num_stages)]
+    cost = pack_costs // chunks
+    for stage, operation in _order(model.num_stages, chunks, model.stage_group, num_microbatches):
+        before = _needs(stage, operation, model.num_stages, chunks)
+        start = free[stage] if before is None else np.maximum(free[stage], ends[before])
+        end = start + cost[:, operation.microbatch] * (2 if operation.backward else 1)
+        free[stage] = ends[stage, operation] = end
+        yield TimedOperation(stage, operation, start, end)
+
+
+def _needs(stage: int, operation: Operation, num_stages: int, num_chunks: int) -> tuple[int, Operation] | None:
+    """The operation, and its stage, whose result this one takes in; None for the first of all."""
+    backward, microbatch, chunk = operation
+    place = chunk * num_stages + stage + (1 if backward else -1)
+    if place < 0:
+        return None
+    if place == num_chunks * num_stages:
+        return stage, Operation(False, microbatch, chunk)
+    return place % num_stages, Operation(backward, microbatch, place // num_stages)
+
+
+@lru_cache(maxsize=64)
+def _order(
+    num_stages: int, num_chunks: int, stage_group: int, num_microbatches: int
+) -> tuple[tuple[int, Operation], ...]:
+    """All operations, each after those that it needs, each stage's in the order of megatron-core's schedules."""
+    programs = [_program(stage, num_stages, num_chunks, stage_group, num_microbatches) for stage in range(num_stages)]
+    next_of = [0] * num_stages
+    done: set[tuple[int, Operation]] = set()
+    order: list[tuple[int, Operation]] = []
+    total = sum(map(len, programs))
+    while len(order) < total:
+        before = len(order)
+        for stage, program in enumerate(programs):
+            while next_of[stage] < len(program):
+                operation = program[next_of[stage]]
+                need = _needs(stage, operation, num_stages, num_chunks)
+                if need is not None and need not in done:
+                    break
+                done.add((stage, operation))
+                order.append((stage, operation))
+                next_of[stage] += 1
+        assert len(order) > before, "stages wait for one another"
+    return tuple(order)
+
+
+def _program(stage: int, num_stages: int, num_chunks: int, stage_group: int, num_microbatches: int) -> list[Operation]:
+    """1F1B, or megatron-core's interleaved 1F1B, of one stage: forwards to fill the pipeline, then one forward and
+    one backward in turn.
+    """
+    forwards = _passes(False, num_chunks, stage_group, num_microbatches)
+    backwards = _passes(True, num_chunks, stage_group, num_microbatches)
+    if num_chunks == 1:
+        warmup = num_stages - stage - 1
+    else:
+        warmup = (num_stages - stage - 1) * 2 + (num_chunks - 1) * stage_group
+    warmup = min(warmup, len(forwards))
+    program = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards):
+        program += [forward, backward]
+    return program + backwards[len(forwards) - warmup :]
+
+
+def _passes(backward: bool, num_chunks: int, stage_group: int, num_microbatches: int) -> list[Operation]:
+    """A group of microbatches through one chunk after the other, then the next group."""
+    if num_chunks == 1:
+        return [Operation(backward, microbatch, 0) for microbatch in range(num_microbatches)]
+    chunks = range(num_chunks - 1, -1, -1) if backward else range(num_chunks)
+    return [
+        Operation(backward, microbatch, chunk)
+        for start in range(0, num_microbatches, stage_group)
+        for chunk in chunks
+        for microbatch in range(start, min(start + stage_group, num_microbatches))
+    ]

@@ -1,0 +1,234 @@
+"""From records to samples: the class that dataset.yaml names, cookers, parts of sources, stores, joins."""
+
+import dataclasses
+import io
+import json
+import pickle
+
+import pytest
+import torch
+
+from megatron.blending.encoding.cooking import Cooker, cooker
+from megatron.blending.encoding.leaves import Reading, open_records
+from megatron.blending.encoding.samples import (
+    CaptioningSample,
+    CrudeSample,
+    SkipSample,
+    TextSample,
+    VQASample,
+    basic_sample_keys,
+)
+from megatron.blending.encoding.seeding import stateless
+from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
+from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.streams.failures import FatalSampleError
+from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
+
+V2 = "__class__: MetadatasetV2\nsplits:\n"
+
+
+def records_of(path, split, reading):
+    return open_records(next(leaves(load_metadataset(path, split))), reading)
+
+
+def opened(path, split="train", encoder=None, allow_code=False):
+    """All samples of a source in its own order."""
+    reading = Reading(encoder=encoder or DefaultTaskEncoder(), allow_code=allow_code)
+    source, load = records_of(path, split, reading)
+    source, load = pickle.loads(pickle.dumps((source, load)))
+    records = source.read(range(len(source)))
+    return [load(record, ("0", 7, index)) for index, record in enumerate(records)]
+
+
+def refused(path, **options):
+    with pytest.raises(ValueError, match=r".") as error:
+        opened(path, **options)
+    return str(error.value)
+
+
+def test_text_samples(tmp_path):
+    folder = write_texts(tmp_path, "a", 8, "subflavors: {lang: en, n: 1}\n")
+    samples = opened(folder)
+    assert [sample.text for sample in samples] == [f"a-{i}" for i in range(6)]
+    assert type(samples[0]) is TextSample
+    assert (samples[1].__key__, samples[1].__restore_key__) == ("a_0001", ("0", 7, 1))
+    assert samples[0].__subflavors__ == {"lang": "en", "n": 1}
+    source = samples[5].__sources__[0]
+    assert (source.dataset_path, source.index, source.shard_name) == (str(folder), 5, "shards/s_1.tar")
+
+
+def test_subflavors_of_the_metadataset_win(tmp_path):
+    write_texts(tmp_path, "a", 4, "subflavors: {lang: en, n: 1}\n")
+    path = tmp_path / "m.yaml"
+    path.write_text(V2 + "  train: {path: a, subflavors: {n: 2}}\n")
+    assert opened(path)[0].__subflavors__ == {"lang": "en", "n": 2}
+
+
+def test_captions_and_tensors(tmp_path):
+    array = torch.arange(3.0)
+    parts = {"pth": to_pth(array), "json": json.dumps({"caption": "c"}).encode()}
+    folder = write_folder(tmp_path / "c", {"s.tar": [("k", parts)]}, CAPTION)
+    sample = opened(folder)[0]
+    assert type(sample) is CaptioningSample
+    assert (sample.image.tolist(), sample.caption) == ([0, 1, 2], "c")
+
+    class Raw(DefaultTaskEncoder):
+        decoder = None
+
+    with pytest.raises(ValueError, match="json"):
+        opened(folder, encoder=Raw())
+
+
+def to_pth(tensor):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def test_jsonl_is_crude(tmp_path):
+    """Its key is the number in the file, also in a part of the file, as energon has it."""
+    write_jsonl(tmp_path / "a.jsonl", [{"q": i} for i in range(10)])
+    path = tmp_path / "m.yaml"
+    path.write_text(V2 + "  train: {path: a.jsonl, subset: {range: ['50%', '80%']}, subflavors: {x: 1}}\n")
+    samples = opened(path)
+    assert [(sample["__key__"], sample["json"]) for sample in samples] == [(str(i), {"q": i}) for i in (5, 6, 7)]
+    assert type(samples[0]) is CrudeSample
+    assert (samples[0]["__subflavors__"], samples[0]["__shard__"]) == ({"x": 1}, "a.jsonl")
+
+
+def test_cookers(tmp_path):
+    @stateless
+    def cook_line(sample):
+        return TextSample(**basic_sample_keys(sample), text=sample["json"]["q"])
+
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "x"}])
+    write_folder(tmp_path / "c", {"s.tar": [("k", {"txt": b"y", "json": b'{"a": 1}'})]}, CRUDE + "subflavors: {n: 1}\n")
+
+    class Cooks(DefaultTaskEncoder):
+        cookers = [  # noqa: RUF012
+            Cooker(lambda s: TextSample.derive_from(s, text=f"{s['txt']} {s['json']['a']}"), has_subflavors={"n": 1}),
+            Cooker(cook_line, has_subflavors={"n": 2}),
+        ]
+
+    reading = Reading(encoder=Cooks())
+    source, load = records_of(tmp_path / "c", "train", reading)
+    made = load(source[0], ("0", 0, 0))
+    assert (made.text, made.__key__, made.__subflavors__) == ("y 1", "k", {"n": 1})
+    path = tmp_path / "m.yaml"
+    path.write_text(V2 + "  train: {path: a.jsonl, subflavors: {n: 2}}\n  val: {path: a.jsonl}\n")
+    source, load = records_of(path, "train", reading)
+    assert load(source[0], ("0", 0, 0)).text == "x"
+    with pytest.raises(ValueError, match=r"m\.yaml:4: splits\.val: no cooker is for its subflavors {}"):
+        records_of(path, "val", reading)
+
+
+def images_of(sample, images, primary):
+    text = images.get(sample["json"]["image"], sample)
+    return TextSample.derive_from(sample, text=f"{text} {primary.get('k.json')['image']}")
+
+
+@pytest.mark.parametrize("store", ["media", "filesystem://plain", "{fs_path: plain}"])
+def test_stores(tmp_path, store):
+    """Media beside the stream, by name, from a prepared folder or a plain one."""
+    write_folder(tmp_path / "media", {"a.tar": [("x", {"txt": b"no"})], "b.tar": [("dir/pic", {"v.txt": b"yes"})]})
+    (tmp_path / "plain" / "dir").mkdir(parents=True)
+    (tmp_path / "plain" / "dir" / "pic.v.txt").write_text("yes")
+    write_folder(tmp_path / "c", {"s.tar": [("k", {"json": b'{"image": "dir/pic.v.txt"}'})]}, CRUDE)
+    path = tmp_path / "m.yaml"
+    path.write_text(V2 + f"  train: {{path: c, aux: {{images: {store!r}}}}}\n".replace("'{", "{").replace("}'", "}"))
+
+    class Cooks(DefaultTaskEncoder):
+        cookers = [Cooker(cooker(need_primary=True)(images_of))]  # noqa: RUF012
+
+    made = opened(path, encoder=Cooks())[0]
+    assert made.text == "yes dir/pic.v.txt"
+    assert made.__sources__[1].file_names == ("dir/pic.v.txt",)
+
+
+def test_stores_that_are_not_there(tmp_path):
+    write_folder(tmp_path / "c", {"s.tar": [("k", {"json": b"{}"})]}, CRUDE)
+    write_texts(tmp_path, "a", 4)
+    path = tmp_path / "m.yaml"
+    for store, fault in (("nowhere", "nowhere"), ("filesystem://nowhere", "no such folder")):
+        path.write_text(V2 + f"  train: {{path: c, aux: {{images: {store}}}}}\n")
+        assert fault in refused(path)
+    path.write_text(V2 + "  train: {path: a, aux: {images: c}}\n")
+    assert "aux is for crude data, but the samples are of TextSample" in refused(path)
+
+
+def test_no_code_runs_because_a_file_names_it(tmp_path):
+    """A data set from the net must not be able to run its code on who reads it."""
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w')\ndef sample_loader(raw):\n    return dict(text=raw['txt'] + raw['__key__'])\n"
+    named = "sample_type: {__module__: megatron.energon, __class__: TextSample}\nsample_loader: sample_loader.py\n"
+    folder = write_folder(tmp_path / "c", {"s.tar": [("k", {"txt": b"y"})]}, named)
+    (folder / ".nv-meta" / "sample_loader.py").write_text(code)
+    assert "allow_code" in refused(folder)
+    assert not ran.exists()
+    assert opened(folder, allow_code=True)[0].text == "yk"
+    assert ran.exists()
+    (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("megatron.energon", "tests.mine"))
+    assert "tests.mine.TextSample, which is not imported; pass allow_code=True" in refused(folder)
+    assert "cannot be imported" in refused(folder, allow_code=True)
+
+
+def test_mistakes_in_dataset_yaml_are_named(tmp_path):
+    folder = write_folder(tmp_path / "c", {"s.tar": [("k", {"txt": b"y"})]}, TEXT.replace("TextSample", "TextSampel"))
+    assert "dataset.yaml" in refused(folder)
+    assert "unknown class 'TextSampel'; did you mean 'TextSample'?" in refused(folder)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "txt: txt"))
+    assert "field_map: TextSample has no field 'txt'; did you mean 'text'?" in refused(folder)
+
+
+class Both(TextSample):
+    @classmethod
+    def from_joined(cls, *samples, **named):
+        texts = [sample and sample.text for sample in samples]
+        texts += [f"{name}={sample and sample.text}" for name, sample in named.items()]
+        return cls.derive_from(samples[0] if samples else named["one"], text=str(texts))
+
+
+def write_join(tmp_path, legs, class_name="Both"):
+    samples = [(key, {"txt": key.encode()}) for key in "abcd"]
+    write_folder(tmp_path / "one", {"s.tar": samples}, one=["s.tar"], train=["s.tar"])
+    others = [(key, {"txt": key.upper().encode()}) for key in "zca"]
+    write_folder(tmp_path / "two", {"t.tar": others[:1], "u.tar": others[1:]}, train=["u.tar"], val=["t.tar"])
+    path = tmp_path / "m.yaml"
+    joiner = f"    joiner: {{__module__: {__name__}, __class__: {class_name}}}\n    subflavors: {{j: 1}}\n"
+    path.write_text(V2 + "  train:\n    join:\n" + legs + joiner)
+    return path
+
+
+def test_join_skips_or_fills(tmp_path):
+    """Keys that stand in another split of the second source are not there: energon shared one index over splits."""
+    path = write_join(tmp_path, "      - {path: one}\n      - {path: two, nonmatch: none}\n")
+    samples = opened(path, allow_code=True)
+    assert [sample.text for sample in samples] == ["['a', 'A']", "['b', None]", "['c', 'C']", "['d', None]"]
+    assert (samples[0].__key__, samples[0].__subflavors__, samples[2].__restore_key__) == ("a", {"j": 1}, ("0", 7, 2))
+    path = write_join(tmp_path, "      one: {path: one}\n      two: {path: two, nonmatch: none}\n")
+    assert opened(path, allow_code=True)[0].text == "['one=a', 'two=A']"
+    assert "names Python code" in refused(path)
+
+
+def test_join_partners_that_are_missing(tmp_path):
+    """`error` ends the run, where any other failing sample would be logged and left out."""
+    reading = Reading(encoder=DefaultTaskEncoder(), allow_code=True)
+    for nonmatch, fault in (("error", FatalSampleError), ("skip", SkipSample)):
+        legs = f"      - {{path: one, subset: {{range: [1, 3]}}}}\n      - {{path: two, nonmatch: {nonmatch}}}\n"
+        source, load = records_of(write_join(tmp_path, legs), "train", reading)
+        with pytest.raises(fault, match=r"s\.tar sample 1: 'b' is not in .*two" if nonmatch == "error" else None):
+            load(source[0], ("0", 0, 0))
+        assert load(source[1], ("0", 0, 1)).text == "['c', 'C']"
+
+
+def test_fields_that_a_data_set_lacks_have_their_defaults(tmp_path):
+    """Samples are made without calling the class, which would take three times as long."""
+    text = "__module__: megatron.energon\n__class__: VQASample\nfield_map: {image: txt, context: txt}\n"
+    folder = write_folder(tmp_path / "v", {"s.tar": [("k", {"txt": b"q"})]}, text.replace("VQASample", "VQAWebdataset"))
+    sample = opened(folder)[0]
+    same = VQASample(__key__="k", __restore_key__=("0", 7, 0), __subflavors__={}, image="q", context="q")  # type: ignore[arg-type]
+    same.__sources__ = sample.__sources__
+    assert dataclasses.asdict(sample) == dataclasses.asdict(same)
+    assert repr(sample) == repr(same)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(text.replace("image: txt, ", ""))
+    assert "field_map: VQASample needs a field 'image'" in refused(folder)

@@ -1,0 +1,192 @@
+"""Random access to records: the right record, the right place in every message."""
+
+import json
+import os
+import pickle
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.blending.formats import jsonl, parquet
+from megatron.blending.formats.sources import RecordError, open_source
+
+RECORDS = [{"text": "a"}, {"text": "é\u2028\n"}, {"n": [1, None]}]
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def write_parquet(path, rows, row_group_size):
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\n\n \t\n"])
+@pytest.mark.parametrize("last_newline", [True, False])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_jsonl_reads_what_was_written(tmp_path, newline, last_newline, mark):
+    """Files from other systems would lose their first or last record, or count blank lines as records."""
+    lines = newline.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
+    source = open_source(write(tmp_path / "a.jsonl", mark + lines + newline * last_newline))
+    assert len(source) == 3
+    assert [source[i] for i in range(3)] == RECORDS
+
+
+@given(
+    lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "longer than a scan"}\r']), max_size=30),
+    scan=st.integers(1, 9),
+)
+def test_jsonl_index_agrees_with_reading_line_by_line(tmp_path_factory, lines, scan):
+    """A line end at the border of two scans would be missed: two records read as one, or line numbers off by one."""
+    path = write(tmp_path_factory.mktemp("jsonl") / "a.jsonl", "\n".join(['{"k": 0}', *lines]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_SCAN_BYTES", scan)
+        source = open_source(path)
+    expected = [
+        (f"{path}:{n}", json.loads(line)) for n, line in enumerate(path.read_text().split("\n"), 1) if line.strip()
+    ]
+    assert [(source.describe(i), source[i]) for i in range(len(source))] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"a": ', "not JSON: Expecting value at column 6"),
+        (b"[1]", "must be a JSON object, but is a list"),
+        (b'{"a": 1} {"b": 2}', "not JSON: Extra data at column 10"),
+        (b'{"a": "\xff"}', "not UTF-8 at byte 8 of the line"),
+        (b"\x0c", "not JSON: Expecting value at column 1"),
+    ],
+)
+def test_jsonl_faulty_line_is_named_by_file_and_line(tmp_path, line, fault):
+    """The user would search a file of millions of lines; and a faulty line must not spoil its neighbours."""
+    path = write(tmp_path / "a.ndjson", b'{"a": 0}\n\n' + line + b'\n\n{"a": 2}\n')
+    source = open_source(path)
+    expected = f"{path}:3: {fault}; fix the line or pass --skip-bad-samples"
+    with pytest.raises(RecordError, match=f"^{re.escape(expected)}$"):
+        source[1]
+    assert [source[0], source[2]] == [{"a": 0}, {"a": 2}]
+
+
+def test_json_array(tmp_path):
+    """Alpaca's own file is a JSON list; a list read as lines would be one broken record."""
+    path = write(tmp_path / "a.json", "\ufeff" + json.dumps([*RECORDS, 5], indent=1))
+    source = open_source(path)
+    assert [source[i] for i in range(3)] == RECORDS
+    assert source.describe(2) == f"{path} item 2"
+    with pytest.raises(RecordError, match=r"a\.json item 3: must be a JSON object, but is a int; fix the item"):
+        source[3]
+
+
+def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
+    """A wrong border of row groups, or an evicted one that is looked up, would give another row than asked for."""
+    monkeypatch.setattr(parquet, "_CACHED_ROW_GROUPS", 2)
+    rows = [{"id": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(10)]
+    source = open_source(write_parquet(tmp_path / "x.parquet", rows, row_group_size=3))
+    order = [9, 0, 3, 2, 6, 8, 1, 5, 4, 7, 0]
+    assert [source[i] for i in order] == [rows[i] for i in order]
+    assert source.describe(5) == f"{tmp_path / 'x.parquet'} row 5"
+
+
+@pytest.fixture(params=["a.jsonl", "a.json", "a.parquet"])
+def path(request, tmp_path):
+    rows = [{"text": str(i)} for i in range(6)]
+    path = tmp_path / request.param
+    if path.suffix == ".parquet":
+        return write_parquet(path, rows, row_group_size=2)
+    return write(path, json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+
+
+def test_survives_pickling_and_forking(path):
+    """Loader workers would read garbage through a file position that they share, or be sent the file's contents."""
+    source = open_source(path)
+    assert source[5] == {"text": "5"}
+    assert pickle.loads(pickle.dumps(source))[4] == {"text": "4"}
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(source[i % 6] == {"text": str(i % 6)} for i in range(300)) else 1)
+    assert all(source[i % 6] == {"text": str(i % 6)} for i in range(300))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_fingerprint_follows_the_content(path, tmp_path):
+    """A run resumed on swapped data would go on as if nothing had happened; one on moved data would be refused."""
+    fingerprint = open_source(path).fingerprint()
+    moved = path.rename(tmp_path / f"moved{path.suffix}")
+    assert open_source(moved).fingerprint() == fingerprint
+    if path.suffix != ".parquet":
+        moved.write_bytes(moved.read_bytes().replace(b"3", b"7"))
+        assert open_source(moved).fingerprint() != fingerprint
+
+
+def test_bulk_reads_agree_with_single_ones(path):
+    """Training reads in bulk, people look at single records: what they see would not be what was trained on."""
+    source = open_source(path)
+    order = [3, 0, 5, 5, 1, 4, 2]
+    assert source.read(order) == [source[i] for i in order] == [{"text": str(i)} for i in order]
+    assert source.read([]) == []
+    with pytest.raises(IndexError):
+        source.read([0, 6])
+
+
+def test_bulk_reads_keep_errors_in_their_places(tmp_path):
+    """A caller counts and names what it skips."""
+    source = open_source(write(tmp_path / "a.json", '[{"a": 0}, 1, {"a": 2}]'))
+    first, error, last = source.read([0, 1, 2])
+    assert (first, last) == ({"a": 0}, {"a": 2})
+    assert isinstance(error, RecordError)
+
+
+def test_urls(path):
+    """Any file of these kinds may lie in object storage."""
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    system.put(str(path), f"/sources/{path.name}")
+    source = open_source(f"memory://sources/{path.name}")
+    assert source.read([5, 2]) == [{"text": "5"}, {"text": "2"}]
+    assert pickle.loads(pickle.dumps(source))[1] == {"text": "1"}
+    assert source.fingerprint() == open_source(path).fingerprint()
+    system.rm("/sources", recursive=True)
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_source(f"memory://sources/{path.name}")
+
+
+def test_index_out_of_range(path):
+    """A negative index would read a record that the order never meant."""
+    source = open_source(path)
+    for index in (-1, 6):
+        with pytest.raises(IndexError, match=rf"index must be in range\(6\), but is {index}"):
+            source[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.jsonl", None, "no such file; check the path"),
+        ("a.jsonl", "", "has no records; leave it out of the data"),
+        ("a.jsonl", "\ufeff \n\n", "has no records; leave it out of the data"),
+        ("a.json", "[]", "has no records; leave it out of the data"),
+        ("a.csv", "a,b", "suffix must be one of .jsonl, .ndjson, .json, .parquet, .bin; convert or rename the file"),
+        ("a.json", '{"data": []}', "must hold a list of objects, but holds a dict; fix the file"),
+        ("a.json", '{"a": 1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
+        ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),
+        ("a.parquet", "PAR?", "not a Parquet file"),
+    ],
+)
+def test_unusable_files_are_refused_at_open(tmp_path, name, content, fault):
+    """A run would start without one of its data sets, or fail hours later with a message that names no file."""
+    path = tmp_path / name
+    if content is not None:
+        write(path, content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{re.escape(fault)}"):
+        open_source(path)
+
+
+def test_directory_is_refused(tmp_path):
+    """A directory would be reported as a file of an unknown kind."""
+    with pytest.raises(ValueError, match="is a directory; name a file in it"):
+        open_source(tmp_path)

@@ -1,0 +1,464 @@
+"""The stream of a run: equal for any number of ranks and workers, and continued exactly from anywhere."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
+from megatron.blending.streams.datasets import (
+    BatchDataset,
+    BlendDataset,
+    ConcatDataset,
+    EpochizeDataset,
+    FilterDataset,
+    LimitDataset,
+    MapDataset,
+    MixBatchDataset,
+    PackingDataset,
+)
+from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
+from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, skip_thirds
+
+LENGTH = 60
+# 5, 7 and 8 do not divide the 12 lanes.
+LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
+MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
+
+
+@pytest.fixture(autouse=True)
+def _small_plans(monkeypatch):
+    """What is planned at once ends within a test, as it does many times within a run."""
+    monkeypatch.setattr("megatron.blending.streams.lane._SAMPLES_PER_BLOCK", 24)
+    monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
+    monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
+    monkeypatch.setattr("megatron.blending.streams.blend._TABLE_LENGTH", 60)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_any_ranks_and_workers_give_one_stream(name):
+    """Otherwise another cluster means other data, and no run can be compared or continued."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, LENGTH).values())
+    assert len(stream) == LENGTH
+    for num_ranks, num_workers in LAYOUTS:
+        found, _ = drawn(loaders(tree, num_ranks, num_workers), LENGTH // num_ranks)
+        assert found == stream[: len(found)]
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_a_pass_over_finite_data_is_one_stream(name):
+    """Validation would otherwise depend on the number of ranks, or leave samples out."""
+    tree = FINITE[name]()
+    stream = outputs(tree)
+    assert stream
+    for num_seats in (1, 2, 3, 4, 5, 7, 8, 12, 24, 30):
+        assert outputs(tree, num_seats=num_seats) == stream
+    for num_ranks, num_workers in LAYOUTS:
+        made = loaders(tree, num_ranks, num_workers)
+        found = [output for loader in made for output in loader]
+        assert sorted(map(str, found)) == sorted(map(str, stream.values()))
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_restored_at_every_batch(name):
+    """A resumed run that repeats or loses a batch shows nothing of it but in what it learns."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, 50).values())
+    made = loaders(tree)
+    for at in range(40):
+        state = json.loads(json.dumps(made[0].state_dict()))
+        num_ranks = 1 + at % 3
+        found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
+        # Where the number of ranks does not divide the position, the first to go on is not rank 0.
+        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks]))
+        assert next(made[0]) == stream[at]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_restored_on_other_ranks_and_workers(name, before, after):
+    """... and once more right after it, where energon repeats batches."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, LENGTH).values())
+    # A position that both numbers of ranks divide: 20.
+    head, states = drawn(loaders(tree, *before), 20 // before[0])
+    middle, again = drawn(loaders(tree, after[0], after[1], states), 20 // after[0])
+    tail, _ = drawn(loaders(tree, before[0], before[1], again), 20 // before[0])
+    assert head + middle + tail == stream
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_each_rank_from_its_own_state(name):
+    """Ranks that save and restore for themselves, without a gather, also where lanes are shared (5 ranks)."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, LENGTH).values())
+    for layout in ((3, 2), (5, 0)):
+        head, states = drawn(loaders(tree, *layout), 4)
+        made = loaders(tree, *layout)
+        for loader, state in zip(made, states):
+            loader.load_state_dict(state)
+        tail, _ = drawn(made, 4)
+        assert (head + tail) == stream[: len(head + tail)]
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_restored_within_a_pass(name):
+    """energon cannot resume a ConcatDataset at all."""
+    tree = FINITE[name]()
+    loader = get_savable_loader(tree, config())
+    stream, later = list(loader), list(loader)
+    for at in range(0, len(stream) + 1, max(1, len(stream) // 6)):
+        loader = get_savable_loader(tree, config())
+        head = list(itertools.islice(loader, at))
+        again = get_savable_loader(tree, config())
+        again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert head + list(again) == stream
+        assert list(again) == later
+
+
+def test_every_pass_has_an_order_of_its_own():
+    loader = get_loader(BatchDataset(leaf(), 10), config())
+    passes = [[sample for batch in loader for sample in batch] for _ in range(3)]
+    assert [sorted(samples) for samples in passes] == [sorted(passes[0])] * 3
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_validation_is_the_same_each_time_also_after_a_break():
+    """A `break` in validation must not shift the next one."""
+    loader = get_loader(ConcatDataset(leaf("a", 5, shuffle=False), leaf("b", 3, shuffle=False)), config(num_workers=2))
+    expected = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 0), ("b", 1), ("b", 2)]
+    assert list(loader) == expected
+    for _ in loader:
+        break
+    assert list(loader) == expected
+
+
+def test_a_savable_loader_goes_on_after_a_break():
+    loader = get_savable_loader(leaf("a", 5, shuffle=False), config())
+    assert next(iter(loader)) == ("a", 0)
+    assert list(loader) == [("a", 1), ("a", 2), ("a", 3), ("a", 4)]
+    assert list(loader) == [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("a", 4)]
+
+
+def test_endless_data_goes_on():
+    loader = get_loader(endless("a", 6, shuffle=False), config())
+    assert [index for _, index in itertools.islice(loader, 4)] == [0, 1, 2, 3]
+    assert [index for _, index in itertools.islice(loader, 4)] == [4, 5, 0, 1]
+
+
+def test_virtual_epochs_are_per_rank_and_go_on():
+    """`length` counts a rank's own batches, as energon's; finite data does not dry up, as it does there."""
+    tree = EpochizeDataset(leaf("a", 7, shuffle=False), length=3)
+    for num_workers in (0, 2):
+        made = loaders(tree, 2, num_workers)
+        assert [len(loader) for loader in made] == [3, 3]
+        passes = [[list(loader) for loader in made] for _ in range(4)]
+        found = [index for a, b in passes for pair in zip(a, b) for _, index in pair]
+        assert found == [position % 7 for position in range(24)]
+
+
+def test_num_epochs_is_so_many_passes_of_all_ranks():
+    loader = get_loader(EpochizeDataset(BatchDataset(endless("a", 8), 2), num_epochs=3), config())
+    assert len(list(loader)) == len(loader) == 12
+
+
+def test_epochs_survive_a_restore():
+    tree = EpochizeDataset(endless("a", 7, shuffle=False), length=5)
+    loader = get_savable_loader(tree, config())
+    for _ in range(2):
+        assert len(list(loader)) == 5
+    head = list(itertools.islice(loader, 2))
+    again = get_savable_loader(tree, config())
+    again.load_state_dict(loader.state_dict())
+    assert [index for _, index in head + list(again)] == [3, 4, 5, 6, 0]
+    assert [index for _, index in again] == [1, 2, 3, 4, 5]
+
+
+def test_restored_twice_without_a_batch_in_between():
+    """energon's second save soon after a restore replays batches."""
+    tree = ENDLESS["packs"]()
+    stream = list(outputs(tree, 20).values())
+    _, states = drawn(loaders(tree), 10)
+    for _ in range(3):
+        nothing, states = drawn(loaders(tree, states=states), 0)
+        assert nothing == []
+    assert drawn(loaders(tree, states=states), 10)[0] == stream[10:]
+
+
+def test_restore_in_the_middle_of_a_running_loader():
+    """energon refuses while workers run."""
+    loader = get_savable_loader(ENDLESS["skips"](), config(num_workers=2))
+    head = [next(loader) for _ in range(5)]
+    state = loader.state_dict()
+    tail = [next(loader) for _ in range(5)]
+    loader.load_state_dict(state)
+    assert [next(loader) for _ in range(5)] == tail != head
+    loader.close()
+
+
+def test_energons_names():
+    loader = get_savable_loader(endless(), config())
+    next(loader)
+    state = loader.save_state_rank()
+    loader.restore_state_rank(None)
+    following = next(loader)
+    loader.restore_state_rank(state)
+    assert next(loader) == following
+
+
+def test_a_state_is_small():
+    """1,000 sources of a billion samples: under 100 kB, in milliseconds."""
+    tree = BatchDataset(BlendDataset(*((endless(f"data/source_{n}.jsonl", 10**9), 1 + n % 7) for n in range(1000))), 32)
+    loader = get_savable_loader(tree, WorkerConfig(rank=0, world_size=1))
+    batch = [next(loader) for _ in range(3)]
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 100_000
+    again = get_savable_loader(tree, WorkerConfig(rank=0, world_size=1))
+    again.load_state_dict(state)
+    assert next(again) == next(loader) != batch[-1]
+
+
+def test_small_sources_keep_their_weight_on_many_ranks():
+    """In energon a 20-sample set of weight 0.5 falls to 0.155 on 64 workers."""
+    tree = BlendDataset((endless("small", 20), 0.5), (endless("large", 5000), 0.5))
+    found, _ = drawn(loaders(tree, 64), 10)
+    counts = [name for name, _ in found].count("small")
+    assert counts == 320
+    assert {index for name, index in found if name == "small"} == set(range(20))
+
+
+def test_every_rank_sees_every_sample():
+    """In energon a range of samples belongs to one worker for ever."""
+    made = loaders(endless("a", 12), 2)
+    first = [{next(made[rank])[1] for _ in range(120)} for rank in range(2)]
+    assert first == [set(range(12))] * 2
+
+
+def test_sources_of_equal_size_are_read_in_different_orders():
+    """In energon all generators of a worker share one seed: equal sizes, equal permutations."""
+    tree = BatchDataset(BlendDataset((endless("a", 1000), 1), (endless("b", 1000), 1)), 200)
+    batch = next(get_loader(tree, config()))
+    orders = [[index for name, index in batch if name == wanted] for wanted in "ab"]
+    assert sum(a == b for a, b in zip(*orders)) < 10
+
+
+def test_swapped_sources_are_refused():
+    """energon accepts a swap in silence, and reads each at the other's place."""
+    state = get_savable_loader(_pair("a", "b"), config()).state_dict()
+    with pytest.raises(ValueError, match="same in another order: number 0 was 'a' and is 'b'"):
+        get_savable_loader(_pair("b", "a"), config()).load_state_dict(state)
+
+
+def _pair(first, second, weight=0.5):
+    return BatchDataset(BlendDataset((endless(first), weight), (endless(second), 0.5)), 4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "fault"),
+    [
+        (lambda: _pair("a", "c"), "source 'b' is gone"),
+        (
+            lambda: BatchDataset(BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 1)), 4),
+            "'c' was added",
+        ),
+        (lambda: _pair("a", "b", 0.7), "weights, batch sizes or the like changed"),
+        (
+            lambda: BatchDataset(BlendDataset((endless("a"), 1), (endless("b", 60), 1)), 4),
+            "it had 50 records and has 60",
+        ),
+    ],
+)
+def test_changed_streams_are_refused(tree, fault):
+    state = get_savable_loader(_pair("a", "b"), config()).state_dict()
+    with pytest.raises(ValueError, match=fault):
+        get_savable_loader(tree(), config()).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed must be 1 as in the saved state, but is 2"):
+        get_savable_loader(_pair("a", "b"), config(seed=2)).load_state_dict(state)
+
+
+def test_moved_data_is_the_same_data():
+    state = get_savable_loader(leaf("a"), config()).state_dict()
+    moved = leaf("a")
+    moved.name = "elsewhere/a"
+    get_savable_loader(moved, config()).load_state_dict(state)
+
+
+def test_states_of_too_few_ranks_are_refused():
+    _, states = drawn(loaders(endless(), 4), 3)
+    with pytest.raises(ValueError, match=r"rank 1 of 4, but this is rank 0 of 2; .*\(missing: 0, 2, 3\)"):
+        loaders(endless(), 2, states=states[1])
+
+
+def test_states_of_different_steps_are_refused():
+    made = loaders(endless(), 2)
+    next(made[0])
+    with pytest.raises(ValueError, match="rank 0 was saved after 1 outputs of pass 0, rank 1 after 0"):
+        loaders(endless(), 3, states=[loader.state_dict() for loader in made])
+
+
+def test_counts_of_what_was_left_out():
+    for num_workers in (0, 2):
+        tree = MapDataset(FilterDataset(leaf("a", 100, bad=[1, 2]), is_odd), skip_thirds)
+        loader = get_loader(tree, config(num_workers=num_workers))
+        assert sorted(index for _, index in loader) == [i for i in range(100) if i % 2 and i % 3 and i != 1]
+        assert (loader.num_failed, loader.num_skipped) == (2, 100 - 2 - 33 + 1)
+
+
+def test_a_lane_that_leaves_out_fills_its_batches():
+    """Batches are full as long as there is data."""
+    tree = BatchDataset(FilterDataset(endless("a", 1000), is_odd), 8)
+    assert {len(batch) for batch in drawn(loaders(tree, 3), 20)[0]} == {8}
+
+
+def test_limits_are_per_rank_where_they_are_outermost():
+    tree = LimitDataset(BatchDataset(leaf("a", 100), 5), 3)
+    assert [len(list(loader)) for loader in loaders(tree, 2)] == [3, 3]
+    assert len(list(get_loader(ConcatDataset(tree, leaf("b", 1)), config()))) == 4
+
+
+def test_uses_of_energon():
+    """`worker_config` on any of the data sets; iterating over a data set itself."""
+    tree = MixBatchDataset(((endless("a"), 6), (endless("b"), 4)), batch_size=5, worker_config=config(1, 2))
+    loader = get_loader(tree, watchdog_timeout_seconds=60)
+    assert (loader.config.rank, loader.config.world_size) == (1, 2)
+    assert next(iter(tree)) == next(loader)
+    with pytest.raises(TypeError, match="has no argument 'prefetch'"):
+        get_loader(tree, prefetch=3)
+    with pytest.raises(ValueError, match=r"takes a data set of megatron\.blending, but got list"):
+        get_loader([])  # type: ignore[arg-type]
+
+
+def test_memory_does_not_grow_with_what_was_left_out():
+    """Sources that leave out different shares drift apart for ever; nothing may pile up between them."""
+    a, b = FilterDataset(endless("a", 1000), is_odd), endless("b", 1000)
+    loader = get_loader(BatchDataset(BlendDataset((a, 1), (b, 1)), 16), config())
+    for _ in range(50):
+        next(loader)
+    early = len(json.dumps(loader.state_dict()))
+    for _ in range(1000):
+        next(loader)
+    assert len(json.dumps(loader.state_dict())) < early + 200
+
+
+def test_packs_are_of_what_fits_and_lose_nothing():
+    tree = FINITE["packs"]()
+    packs = list(outputs(tree).values())
+    assert sorted(sample for pack in packs for sample in pack) == sorted(
+        [("a", index) for index in range(400)] + [("b", index) for index in range(300)]
+    )
+    assert all(sum(size for _, size in pack) <= 60 for pack in packs if len(pack) > 1)
+    assert first_fit([("a", 1)]) == [[("a", 1)]]
+
+
+def remap(before, after, count):
+    """What a changed stream gives, after `count` outputs of what it was before."""
+    head, states = drawn(loaders(before), count)
+    made = loaders(after)[0]
+    made.load_state_dict(states, on_change="remap")
+    return head, made
+
+
+def test_remap_goes_on_in_every_source():
+    """Sources in another order, one gone, one new, other weights: nothing is read again before its epoch is over."""
+    before = BlendDataset((endless("a"), 2), (endless("b"), 1), (endless("c"), 1))
+    after = BlendDataset((endless("new"), 1), (endless("b"), 3), (endless("a"), 1))
+    head, loader = remap(before, after, 80)
+    tail = [next(loader) for _ in range(50)]
+    for name in "ab":
+        seen = [index for source, index in head + tail if source == name]
+        assert len(set(seen[:50])) == min(50, len(seen))
+    assert {name for name, _ in tail} == {"a", "b", "new"}
+    # ... and a state of this stream is like any other.
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = loaders(after, states=[state])[0]
+    assert [next(again) for _ in range(50)] == [next(loader) for _ in range(50)]
+
+
+def test_remap_of_equal_names_by_their_order():
+    before = BlendDataset((endless("a", 30), 1), (endless("a", 30), 1))
+    head, loader = remap(before, BlendDataset((endless("a", 30), 1), (endless("a", 30), 1), (endless("b"), 1)), 30)
+    tail = [next(loader) for _ in range(45)]
+    counts = [index for name, index in head + tail if name == "a"]
+    assert sorted(counts) == sorted(2 * list(range(30)))
+
+
+def test_remap_with_packs():
+    """Where lanes hold samples back, sources go on about where they stood."""
+    before, after = ENDLESS["packs"](), PackingDataset(endless("a", 50), 10, first_fit, list)
+    head, loader = remap(before, after, 100)
+    positions = [row[5] for row in loader.state_dict()["stream"]["sources"]]
+    seen = len([1 for pack in head for name, _ in pack if name == "a"])
+    assert 0.7 * seen < 0.7 * positions[0] < 3 * seen
+    next(loader)
+
+
+def test_remap_is_refused_for_finite_data():
+    state = loaders(leaf("a"))[0].state_dict()
+    with pytest.raises(ValueError, match="is for endless data"):
+        loaders(leaf("b"))[0].load_state_dict(state, on_change="remap")
+    with pytest.raises(ValueError, match="on_change must be 'error' or 'remap', but is 'remaps'"):
+        loaders(leaf("a"))[0].load_state_dict(state, on_change="remaps")
+
+
+def test_weights_changed_on_the_way():
+    """By the true counts of tokens, or by hand; equal on all ranks, and part of the state."""
+    tree = BatchDataset(BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 0)), 5)
+    expected: list[Any] = []
+    for num_ranks, num_workers in ((1, 0), (2, 2), (5, 0)):
+        made = loaders(tree, num_ranks, num_workers)
+        head = [next(loader) for _ in range(20 // num_ranks) for loader in made]
+        for loader in made:
+            loader.change_weights((0, 1, 3))
+        tail = [next(loader) for _ in range(20 // num_ranks) for loader in made]
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
+        more, _ = drawn(loaders(tree, 2, states=states), 10)
+        expected = expected or head + tail + more
+        assert head + tail + more == expected
+    counts = [[name for batch in part for name, _ in batch].count("b") for part in (head, tail, more)]
+    assert counts == [50, 25, 25]
+    seen = [sample for batch in expected for sample in batch if sample[0] == "b"]
+    assert len(set(seen[:50])) == len(set(seen[50:])) == 50
+
+
+def test_weights_changed_at_a_later_output_or_further_in():
+    inner = BlendDataset((endless("a"), 1), (endless("b"), 1))
+    loader = loaders(BlendDataset((BatchDataset(inner, 2), 1), (BatchDataset(endless("c"), 2), 1)))[0]
+    loader.change_weights((1, 0), blend="0", output=20)
+    batches = [next(loader) for _ in range(60)]
+    assert {"b"} < {name for batch in batches[:22] for name, _ in batch}
+    assert {name for batch in batches[22:] for name, _ in batch} == {"a", "c"}
+    with pytest.raises(ValueError, match="output must be at least 60, but is 20: it was drawn already"):
+        loader.change_weights((1, 0), output=20)
+    with pytest.raises(ValueError, match=r"there is no blend at place '0.1'"):
+        loader.change_weights((1, 0), blend="0.1")
+    with pytest.raises(ValueError, match="weights of finite data sets cannot be changed"):
+        loaders(BlendDataset((leaf("a"), 1), (leaf("b"), 1)))[0].change_weights((1, 2))
+
+
+def test_finite_packs_are_full():
+    """960 lanes of a few samples each would make as many packs, all but empty."""
+    tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
+    packs = list(get_loader(tree, config(num_lanes=960)))
+    assert len(packs) < 1.1 * 1000 / 6
+
+
+def test_lanes_that_are_shared_are_told(caplog):
+    next(loaders(endless(), 5)[0])
+    assert "5 ranks times 1 workers do not divide num_lanes=12: each worker makes 5 times what it gives" in caplog.text
+
+
+def test_a_batch_fetched_after_an_error_is_the_next_one():
+    """A fatal sample ends the workers, not the loader."""
+
+    def fail_on_4(sample):
+        if sample[1] == 4:
+            raise NameError("four")
+        return sample
+
+    loader = get_loader(MapDataset(endless("a", 10, shuffle=False), fail_on_4), config(num_workers=2))
+    assert [next(loader)[1] for _ in range(4)] == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="NameError: four"):
+            next(loader)

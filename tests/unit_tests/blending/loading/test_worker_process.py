@@ -1,0 +1,179 @@
+"""Real processes: they start, end, die and hang, and nothing waits for ever."""
+
+import faulthandler
+import gc
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.blending.loading.loader import get_loader, get_savable_loader
+from megatron.blending.streams.datasets import BatchDataset, MapDataset
+from megatron.blending.streams.failures import FatalSampleError
+from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
+from tests.unit_tests.blending.trees import ENDLESS
+
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _hard_timeout():
+    """A hang is a failure, with the stacks of all threads."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def processes(num_workers=2, **options):
+    return config(num_workers=num_workers, worker_kind="process", **options)
+
+
+def as_tensors(sample):
+    return {"long": torch.arange(5000) + sample[1], "short": torch.tensor([sample[1]]), "array": np.arange(9000.0)}
+
+
+def hang(sample):
+    if sample[1] == 7:
+        time.sleep(1000)
+    return sample
+
+
+def die(sample):
+    if sample[1] == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def fail(sample):
+    raise NameError("no such thing")
+
+
+def slow(sample):
+    time.sleep(0.5)
+    return sample
+
+
+@pytest.mark.parametrize("name", ["blend of samples", "filters", "packs"])
+def test_processes_give_the_stream_and_restore_it(name):
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, 40).values())
+    head, states = drawn(loaders(tree, 2, 2, worker_kind="process"), 10)
+    tail, _ = drawn(loaders(tree, 1, 2, states, worker_kind="process"), 20)
+    assert head + tail == stream
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_methods_that_pickle(method):
+    """Spawned workers get nothing but what can be pickled, also beside an open process group or a handler."""
+    loader = get_loader(BatchDataset(MapDataset(leaf("a", 20), slowless), 3), processes(1, start_method=method))
+    assert sum(len(batch) for batch in loader) == 20
+    loader.close()
+
+
+def slowless(sample):
+    return sample
+
+
+def test_what_cannot_be_pickled_is_refused():
+    loader = get_loader(MapDataset(endless(), lambda sample: sample), processes(1, start_method="spawn"))
+    with pytest.raises(ValueError, match=r"worker 0 of rank 0 cannot be started: .*top of a module"):
+        next(loader)
+    assert multiprocessing.active_children() == []
+
+
+def test_tensors_and_arrays_arrive_writable():
+    tree = MapDataset(leaf("a", 4, shuffle=False), as_tensors)
+    for loaded, index in zip(get_loader(tree, processes(1)), itertools.count()):
+        assert torch.equal(loaded["long"], torch.arange(5000) + index)
+        assert loaded["short"].item() == index
+        loaded["long"].add_(1)
+        loaded["array"][0] = 1
+
+
+def test_a_dead_worker_is_named():
+    """The out-of-memory killer leaves no message; a training run would wait until its collectives time out."""
+    loader = get_loader(MapDataset(leaf("a", 10, shuffle=False), die), processes())
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"worker 1 of rank 0 \(pid \d+\) died: killed by SIGKILL; is there enough"):
+        list(loader)
+    assert time.monotonic() - started < 10
+    assert multiprocessing.active_children() == []
+
+
+def test_a_hung_worker_is_named_with_its_stack(caplog):
+    tree = MapDataset(leaf("a", 10, shuffle=False), hang)
+    loader = get_loader(tree, processes(slow_worker_seconds=0.3, worker_timeout_seconds=1.0))
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 1 sec"):
+        list(loader)
+    assert "in hang" in caplog.text
+    assert multiprocessing.active_children() == []
+
+
+def test_a_mistake_in_a_function_is_told_as_such():
+    loader = get_loader(MapDataset(endless(), fail), processes())
+    with pytest.raises(FatalSampleError, match=r"worker 0 of rank 0 .*a:\d+: fail: NameError: no such thing"):
+        next(loader)
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_end_with_the_loader():
+    """Workers that stay would fill the machine, one notebook cell after the other."""
+    loader = get_savable_loader(MapDataset(endless(), slow), processes())
+    assert len(multiprocessing.active_children()) == 0
+    next(loader)
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    assert multiprocessing.active_children() == []
+    following = next(loader)
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+    assert following is not None
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    """Orphans hold memory and file handles of a job that is gone."""
+    script = (
+        "import os, sys\n"
+        "from tests.unit_tests.blending.loading.test_worker_process import *\n"
+        "loader = get_loader(endless(), processes())\n"
+        "next(loader)\n"
+        "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    deadline = time.monotonic() + 10
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_work_ahead():
+    loader = get_loader(MapDataset(endless(), slow), processes())
+    next(loader)
+    time.sleep(1.5)
+    started = time.monotonic()
+    for _ in range(3):
+        next(loader)
+    assert time.monotonic() - started < 0.4
+    loader.close()

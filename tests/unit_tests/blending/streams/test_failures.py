@@ -1,0 +1,158 @@
+"""Samples that fail: left out, logged once, counted, and fatal when it is no longer a few."""
+
+import logging
+
+import pytest
+
+from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.encoding.seeding import stateless
+from megatron.blending.loading.loader import get_loader
+from megatron.blending.streams.datasets import BatchDataset, FilterDataset, MapDataset, PackingDataset
+from megatron.blending.streams.failures import FatalSampleError
+from tests.unit_tests.blending.number_streams import config, endless, leaf
+from tests.unit_tests.blending.trees import first_fit, is_odd
+
+
+def fail_sevens(sample):
+    if sample[1] % 7 == 0:
+        raise ValueError("seven")
+    return sample
+
+
+def fail_all(sample):
+    raise ValueError("all")
+
+
+def test_logged_once_with_key_and_source(caplog):
+    """In energon five batches with a third of the samples failing print 36 kB, the same ones again each epoch."""
+    loader = get_loader(BatchDataset(MapDataset(endless("a", 20), fail_sevens), 4), config())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(40):
+            assert all(index % 7 for _, index in next(loader))
+    lines = [record.getMessage() for record in caplog.records]
+    assert sorted(line.split(":")[1] for line in lines) == ["0", "14", "7"]
+    assert "fail_sevens: ValueError: seven [" in lines[0]
+    assert "test_failures.py:" in lines[0]
+    assert all("\n" not in line for line in lines)
+    assert loader.num_failed > 20
+
+
+def test_the_key_is_named(caplog):
+    def load(record, key):
+        return {"__key__": f"key {key[2]}"}
+
+    def fail_first(sample):
+        if sample["__key__"] == "key 0":
+            raise KeyError("caption")
+        return sample
+
+    with caplog.at_level(logging.WARNING):
+        assert len(list(get_loader(MapDataset(leaf("a", 3, load=load), fail_first), config()))) == 2
+    assert "a:0 (key key 0): " in caplog.text
+    assert "KeyError: 'caption'" in caplog.text
+
+
+def test_few_lines_for_many_failures(caplog):
+    loader = get_loader(leaf("a", 5000, bad=range(0, 5000, 2)), config(failure_tolerance=0))
+    with caplog.at_level(logging.WARNING):
+        assert len(list(loader)) == 2500
+    assert loader.num_failed == 2500
+    assert len(caplog.records) < 40
+
+
+def test_a_row_of_failures_is_fatal():
+    loader = get_loader(MapDataset(endless(), fail_all), config(failure_tolerance=10))
+    with pytest.raises(FatalSampleError, match=r"a:\d+: fail_all: ValueError: all .*10 samples in a row failed"):
+        next(loader)
+    records = get_loader(leaf("a", 100, bad=range(100)), config(failure_tolerance=10))
+    with pytest.raises(FatalSampleError, match=r"RecordError: .* is bad"):
+        next(records)
+
+
+def test_single_failures_never_add_up():
+    """1 in 7 fails: for ever, but never ten in a row."""
+    loader = get_loader(MapDataset(endless("a", 50), fail_sevens), config(failure_tolerance=10))
+    for _ in range(2000):
+        next(loader)
+
+
+def fail_always(sample):
+    raise ValueError("always")
+
+
+def test_a_function_may_say_its_own_tolerance():
+    tolerant = stateless(failure_tolerance=3)(fail_always)
+    with pytest.raises(FatalSampleError, match="3 samples in a row"):
+        next(get_loader(MapDataset(endless(), tolerant), config(failure_tolerance=10)))
+
+
+def test_mistakes_of_the_program_are_fatal_at_once():
+    def mistake(sample):
+        return undefined_name  # type: ignore[name-defined] # noqa: F821
+
+    with pytest.raises(FatalSampleError, match="NameError: name 'undefined_name' is not defined"):
+        next(get_loader(MapDataset(endless(), mistake), config()))
+
+
+def test_skips_are_silent_and_counted(caplog):
+    def skip(sample):
+        if sample[1] % 2:
+            raise SkipSample
+        return sample
+
+    loader = get_loader(FilterDataset(MapDataset(leaf("a", 20), skip), lambda sample: sample[1] % 4), config())
+    with caplog.at_level(logging.WARNING):
+        assert len(list(loader)) == 5
+    assert (loader.num_failed, loader.num_skipped, caplog.records) == (0, 15, [])
+
+
+def test_nothing_passes(monkeypatch):
+    """A filter that nothing passes would read for ever, without a word."""
+    monkeypatch.setattr("megatron.blending.streams.failures._MOST_IN_SILENCE", 1000)
+    with pytest.raises(FatalSampleError, match=r"nothing_passes left out 1,000 samples in a row, the last at a:\d+"):
+        next(get_loader(FilterDataset(endless(), nothing_passes), config()))
+
+
+def nothing_passes(sample):
+    return False
+
+
+def test_an_own_handler():
+    seen = []
+
+    def handler(error, sample, place):
+        seen.append((str(error), sample, place))
+
+    loader = get_loader(MapDataset(leaf("a", 8), fail_sevens), config(global_error_handler=handler))
+    assert len(list(loader)) == 6
+    assert sorted(seen) == [("seven", ("a", 0), "a:0"), ("seven", ("a", 7), "a:7")]
+
+
+def test_failures_of_batches_and_packs():
+    """A batch that cannot be made costs its samples; the next ones make the next."""
+
+    def batch(samples):
+        if ("a", 3) in samples:
+            raise ValueError("three")
+        return samples
+
+    loader = get_loader(BatchDataset(leaf("a", 12, shuffle=False), 2, batch), config())
+    assert [samples[0][1] for samples in loader] == [0, 4, 6, 8, 10]
+    assert loader.num_failed == 1
+
+    packs = get_loader(PackingDataset(leaf("a", 40), 10, first_fit, batch, sample_encoder=fail_sevens), config())
+    left = {index for pack in packs for _, index in pack}
+    assert all(index % 7 for index in left)
+    assert 3 not in left
+    assert packs.num_failed == 7
+
+
+def test_a_filter_that_fails():
+    def odd_but_seven(sample):
+        if sample[1] == 7:
+            raise ValueError("seven")
+        return is_odd(sample)
+
+    loader = get_loader(FilterDataset(leaf("a", 10), odd_but_seven), config())
+    assert sorted(index for _, index in loader) == [1, 3, 5, 9]
+    assert (loader.num_failed, loader.num_skipped) == (1, 5)

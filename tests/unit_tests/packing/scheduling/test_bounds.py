@@ -1,0 +1,182 @@
+"""Lower bounds against brute force: a bound above the optimum would certify wrong schedules as optimal."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron.packing.scheduling.bounds import microbatch_lower_bound, packs_needed, rank_cost_lower_bound, step_bound
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.work import Work
+from tests.unit_tests.packing.brute_force import MODES, descending, least_time, random_instance
+from tests.unit_tests.packing.stubs import array
+
+
+@pytest.mark.parametrize(("mode", "met"), [("ranks", 0.9), ("pipelines", 0.6), ("ranks that meet", 0.6)])
+def test_step_bound_is_never_above_the_optimum_and_often_meets_it(mode, met):
+    """A bound above the optimum reports "1.000 of the bound" for schedules that others beat, and ends the search early.
+
+    More microbatches than sequences only add their fixed cost, so that the optimum over those tried is that of all.
+    """
+    rng = np.random.default_rng(11)
+    exact = total = bounds_checked = 0
+    for case in range(1500):
+        work, num_ranks, capacity, multiple = instance = random_instance(rng)
+        model = MODES[mode][case % len(MODES[mode])]
+        bound = step_bound(work, num_ranks, capacity, multiple, model)
+        bounds = {number: time for time, number in bound.by_microbatches}
+        optimum = None
+        for number in range(multiple, max(work.cost.size, 1) + multiple, multiple):
+            time = least_time(work, num_ranks, number, capacity, model)
+            if time is None:
+                continue
+            assert number >= bound.min_microbatches, instance
+            if number in bounds:
+                assert bounds[number] <= time, (instance, model, number)
+                bounds_checked += 1
+            optimum = time if optimum is None else min(optimum, time)
+        assert optimum is not None
+        assert bound.time <= optimum, (instance, model)
+        exact += bound.time >= optimum - (optimum >> 30)  # costs in fine units are bounded to within a few of them
+        total += 1
+    assert bounds_checked > 2 * total
+    assert exact > met * total, exact / total
+
+
+def test_step_bound_counts_with_rounded_costs():
+    """Rounding may make a short sequence cost more per token than a long one; bounds once took that for impossible and
+    were a few units above these optima.
+    """
+    model = StepModel(num_stages=2, ranks_meet=True)
+    for lengths, cost, capacity in (
+        (array(14, 10, 3, 1), PackCost(1 / 3, 0.0, 5 / 3), 14),
+        (array(2, 2, 2, 2, 1, 1), PackCost(1 / 3, 0.0, 5 / 3), 2),
+    ):
+        work = Work.of(lengths, cost)
+        optima = [least_time(work, 1, number, capacity, model) for number in range(1, 7)]
+        best = min(time for time in optima if time is not None)
+        assert best - 1 <= step_bound(work, 1, capacity, 1, model).time <= best
+
+
+def test_step_bound_lists_its_microbatches():
+    """The search takes them in this order and ends by the first bound above what it has."""
+    work = Work.of(array(9, 5, 4, 4, 2), PackCost(1.0, 0.0))
+    for model in itertools.chain.from_iterable(MODES.values()):
+        bound = step_bound(work, 2, 10, 2, model)
+        assert list(bound.by_microbatches) == sorted(bound.by_microbatches)
+        numbers = sorted(entry.num_microbatches for entry in bound.by_microbatches)
+        assert numbers[:9] == list(range(2, 20, 2))
+        assert all(number % 2 == 0 for number in numbers)
+        assert bound.min_microbatches == 2
+        assert bound.time <= bound.by_microbatches[0].time
+
+
+def test_step_bound_by_hand():
+    """Literal numbers: a unit or a factor wrong in all modes alike would pass every relative check."""
+    work = Work(order=np.arange(4), length=array(4, 3, 2, 1), cost=array(4, 3, 2, 1), fixed=10, unit=1.0)
+    # One microbatch of 5 on each of two ranks; with two stages the pipeline fills once more.
+    assert step_bound(work, 2, 5, 1, StepModel()).time == 5 + 10
+    assert step_bound(work, 2, 5, 1, StepModel(num_stages=2)).time == 2 * (5 + 10)
+    assert step_bound(work, 2, 5, 1, StepModel(ranks_meet=True)).time == 5 + 10
+    # At a capacity of 4 there must be two, each rank with 5 in all; ranks that meet run 4 beside 3, then 2 beside 1.
+    assert step_bound(work, 2, 4, 1, StepModel()).time == 5 + 20
+    assert step_bound(work, 2, 4, 1, StepModel(ranks_meet=True)).time == 6 + 20
+
+
+def test_step_bound_without_sequences():
+    """The last, empty batch of an epoch still runs its microbatches."""
+    work = Work.of(array(), PackCost(1.0, 0.0, 8.0))
+    for model, passes in ((StepModel(), 3), (StepModel(num_stages=4), 6), (StepModel(ranks_meet=True), 3)):
+        bound = step_bound(work, 2, 10, 3, model)
+        assert bound.time * work.unit == 8.0 * passes
+        assert bound.min_microbatches == 3
+
+
+def least_rank_cost(costs: list[int], num_ranks: int) -> int:
+    """The costliest rank of the best of all assignments."""
+    reachable = {(0,) * num_ranks}
+    for cost in costs:
+        reachable = {
+            tuple(sorted((*sums[:rank], sums[rank] + cost, *sums[rank + 1 :])))
+            for sums in reachable
+            for rank in range(num_ranks)
+        }
+    return min(max(sums) for sums in reachable)
+
+
+def fewest_packs(lengths: list[int], capacity: int) -> int:
+    """Packs of the best of all packings."""
+    return next(n for n in itertools.count() if fits(lengths, (capacity,) * n))
+
+
+def fits(lengths: list[int], rooms: tuple[int, ...]) -> bool:
+    if not lengths:
+        return True
+    return any(
+        fits(lengths[1:], (*rooms[:i], room - lengths[0], *rooms[i + 1 :]))
+        for i, room in enumerate(rooms)
+        if room >= lengths[0] and room not in rooms[:i]
+    )
+
+
+def test_rank_cost_bound_is_never_above_the_optimum_and_often_meets_it():
+    """Also guards against a bound so loose that it never says anything."""
+    rng = np.random.default_rng(1)
+    exact = 0
+    for _ in range(2000):
+        num_ranks = int(rng.integers(1, 5))
+        costs = descending(rng, 0, 30, rng.integers(0, 8))
+        bound = rank_cost_lower_bound(costs, num_ranks)
+        optimum = least_rank_cost(costs.tolist(), num_ranks)
+        assert bound <= optimum, (costs, num_ranks)
+        exact += bound == optimum
+    assert exact > 1600
+
+
+def test_rank_cost_bound_terms():
+    """Each of the three terms must be the one that decides where it should."""
+    assert rank_cost_lower_bound(array(), 4) == 0
+    assert rank_cost_lower_bound(array(3, 3, 2), 2) == 5  # two of three meet: the pigeonhole
+    assert rank_cost_lower_bound(array(9, 1, 1), 2) == 9  # the largest
+    assert rank_cost_lower_bound(array(4, 3, 2, 2), 2) == 6  # the mean, 5.5
+
+
+def test_microbatch_bound_is_never_above_the_optimum_and_often_meets_it():
+    """A bound too high would make every schedule take more microbatches than it needs."""
+    rng = np.random.default_rng(2)
+    exact = 0
+    for _ in range(1500):
+        capacity = int(rng.integers(1, 25))
+        lengths = rng.integers(1, capacity + 1, size=rng.integers(0, 9))
+        num_ranks, multiple = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        bound = microbatch_lower_bound(lengths, num_ranks, capacity, multiple)
+        step = num_ranks * multiple
+        optimum = max(1, -(-fewest_packs(sorted(lengths.tolist(), reverse=True), capacity) // step)) * multiple
+        assert bound % multiple == 0
+        assert 1 <= bound <= optimum, (lengths, capacity, num_ranks, multiple)
+        exact += bound == optimum
+    assert exact > 1400
+
+
+def test_packs_needed_is_never_above_the_optimum_of_any_prefix():
+    """Bounds for ranks that meet ask how many packs the i longest sequences need, for every i."""
+    rng = np.random.default_rng(3)
+    exact = total = 0
+    for _ in range(600):
+        capacity = int(rng.integers(1, 25))
+        length = descending(rng, 1, capacity + 1, rng.integers(0, 8))
+        needed = packs_needed(length, capacity).tolist()
+        optima = [fewest_packs(length[: i + 1].tolist(), capacity) for i in range(length.size)]
+        assert all(bound <= optimum for bound, optimum in zip(needed, optima, strict=True)), (length, capacity)
+        exact += sum(bound == optimum for bound, optimum in zip(needed, optima))
+        total += len(needed)
+    assert exact > 0.9 * total
+
+
+def test_microbatch_bound_sees_what_the_token_sum_does_not():
+    """Six sequences of 6 in packs of 10 need six packs, not four; 4 fits beside 6, 5 does not."""
+    assert microbatch_lower_bound(array(*[6] * 6), 1, 10, 1) == 6
+    assert microbatch_lower_bound(array(*[6] * 6 + [4] * 6), 1, 10, 1) == 6
+    assert microbatch_lower_bound(array(*[6] * 6 + [4] * 4 + [5]), 1, 10, 1) == 7
+    assert microbatch_lower_bound(array(*[6] * 6), 2, 10, 2) == 4

@@ -1,0 +1,77 @@
+"""The FLOPs that schedulers balance and reports print."""
+
+import numpy as np
+import pytest
+
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+
+TINY = {
+    "num_layers": 3,
+    "hidden_size": 10,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 5,
+    "ffn_hidden_size": 7,
+    "vocab_size": 100,
+}
+
+
+def test_dense_gpt_by_hand():
+    """A wrong factor would make every reported TFLOP/s wrong by it, and look plausible."""
+    # Multiply-adds per token and layer: queries 10*20, keys and values 10*20, output 20*10, three matrices 10*7.
+    linear = 6 * (3 * (200 + 200 + 200 + 210) + 10 * 100)
+    # Scores and values: 2 products of 20 multiply-adds for each of L^2/2 pairs, in 3 layers.
+    quadratic = 6 * 3 * 2 * 20 / 2
+    cost = gpt_pack_cost(**TINY, swiglu=True)
+    assert (cost.linear, cost.quadratic) == (linear, quadratic) == (20580.0, 360.0)
+    assert gpt_pack_cost(**TINY, swiglu=False).linear == 6 * (3 * (600 + 140) + 1000)
+
+
+def test_mixture_of_experts_by_hand():
+    """Counting all experts instead of those a token meets would inflate the reported FLOPs many times."""
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
+    cost = gpt_pack_cost(**TINY, swiglu=True, **experts, moe_shared_expert_intermediate_size=6)
+    assert cost.linear == 6 * (3 * (600 + 3 * 10 * (2 * 4 + 6) + 10 * 8) + 1000)
+    without_shared = gpt_pack_cost(**TINY, swiglu=True, num_experts=8, moe_router_topk=1)
+    assert without_shared.linear == 6 * (3 * (600 + 3 * 10 * 7 + 10 * 8) + 1000)
+
+
+def test_batch_from_sums_equals_sum_of_sequences():
+    """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the sequences."""
+    lengths = np.array([1, 5, 128, 4000])
+    cost = PackCost(3.0, 0.5)
+    assert cost.of_sequences(lengths).tolist() == [3.5, 27.5, 8576.0, 8012000.0]
+    assert cost.of_batch(int(lengths.sum()), int((lengths**2).sum())) == cost.of_sequences(lengths).sum()
+
+
+def test_fixed_cost_by_hand():
+    """What a microbatch costs whatever it holds decides how many there are: 12 bytes of traffic for each weight, and
+    256 FLOPs that could have been done for each byte.
+    """
+    weights = 3 * (600 + 210) + 1000
+    assert gpt_pack_cost(**TINY, swiglu=True).fixed == 12 * 256 * weights
+    # All experts pass through memory, however few of them a token meets.
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
+    weights = 3 * (600 + 3 * 10 * 4 * 8 + 10 * 8) + 1000
+    assert gpt_pack_cost(**TINY, swiglu=True, **experts).fixed == 12 * 256 * weights
+
+
+def test_fixed_cost_is_no_work():
+    """The reported FLOPs are the model's; time that memory takes would inflate utilisation."""
+    lengths = np.array([3, 4])
+    with_fixed, without = PackCost(3.0, 0.5, 1e9), PackCost(3.0, 0.5)
+    assert with_fixed.of_batch(7, 25) == without.of_batch(7, 25) == 33.5
+    assert with_fixed.of_sequences(lengths).tolist() == without.of_sequences(lengths).tolist()
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0), (NAN, 0.0), (1.0, NAN), (INFINITE, 0.0), (1.0, 0.0, -1.0), (1.0, 0.0, NAN)],
+)
+def test_cost_that_could_fall_is_refused(numbers):
+    """Schedulers place the costliest first and count on it being the longest."""
+    with pytest.raises(ValueError, match="linear > 0, quadratic >= 0 and fixed >= 0, all finite"):
+        PackCost(*numbers)

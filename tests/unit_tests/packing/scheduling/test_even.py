@@ -1,0 +1,99 @@
+"""Even placements: valid each, none forgotten, and even where evenness is possible."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks, even_rows, split_ranks
+from megatron.packing.scheduling.even_pipelines import even_pipelines
+from megatron.packing.scheduling.placement import best_fit
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.work import Work
+from tests.unit_tests.packing.stubs import array
+
+
+def placements(mode: str, work: Work, room: Room) -> Iterator[np.ndarray | None]:
+    def tight() -> np.ndarray | None:
+        packs, num_packs = best_fit(work.length, capacity=room.capacity)
+        fit = num_packs <= room.num_ranks * room.num_microbatches
+        return deal(work.cost, packs, room.num_ranks, room.num_microbatches) if fit else None
+
+    if mode == "ranks":
+        return even_ranks(work, room, tight)
+    if mode == "rows":
+        return even_rows(work, room, tight)
+    low = 4 * work.total // (room.num_ranks * 4) + work.fixed * (room.num_microbatches + 3)
+    return even_pipelines(work, room, tight, 4, low)
+
+
+@pytest.mark.parametrize("effort", [0, 1000, 10**6])
+@pytest.mark.parametrize("mode", ["ranks", "pipelines", "rows"])
+def test_placements_are_valid(mode, effort):
+    """The search compares them by time alone: one that is over capacity, or lacks a sequence, would win. Something is
+    found with no effort left too, wherever best-fit decreasing finds packs.
+    """
+    rng = np.random.default_rng(51)
+    tried = 0
+    for _ in range(250):
+        num_ranks, num_microbatches = int(rng.integers(1, 7)), int(rng.integers(1, 6))
+        longest = int(rng.choice([3, 60]))
+        work = Work.of(rng.integers(1, longest + 1, int(rng.integers(1, 60))), PackCost(1.0, 0.02))
+        capacity = int(work.length[0] * rng.choice([1, 1.5, 3]))
+        room = Room(num_ranks=num_ranks, num_microbatches=num_microbatches, capacity=capacity, effort=Effort(effort))
+        found = 0
+        for pack in placements(mode, work, room):
+            if pack is None:
+                continue
+            assert pack.shape == work.cost.shape
+            assert pack.dtype == np.int64
+            assert 0 <= pack.min() <= pack.max() < num_ranks * num_microbatches
+            assert np.bincount(pack, weights=work.length).max() <= capacity
+            found += 1
+        assert found >= (best_fit(work.length, capacity=capacity)[1] <= num_ranks * num_microbatches)
+        tried += found
+    assert tried > 100
+
+
+def test_effort_is_counted():
+    """Time must not depend on the machine, or schedules would."""
+    effort = Effort(10)
+    assert effort.spend(4)
+    part = effort.part(2)
+    assert part.spend(3)
+    assert not part.spend(1)
+    assert effort.spend(3)
+    assert not effort.spend(1)
+
+
+def test_deal_by_hand():
+    """Packs of 9, 6, 5, 4 on two ranks of two: 9 + 4 and 6 + 5."""
+    pack = deal(array(9, 6, 5, 4), array(0, 1, 2, 3), 2, 2)
+    assert pack.tolist() == [0, 2, 3, 1]
+    assert deal(array(9, 6, 5, 4), array(1, 0, 0, 1), 2, 1).tolist() == [0, 1, 1, 0]
+
+
+def test_split_ranks_by_hand():
+    """Each rank anew, in proportion to the weights; a rank for which capacity is too tight stays as it was."""
+    work = Work.of(array(6, 4, 2, 5, 5, 2), PackCost(1.0, 0.0))  # in order: 6, 5, 5, 4, 2, 2
+    pack = array(0, 3, 2, 0, 0, 3)
+    other, failed = split_ranks(work, pack, 2, 7, array(1, 1))
+    assert other.tolist() == [0, 2, 3, 1, 1, 2]
+    assert failed.tolist() == [False, False]
+    other, failed = split_ranks(work, pack, 2, 6, array(1, 1))
+    assert other.tolist() == [0, 3, 2, 1, 1, 3]
+    assert failed.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("mode", ["ranks", "pipelines", "rows"])
+def test_sequences_that_can_be_even_are(mode):
+    """Thousands of short sequences leave no reason for more than a thousandth."""
+    rng = np.random.default_rng(52)
+    work = Work.of(rng.integers(1, 100, 4000), PackCost(1.0, 0.0))
+    room = Room(num_ranks=4, num_microbatches=4, capacity=20000, effort=Effort(10**6))
+    models = {"ranks": StepModel(), "pipelines": StepModel(num_stages=4), "rows": StepModel(ranks_meet=True)}
+    model = models[mode]
+    times = [model.time_of(work.pack_costs(pack, 4, 4)) for pack in placements(mode, work, room) if pack is not None]
+    even = work.total / 16 * (4 + model.num_stages - 1)
+    assert even <= min(times) < 1.001 * even

@@ -1,0 +1,76 @@
+"""What schedulers are asked and answer: contradictions are found before they index another pack without a word."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import CapacityError, Schedule, check_schedule
+from megatron.packing.scheduling.step_time import StepModel
+from tests.unit_tests.packing.requests import request
+
+
+def test_sequence_over_capacity_is_named():
+    """The user must learn which sequence, how long, and what to do."""
+    with pytest.raises(
+        CapacityError, match=r"sequence 3 .*rank 1, draw 1.* 11 tokens.*10; raise --max-seqlen-per-dp-cp-rank"
+    ):
+        request([5, 5, 6, 11], 2, 10)
+
+
+def test_contradictory_requests_are_refused():
+    """A wrong dtype or a rank out of range would index another pack without a word."""
+    good = request([3, 4], 2, 10)
+    for change, message in (
+        ({"lengths": np.array([3, 0])}, "lengths must be at least 1, but spans 0 to 3"),
+        ({"lengths": np.array([3.0, 4.0])}, r"lengths must be int64 \[2\], but is float64"),
+        ({"source_rank": np.array([0, 2])}, "source_rank must be at least 0 and below 2"),
+        ({"source_draw": np.array([0])}, r"source_draw must be int64 \[2\]"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, but is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(good, **change)
+
+
+def test_check_schedule_finds_each_violation():
+    """The tests above, and schedulers of users, rely on it."""
+    asked = request([6, 5, 4], 2, 10, microbatch_multiple=2)
+    good = Schedule(np.array([0, 1, 0]), np.array([0, 0, 1]), 2, 2)
+    check_schedule(asked, good)
+    for change, message in (
+        ({"num_ranks": 3}, "must be for 2 ranks"),
+        ({"num_microbatches": 3}, "positive multiple of 2, but are 3"),
+        ({"num_microbatches": 0}, "positive multiple of 2, but are 0"),
+        ({"rank": np.array([0, 1])}, r"schedule.rank must be int64 \[3\]"),
+        ({"rank": np.array([0, 1, 2])}, "schedule.rank must be"),
+        ({"microbatch": np.array([0, 0, 2])}, "schedule.microbatch must be"),
+        ({"rank": np.array([0, 0, 1])}, "microbatch 0 of rank 0 has 11 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_schedule(asked, dataclasses.replace(good, **change))
+
+
+def test_packs_of_a_rank():
+    """What a rank runs: ascending ids, and empty packs where the schedule leaves some."""
+    schedule = Schedule(np.array([1, 0, 1, 1, 0]), np.array([2, 0, 0, 2, 0]), 2, 3)
+    assert [pack.tolist() for pack in schedule.packs_of(0)] == [[1, 4], [], []]
+    assert [pack.tolist() for pack in schedule.packs_of(1)] == [[2], [], [0, 3]]
+    assert schedule.pack.tolist() == [5, 0, 3, 5, 0]
+
+
+def test_request_tells_its_work_and_its_bound():
+    """The bound is of the layout's mode and of its fixed cost; schedules are searched and reported by it."""
+    asked = request([4, 3, 2, 1], 2, 5, cost=PackCost(1.0, 0.0, 10.0))
+    assert asked.work.length.tolist() == [4, 3, 2, 1]
+    assert asked.bound.time * asked.work.unit == 15.0
+    piped = dataclasses.replace(asked, model=StepModel(num_stages=2))
+    assert piped.bound.time * piped.work.unit == 30.0
+
+
+def test_multiple_of_an_interleaved_pipeline():
+    """Other numbers of microbatches would make its stages wait for one another for ever."""
+    model = StepModel(num_stages=2, num_virtual_stages=2, stage_group=4)
+    request([4, 3], 2, 5, microbatch_multiple=8, model=model)
+    with pytest.raises(ValueError, match=r"multiple of the model's stage_group, 4, .* but is 6"):
+        request([4, 3], 2, 5, microbatch_multiple=6, model=model)
