@@ -112,8 +112,8 @@ def test_a_dead_worker_is_named():
 
 def test_a_hung_worker_is_named_with_its_stack(caplog):
     tree = MapDataset(leaf("a", 10, shuffle=False), hang)
-    loader = get_loader(tree, processes(slow_worker_seconds=0.3, worker_timeout_seconds=1.0))
-    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 1 sec"):
+    loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=4.0))
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 4 sec"):
         list(loader)
     assert "in hang" in caplog.text
     assert multiprocessing.active_children() == []
