@@ -4,11 +4,13 @@ from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
-parquet, plot, tensorboard, huggingface = (
+parquet, plot, tensorboard, huggingface, images, urls = (
     ["pyarrow>=14"],
     ["matplotlib>=3.8"],
     ["tensorboard>=2.15"],
     ["transformers>=4.40"],
+    ["pillow>=10"],
+    ["fsspec>=2024.2"],
 )
 
 setup(
@@ -42,11 +44,16 @@ setup(
         "plot": plot,
         "tensorboard": tensorboard,
         "huggingface": huggingface,
+        "images": images,
+        "urls": urls,
+        "video": ["av>=12"],
         "dev": [
             *parquet,
             *plot,
             *tensorboard,
             *huggingface,
+            *images,
+            *urls,
             "hypothesis>=6.100",
             "mypy==2.4.1",
             "pytest>=8",
