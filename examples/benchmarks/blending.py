@@ -223,7 +223,11 @@ def report(ways: list[Way], results: Results) -> str:
     rows = [row + [_number(value) for value in values] for row, values in zip(compared("cpu_us", 2), floors)]
     head = ["files", "workers", "ours", "energon", "ratio"]
     lines += _table([*head, "floor: slices", "floor: slices, to text"], rows)
-    lines += ["## Seconds to the first batch", "", "After imports:"]
+    lines += [
+        "## Seconds to the first batch",
+        "",
+        "After the imports that a user writes; what a package imports later, when it is used, counts:",
+    ]
     lines += _table(head, compared("first_after_imports", 3))
     lines += ["From the start of the process, imports and all (energon imports torch; ours does not for text):"]
     lines += _table(head, compared("first_with_imports", 2, "alone"))
@@ -253,8 +257,9 @@ three data sets, blended 0.5, 0.3 and 0.2 by a MetadatasetV2 YAML, batches of 32
 max_samples_per_sequence 100, get_loader. Files are in the page cache. CPU is user and system time of the process and
 its workers, after a warm-up. torch is imported before either package, but for what is counted from the start of the
 process. The floor maps the files and takes slices at known places, 100 after another; to text: decoded, or parsed. A
-ratio is ours over energon's. The machine was shared with other work: seconds of waiting are inflated for both, CPU less
-so."""
+ratio is ours over energon's. Pages of mapped files count as memory of whoever maps them, though the system may take
+them back: as its own, where no other process maps them. The machine was shared with other work: seconds of waiting are
+inflated for both, CPU less so."""
 
 
 def _where(results: Results, rounds: int, load: float) -> str:
