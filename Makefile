@@ -19,8 +19,10 @@ run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
 	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml
 
+# Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
 test: $(VENV)/.dev
-	$(VENV)/bin/pytest tests/unit_tests tests/functional_tests
+	$(VENV)/bin/pytest tests/unit_tests
+	$(VENV)/bin/pytest tests/functional_tests
 
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py

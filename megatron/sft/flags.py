@@ -1,9 +1,9 @@
 """pure. Frozen dataclasses <-> command line and YAML: a field is a flag, the docstring under it is the help.
 
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
-file says); a field without default is required; one with metadata
-`{"positional": True}` has no dashes. `--config FILE` gives options in YAML under the same names; flags on
-the command line win.
+file says); a field without default is required; one with metadata `{"positional": True}` has no dashes, a list with
+`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config FILE` gives options in
+YAML under the same names; flags on the command line win.
 """
 
 from __future__ import annotations
@@ -84,12 +84,15 @@ def _build_parser(groups: Sequence[type], description: str, program: str) -> _Pa
             if field.metadata.get("positional"):
                 section.add_argument(field.name, nargs="?", default=field.default, help=help_text)
                 continue
+            kind = _argument_kind(hints[field.name])
+            if field.metadata.get("repeatable"):
+                kind["action"] = _Extend
             section.add_argument(
                 _flag_of(field.name),
                 default=None if required else field.default,
                 required=required,
                 help=help_text,
-                **_argument_kind(hints[field.name]),
+                **kind,
             )
     return parser
 
@@ -103,7 +106,7 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:
-        return {"action": _Extend, "nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
+        return {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -392,7 +392,7 @@ class OutputConfig:
     """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
-    dump_schedule: tuple[int, ...] = ()
+    dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
     def __post_init__(self) -> None:

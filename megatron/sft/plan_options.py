@@ -206,7 +206,7 @@ class LayoutOptions:
 class PlanOptions:
     """Comparison and pictures."""
 
-    scheduler: tuple[str, ...] = ()
+    scheduler: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Schedulers to compare: names, or functions of yours as module:function (default: all)."""
     num_batches: int | None = None
     """Global batches to schedule (default: 8, or fewer where they are large)."""
