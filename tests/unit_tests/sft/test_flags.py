@@ -400,18 +400,24 @@ def test_what_a_yaml_value_breaks_is_refused_as_on_the_command_line(write_yaml):
     assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], "") == [Engine(num_cylinders=2)]
 
 
-def test_repeated_list_flags_add_up(write_yaml):
+def test_the_last_of_repeated_list_flags_counts():
+    """As in Megatron: scripts append what shall override."""
+    assert list(parse("--colors", "red", "--colors", "blue", "green")[1].colors) == ["blue", "green"]
+
+
+def test_repeatable_list_flags_add_up(write_yaml):
     """A scheduler or a step that is silently left out is not missed."""
-    assert list(parse("--colors", "red", "--colors", "blue", "green")[1].colors) == ["red", "blue", "green"]
-    path = write_yaml("colors: [white]\n")
-    arguments = [*NEEDED, "--config", path, "--colors", "red", "--colors", "blue"]
-    assert list(parse_flags((Engine, Body), arguments, "")[1].colors) == ["red", "blue"]
+    assert list(parse_flags((Trip,), ["--stops", "1", "--stops", "2", "3"], "")[0].stops) == [1, 2, 3]
+    arguments = ["--config", write_yaml("stops: [9]\n"), "--stops", "1", "--stops", "2"]
+    assert list(parse_flags((Trip,), arguments, "")[0].stops) == [1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trip:
     """Where to."""
 
+    stops: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
+    """On the way."""
     goal: str | None = field(default=None, metadata={"positional": True})
     """Name of a place."""
     days: int = 1
