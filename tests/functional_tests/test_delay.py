@@ -246,7 +246,7 @@ def trained_on(folder: Path) -> Counter[int]:
 
 
 def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    timed = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device")
+    timed = ("step_seconds", "data_seconds", "passes_seconds", "tokens_per_second", "tflops_per_device")
     return {name: value for name, value in step.items() if name not in timed}
 
 
