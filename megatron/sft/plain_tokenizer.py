@@ -20,7 +20,7 @@ def build_plain_tokenizer(tokenizer_type: str, tokenizer_model: str | None, voca
     if tokenizer_type == "ByteLevelTokenizer":
         ids = {token: 256 + place for place, token in enumerate(BYTE_LEVEL_SPECIAL_TOKENS)}
         return MarkedTokenizer(
-            library=_Bytes(),
+            wrapped=_Bytes(),
             vocab_size=256 + len(ids),
             eod=ids["<eod>"],
             pad=ids["<pad>"],
@@ -31,7 +31,7 @@ def build_plain_tokenizer(tokenizer_type: str, tokenizer_model: str | None, voca
         if vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
         return MarkedTokenizer(
-            library=_Numbers(),
+            wrapped=_Numbers(),
             vocab_size=vocab_size + 1,
             eod=vocab_size,
             pad=vocab_size,
@@ -84,7 +84,7 @@ def _hugging_face(tokenizer_model: str | None) -> Tokenizer:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
     return TemplateTokenizer(
-        library=_HuggingFace(tokenizer),
+        wrapped=_HuggingFace(tokenizer),
         vocab_size=len(tokenizer),
         eod=tokenizer.eos_token_id,
         pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,

@@ -43,7 +43,7 @@ def build_tokenizer(
 class MarkedTokenizer:
     """A tokenizer without a template: each turn is a start token for its role, its content, an end-of-turn token."""
 
-    library: Any
+    wrapped: Any
     """megatron-core's tokenizer."""
     vocab_size: int
     eod: int
@@ -55,15 +55,15 @@ class MarkedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
-            ids = self.library.text_to_ids(text)
+            ids = self.wrapped.text_to_ids(text)
         except ValueError as error:
-            raise SampleError(f"{type(self.library).__name__} cannot read {text!r:.60}: {error}") from error
+            raise SampleError(f"{type(self.wrapped).__name__} cannot read {text!r:.60}: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise SampleError(f"token ids must be in range({self.vocab_size}), but span {min(ids)} to {max(ids)}")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.library.ids_to_text(ids)
+        return self.wrapped.ids_to_text(ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
         ids: list[int] = []
@@ -90,7 +90,7 @@ class TemplateTokenizer:
     more renderings per assistant turn.
     """
 
-    library: Any
+    wrapped: Any
     """megatron-core's tokenizer, whose `tokenizer` is the one of transformers."""
     vocab_size: int
     eod: int
@@ -98,10 +98,10 @@ class TemplateTokenizer:
     chat_template: str | None
 
     def encode(self, text: str) -> list[int]:
-        return self.library.text_to_ids(text)
+        return self.wrapped.text_to_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.library.ids_to_text(ids)
+        return self.wrapped.ids_to_text(ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
         if self.chat_template is None:
@@ -117,7 +117,7 @@ class TemplateTokenizer:
         spans = [
             self._span(messages, turn, text) for turn, message in enumerate(messages) if message.role == "assistant"
         ]
-        encoded = self.library.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.wrapped.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         is_assistant = np.zeros(len(starts), np.bool_)
         for start, end in spans:
@@ -148,7 +148,7 @@ class TemplateTokenizer:
 
         conversation = [message._asdict() for message in messages]
         try:
-            return self.library.apply_chat_template(conversation, self.chat_template, **options)
+            return self.wrapped.apply_chat_template(conversation, self.chat_template, **options)
         except TemplateError as error:
             raise SampleError(f"the chat template refuses the conversation: {error}") from error
 
@@ -156,7 +156,7 @@ class TemplateTokenizer:
 def _build_byte_level() -> Tokenizer:
     from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
 
-    library = ByteLevelTokenizer(
+    wrapped = ByteLevelTokenizer(
         # Numbered from the end of the vocabulary downwards. Left out, decoding would take ids above 255 for bytes.
         special_tokens=list(reversed(BYTE_LEVEL_SPECIAL_TOKENS)),
         vocab_size=256,
@@ -165,12 +165,12 @@ def _build_byte_level() -> Tokenizer:
         _pad_id=256 + BYTE_LEVEL_SPECIAL_TOKENS.index("<pad>"),
     )
     return MarkedTokenizer(
-        library=library,
-        vocab_size=library.vocab_size,
-        eod=library.eod,
-        pad=library.pad_id,
-        start_of_turn={role: library.token_to_id(f"<{role}>") for role in ("system", "user", "assistant", "tool")},
-        end_of_turn=library.token_to_id("<end>"),
+        wrapped=wrapped,
+        vocab_size=wrapped.vocab_size,
+        eod=wrapped.eod,
+        pad=wrapped.pad_id,
+        start_of_turn={role: wrapped.token_to_id(f"<{role}>") for role in ("system", "user", "assistant", "tool")},
+        end_of_turn=wrapped.token_to_id("<end>"),
     )
 
 
@@ -182,17 +182,17 @@ def _build_hugging_face(tokenizer_model: str | None) -> Tokenizer:
         )
     from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer
 
-    library = HuggingFaceTokenizer(tokenizer_model, use_fast=True)
-    if library.eod is None:
+    wrapped = HuggingFaceTokenizer(tokenizer_model, use_fast=True)
+    if wrapped.eod is None:
         raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
-    if not library.tokenizer.is_fast:
+    if not wrapped.tokenizer.is_fast:
         raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
     return TemplateTokenizer(
-        library=library,
-        vocab_size=library.vocab_size,
-        eod=library.eod,
-        pad=library.eod if library.pad_id is None else library.pad_id,
-        chat_template=library.tokenizer.get_chat_template() if library.chat_template else None,
+        wrapped=wrapped,
+        vocab_size=wrapped.vocab_size,
+        eod=wrapped.eod,
+        pad=wrapped.eod if wrapped.pad_id is None else wrapped.pad_id,
+        chat_template=wrapped.tokenizer.get_chat_template() if wrapped.chat_template else None,
     )
 
 
@@ -201,13 +201,13 @@ def _build_null(vocab_size: int | None) -> Tokenizer:
         raise ValueError(f"--vocab-size must be at least 1 for --tokenizer-type NullTokenizer, but is {vocab_size}")
     from megatron.core.tokenizers.text.libraries import NullTokenizer
 
-    library = NullTokenizer(vocab_size)
+    wrapped = NullTokenizer(vocab_size)
     # It has one token beyond its ids, which ends documents and turns and fills up.
     return MarkedTokenizer(
-        library=library,
-        vocab_size=library.vocab_size,
-        eod=library.eod,
-        pad=library.eod,
+        wrapped=wrapped,
+        vocab_size=wrapped.vocab_size,
+        eod=wrapped.eod,
+        pad=wrapped.eod,
         start_of_turn={},
-        end_of_turn=library.eod,
+        end_of_turn=wrapped.eod,
     )
