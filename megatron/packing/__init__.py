@@ -33,7 +33,7 @@ How `default` finds a schedule, pure and in exact integers:
     work, bounds   the sequences by cost; what no schedule is quicker than
     balance        the search over numbers of microbatches
     even           ways to make ranks, packs and rows of packs even; even_pipelines
-    placement      their inner loops, in C++ where it could be built (native)
+    placement      their inner loops, in C++ where it could be built (native), else loops
     movement       as good a placement that moves fewer tokens
     arrange        the order of each rank's packs, and in pipelines their sizes
 

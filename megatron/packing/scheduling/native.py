@@ -1,6 +1,6 @@
 """pure. The inner loops of scheduling in C++ (native.cpp), which setup.py builds where there is a compiler.
 
-The same loops stand in Python where they are called, `placement` and `step_time`. Both count in integers and break ties
+The same loops stand in Python, in `loops` and `step_time`. Both count in integers and break ties
 by number, so that they give the same result to the last bit (tested): ranks with and without the library agree.
 """
 
