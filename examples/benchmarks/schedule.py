@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -214,12 +213,13 @@ def _rounded_up(num_microbatches: int, request: ScheduleRequest) -> int:
     return max(1, -(-num_microbatches // request.microbatch_multiple)) * request.microbatch_multiple
 
 
-def _schedule(request: ScheduleRequest, rank: IntArray, microbatch: IntArray) -> Schedule:
+def _schedule(request: ScheduleRequest, rank: IntArray, microbatch: IntArray, at_least: int = 1) -> Schedule:
     """From ranks and microbatches in the order of the work; as many empty packs as the multiple asks for."""
     order = request.work.order
     ranks, microbatches = np.empty_like(order), np.empty_like(order)
     ranks[order], microbatches[order] = rank, microbatch
-    return Schedule(ranks, microbatches, request.num_ranks, _rounded_up(int(microbatch.max(initial=0)) + 1, request))
+    num_microbatches = max(_rounded_up(int(microbatch.max(initial=0)) + 1, request), at_least)
+    return Schedule(ranks, microbatches, request.num_ranks, num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +275,9 @@ def cases(sizes: tuple[int, ...], ranks: tuple[int, ...], all_ways: bool) -> Ite
 
 
 def unshaped(request: ScheduleRequest) -> Schedule:
-    """`default`, its packs neither put in order nor resized for 1F1B."""
-    with mock.patch.object(balance, "arrange", lambda work, pack, **_: pack):
-        return default(request)
+    """What `default` finds for the flow shop: neither number nor order nor sizes of packs are chosen for 1F1B."""
+    found = balance.search(request)[0]
+    return _schedule(request, *np.divmod(found.pack, found.num_microbatches), found.num_microbatches)
 
 
 @dataclass

@@ -32,10 +32,10 @@ How `default` finds a schedule, pure and in exact integers:
     step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
     work, bounds   the sequences by cost; what no schedule is quicker than
     balance        the search over numbers of microbatches
-    even           ways to make ranks, packs and rows of packs even; even_pipelines
+    even           ways to make ranks and packs even; even_pipelines, even_rows
     placement      their inner loops, in C++ where it could be built (native), else loops
     movement       as good a placement that moves fewer tokens
-    arrange        the order of each rank's packs, and in pipelines their sizes
+    arrange        the order of each rank's packs, and in pipelines their sizes, as near as can be to the best shape
 
 The planner, which knows lengths only:
 

@@ -10,10 +10,11 @@ is as good as the bound, and the best is taken. What is tried depends on how ran
                                a fair pack gather on as few ranks as can hold them; the others make packs of even cost,
                                which are dealt to the other ranks
     at every microbatch        rows of even packs: while a sequence costs more than a fair pack, a row filled up to its
-                               cost; then rows of even packs
+                               cost; then rows of even packs; then trades between rows
 
-Where capacity is tight, packs by best-fit decreasing are dealt instead. Then `movement` looks for a placement as good
-that moves fewer tokens, and `arrange` puts each rank's packs in order.
+Where capacity is tight, packs by best-fit decreasing are dealt instead. In pipelines `arrange` then puts the packs of
+the best few in order and shapes them, and the quickest by simulated 1F1B is taken. At last `movement` looks for a
+placement as good that moves fewer tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.arrange import arrange
+from megatron.packing.scheduling.arrange import arrange, can_simulate, costliest_first
 from megatron.packing.scheduling.bounds import MicrobatchBound
-from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks, even_rows
+from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
+from megatron.packing.scheduling.even_rows import even_rows
 from megatron.packing.scheduling.movement import stay_home
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
@@ -43,6 +45,10 @@ _MAX_TRIES = 8
 """Numbers of microbatches tried."""
 _MORE_ROOM = (115, 140, 200)
 """Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
+_MAX_ARRANGED = 4
+"""Numbers of microbatches, the best ones found, whose packs are arranged in pipelines to find the quickest by 1F1B."""
+_MANY = 1 << 14
+"""Sequences for which only one number of microbatches is looked into after a quick try of each."""
 _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
@@ -51,37 +57,75 @@ _PIPELINE_EFFORT = 144
 
 def default(request: ScheduleRequest) -> Schedule:
     """The least modelled step time (see the module's docstring). O(N log N)."""
-    work, num_ranks = request.work, request.num_ranks
+    work, model, num_ranks = request.work, request.model, request.num_ranks
     if work.cost.size == 0:
         nowhere = np.empty(0, np.int64)
         return Schedule(nowhere, nowhere, num_ranks, request.bound.min_microbatches)
-    found = _Search(request).best()
-    num_microbatches = found.num_microbatches
+    found = search(request)
+    best = _quickest_by_1f1b(request, found[:_MAX_ARRANGED]) if model.num_stages > 1 else found[0]
+    num_microbatches = best.num_microbatches
     pack = stay_home(
-        *(work, request.source_rank[work.order], found.pack),
+        *(work, request.source_rank[work.order], best.pack),
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         capacity=request.capacity,
-        model=request.model,
+        model=model,
         good_enough=int(request.bound.time * _GOOD_ENOUGH),
     )
-    pack = arrange(
-        *(work, pack),
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        capacity=request.capacity,
-        model=request.model,
-    )
+    if model.num_stages == 1 and not model.ranks_meet:
+        pack = costliest_first(work, pack, num_ranks, num_microbatches)
     in_global_order = np.empty_like(pack)
     in_global_order[work.order] = pack
     return Schedule(*np.divmod(in_global_order, num_microbatches), num_ranks, num_microbatches)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """A placement and its modelled time (`StepModel.time_of`)."""
+
     time: int
     num_microbatches: int
     pack: IntArray
     """int64 [N] in the order of the work: rank * num_microbatches + microbatch."""
+
+
+def search(request: ScheduleRequest) -> list[Found]:
+    """The quickest placement found for each number of microbatches that was tried, the quickest of all first; in
+    pipelines as flow shops, with packs in no order. There is at least one sequence.
+    """
+    return _Search(request).best_by_microbatches()
+
+
+def _time_and_number(found: Found) -> tuple[int, int]:
+    return found.time, found.num_microbatches
+
+
+class _Begun(NamedTuple):
+    """Placements with that many microbatches, of which the quick one has been tried."""
+
+    bound: int
+    num_microbatches: int
+    placements: Iterator[IntArray | None]
+
+
+def _quickest_by_1f1b(request: ScheduleRequest, found: list[Found]) -> Found:
+    """With packs arranged; by simulation where pipelines are not too long for that, else the first."""
+    if request.work.cost.size > _MANY or not can_simulate(request.model, found[0].num_microbatches):
+        found = found[:1]
+    arranged = []
+    for place, (_, num_microbatches, pack) in enumerate(found):
+        if place > 0 and not can_simulate(request.model, num_microbatches):
+            continue
+        pack = arrange(
+            *(request.work, pack),
+            num_ranks=request.num_ranks,
+            num_microbatches=num_microbatches,
+            capacity=request.capacity,
+            model=request.model,
+        )
+        costs = request.work.pack_costs(pack, request.num_ranks, num_microbatches)
+        time = request.model.simulated_time_of(costs) if len(found) > 1 else 0
+        arranged.append(Found(time, num_microbatches, pack))
+    return min(arranged, key=lambda entry: entry[:2])
 
 
 class _Search:
@@ -95,48 +139,60 @@ class _Search:
         passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
         self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
         self._try = size if self._only_ranks_matter else 3 * size
+        self._found: dict[int, Found] = {}
 
-    def best(self) -> _Found:
-        """First a quick placement for each number of microbatches, then better ones where the quick one is best."""
-        best: _Found | None = None
+    def best_by_microbatches(self) -> list[Found]:
+        """First by a quick try for each number of microbatches, then by better ones where something is left to gain."""
         if self._work.cost.size <= self._request.num_ranks:  # each alone on a rank: no schedule is better
             number = self._request.bound.min_microbatches
             pack = np.arange(self._work.cost.size) * number
-            return _Found(self._time_of(pack, number), number, pack)
+            return [Found(self._time_of(pack, number), number, pack)]
+        begun = self._begin()
+        if not self._found:  # capacity is so tight that only tight packs are left
+            step = self._request.num_ranks * self._request.microbatch_multiple
+            number = -(-self._tight[1] // step) * self._request.microbatch_multiple
+            placements = self._placements(self._request.bound.time, number)
+            while not self._found:
+                assert self._try_next(placements, number), "as many places as packs"
+        begun = begun if self._work.cost.size <= _MANY else begun[:1]
+        while begun:
+            bound, number, placements = begun.pop(0)
+            if self._is_good_enough(bound) or not self._try_next(placements, number):
+                continue
+            # In turn where capacity decides who gets anywhere; one after the other where placements take long.
+            begun.insert(len(begun) if self._only_ranks_matter else 0, _Begun(bound, number, placements))
+        return sorted(self._found.values(), key=_time_and_number)
+
+    def _begin(self) -> list[_Begun]:
+        """Try each promising number of microbatches once; what found a placement, the quickest first."""
         begun = []
         quick_effort = self._effort.part(3)
         for bound, number in self._promising():
-            if best is not None and best.time <= bound * _GOOD_ENOUGH:
+            if self._found and self._is_good_enough(bound):
                 continue
-            if best is not None and not quick_effort.spend(self._try):
+            if self._found and not quick_effort.spend(self._try):
                 break
             placements = self._placements(bound, number)
-            try:
-                found = self._next(placements, number)
-            except StopIteration:
-                continue
-            if found is not None:
-                begun.append((found.time, bound, number, placements))
-                best = found if best is None or found.time < best.time else best
-        if best is None:  # capacity is so tight that only tight packs are left
-            step = self._request.num_ranks * self._request.microbatch_multiple
-            number = -(-self._tight[1] // step) * self._request.microbatch_multiple
-            best = self._next(self._placements(self._request.bound.time, number), number)
-            assert best is not None, "as many places as packs"
-            return best
-        begun.sort(key=lambda entry: entry[:3])
-        while begun:
-            time, bound, number, placements = begun.pop(0)
-            if best.time <= bound * _GOOD_ENOUGH:
-                continue
-            try:
-                found = self._next(placements, number)
-            except StopIteration:
-                continue
-            best = found if found is not None and found.time < best.time else best
-            # In turn where capacity decides who gets anywhere; one after the other where placements take long.
-            begun.insert(len(begun) if self._only_ranks_matter else 0, (time, bound, number, placements))
-        return best
+            if self._try_next(placements, number) and number in self._found:
+                begun.append(_Begun(bound, number, placements))
+        return sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2]))
+
+    def _is_good_enough(self, bound: int) -> bool:
+        """The quickest found, beside all that has this bound."""
+        return min(found.time for found in self._found.values()) <= bound * _GOOD_ENOUGH
+
+    def _try_next(self, placements: Iterator[IntArray | None], num_microbatches: int) -> bool:
+        """Take the next placement, with no pack left empty, where it is quicker; whether there may be more of them."""
+        try:
+            pack = next(placements)
+        except StopIteration:
+            return False
+        if pack is not None:
+            _fill_empty_packs(pack, self._request.num_ranks * num_microbatches)
+            found = Found(self._time_of(pack, num_microbatches), num_microbatches, pack)
+            best = self._found.get(num_microbatches, found)
+            self._found[num_microbatches] = min(best, found, key=_time_and_number)
+        return True
 
     def _promising(self) -> list[MicrobatchBound]:
         """Bounds and numbers of microbatches to try, the most promising first.
@@ -181,14 +237,6 @@ class _Search:
         if model.num_stages > 1:
             return even_pipelines(work, room, tight, model.num_stages, bound)
         return even_ranks(work, room, tight)
-
-    def _next(self, placements: Iterator[IntArray | None], num_microbatches: int) -> _Found | None:
-        """The next of them, with no pack left empty; None where an attempt failed. StopIteration at their end."""
-        pack = next(placements)
-        if pack is None:
-            return None
-        _fill_empty_packs(pack, self._request.num_ranks * num_microbatches)
-        return _Found(self._time_of(pack, num_microbatches), num_microbatches, pack)
 
     @cached_property
     def _tight(self) -> tuple[IntArray, int]:

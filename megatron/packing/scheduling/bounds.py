@@ -26,6 +26,8 @@ _NUM_SPANS = 24
 """Spans of numbers of microbatches that follow, each a quarter longer than the one before it; the last has no end."""
 _NUM_LARGE = 1024
 """Costs of sequences that the bound for pipelines looks at."""
+_NUM_FIRST = 32
+"""Ranks, those with the costliest sequences, that it looks at one by one."""
 _NUM_ROWS = 64
 """Microbatches, the costliest ones, that the bound for ranks that meet looks at one by one."""
 
@@ -235,9 +237,9 @@ class _RankBounds:
         """Whether ranks that each end within `time` could hold all sequences, were these divisible.
 
         A rank whose costliest pack is c holds at most time - (stages - 1) c; c is at least its costliest sequence, and
-        if the rank is full at least the mean of its packs, m = time / (M + stages - 1); m = 0 for any number. Of
-        the sequences of cost b or more, a rank that has any holds a limited cost and a limited number, which tells how
-        many ranks have some: each of them loses (stages - 1)(b - m).
+        if the rank is full at least the mean of its packs, m = time / (M + stages - 1); m = 0 for any number. So each
+        rank with a sequence of cost b > m loses (stages - 1)(b - m) beside one without: what all of them lose tells
+        `_ranks_with`.
         """
         more = self._more
         mean, room = 0, self._ranks * time
@@ -246,23 +248,44 @@ class _RankBounds:
             room = self._ranks * (time * span.last // (span.last + more) + 1)
         cost = self._work.cost
         num_large = int(np.searchsorted(-cost, -mean))
-        if num_large:
-            # Between two of the costs that are looked at, as many ranks lose as at the higher one.
-            count = np.unique(np.linspace(1, num_large, _NUM_LARGE, dtype=np.int64)) if num_large > _NUM_LARGE else None
-            count = np.arange(1, num_large + 1) if count is None else count
-            large = cost[count - 1]
-            room_beside = time - more * large
-            if room_beside[0] < large[0]:
-                return False
-            most = room_beside // large
-            if self._every_pack_is_used(span.last):
-                most = np.minimum(most, cost.size - (self._ranks - 1) * span.first)
-            ranks = np.maximum(-(-self._sums[count] // room_beside), -(-count // most))
-            if ranks.max() > self._ranks:
-                return False
-            steps = large - np.append(large[1:], min(mean, int(large[-1])))
-            room -= more * int((ranks * steps).sum())
-        return room >= int(self._sums[-1])
+        if num_large == 0:
+            return room >= int(self._sums[-1])
+        if time - more * int(cost[0]) < int(cost[0]):
+            return False
+        # Between two of the costs that are looked at, as many ranks lose as at the higher one.
+        count = np.arange(1, num_large + 1) if num_large <= _NUM_LARGE else self._some_of(num_large)
+        ranks = self._ranks_with(count, time, span)
+        large = cost[count - 1]
+        steps = large - np.append(large[1:], min(mean, int(large[-1])))
+        return int(ranks.max()) <= self._ranks and room - more * int((ranks * steps).sum()) >= int(self._sums[-1])
+
+    def _some_of(self, num_large: int) -> IntArray:
+        return np.unique(np.linspace(1, num_large, _NUM_LARGE, dtype=np.int64))
+
+    def _ranks_with(self, count: IntArray, time: int, span: _Span) -> IntArray:
+        """At the least so many ranks have one of the `count` costliest sequences, int64 as `count`.
+
+        Were all of these ranks' costliest no costlier than the last of the `count`, each would hold a limited cost and
+        a limited number. But the first has the costliest of all; the next one at the least the costliest sequence that
+        the first can't hold; and so on.
+        """
+        more, cost = self._more, self._work.cost
+        large = cost[count - 1]
+        room_beside = time - more * large
+        most = room_beside // large
+        if self._every_pack_is_used(span.last):
+            most = np.minimum(most, cost.size - (self._ranks - 1) * span.first)
+        ranks = np.maximum(-(-self._sums[count] // room_beside), -(-count // most))
+        costliest: list[int] = []  # of the first ranks
+        held = place = 0
+        while place < int(count[-1]) and len(costliest) < min(self._ranks, _NUM_FIRST):
+            costliest.append(place)
+            held += time - more * int(cost[place])
+            place = int(np.searchsorted(self._sums, held, side="right")) - 1
+        ranks_so_far = np.searchsorted(np.array(costliest), count)
+        if place < int(count[-1]):
+            ranks_so_far += count > place
+        return np.maximum(ranks, ranks_so_far)
 
 
 class _MeetingBounds:

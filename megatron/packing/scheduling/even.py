@@ -1,5 +1,5 @@
-"""pure. Ways to place sequences evenly for a given number of microbatches: ranks, packs, rows of packs; pipelines are
-in `even_pipelines`.
+"""pure. Ways to place sequences evenly for a given number of microbatches: ranks and packs; see `even_rows` where ranks
+meet and `even_pipelines`.
 
 A placement is int64 [N] in the order of the Work, rank * num_microbatches + microbatch of each sequence; no pack is
 over capacity. Functions that try several ways yield each, for the caller to take the quickest, and None after each
@@ -136,16 +136,12 @@ def _bisected(
             yield pack
 
 
-def _even_packs(cost: IntArray, length: IntArray, num_packs: int, capacity: int, effort: Effort) -> IntArray | None:
-    """Packs of even cost: the number of each sequence's; None where capacity is too tight."""
-    best = spread(cost, length, num_ranks=num_packs, capacity=capacity)
-    return evener_packs(cost, length, best, num_packs, capacity, effort)
-
-
 def evener_packs(
     cost: IntArray, length: IntArray, best: IntArray | None, num_packs: int, capacity: int, effort: Effort
 ) -> IntArray | None:
-    """Packs whose costliest is no costlier than in `best`."""
+    """Packs of even cost, the costliest no costlier than in `best`: the number of each sequence's; None where capacity
+    is too tight.
+    """
     fair = max(-(-int(cost.sum()) // num_packs), int(cost[0]))
     high = 2 * fair if best is None else _largest(cost, best)
     for pack in _bisected(cost, length, high, num_ranks=num_packs, packs_per_rank=1, capacity=capacity, effort=effort):
@@ -168,53 +164,6 @@ def split_ranks(
     other = np.empty_like(pack)
     other[by_rank] = rank[by_rank] * weights.size + position
     return np.where(failed[rank], pack, other), failed
-
-
-def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
-    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
-    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    pack = np.full(work.cost.size, -1, np.int64)
-    rests = [np.arange(work.cost.size)]  # the sequences left after so many full rows
-    while rests[-1].size and len(rests) <= num_microbatches:
-        rest, row = rests[-1], len(rests) - 1
-        cost = work.cost[rest]
-        if int(cost[0]) * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
-            break
-        column, _ = first_fit(cost, work.length[rest], num_ranks=num_ranks, capacity=room.capacity, limit=int(cost[0]))
-        placed = column >= 0
-        pack[rest[placed]] = column[placed] * num_microbatches + row
-        rests.append(rest[~placed])
-    last, has_any = len(rests) - 1, False
-    for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
-        rest, num_left = rests[num_full], num_microbatches - num_full
-        if rest.size == 0:
-            has_any = True
-            yield _in_rows(work, pack, num_ranks, num_microbatches)
-            continue
-        # Rows about as costly as the costliest sequence left, or all rows that there are.
-        fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
-        for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
-            even = None
-            if room.effort.spend(rest.size):
-                even = _even_packs(work.cost[rest], work.length[rest], num_ranks * num_rows, room.capacity, room.effort)
-            if even is not None:
-                rows, columns = np.divmod(even, num_ranks)
-                way = pack.copy()
-                way[rest] = columns * num_microbatches + num_full + rows
-                has_any = True
-                yield _in_rows(work, way, num_ranks, num_microbatches)
-    placement = None if has_any else tight()
-    if placement is not None:
-        yield _in_rows(work, placement, num_ranks, num_microbatches)
-
-
-def _in_rows(work: Work, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
-    """The packs arranged so that those of like cost meet, the costliest first."""
-    costs = work.pack_costs(pack, num_ranks, num_microbatches).ravel()
-    place = np.empty_like(costs)
-    place[stable_order(-costs)] = np.arange(costs.size)
-    row, column = np.divmod(place[pack], num_ranks)
-    return column * num_microbatches + row
 
 
 def deal(cost: IntArray, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:

@@ -168,11 +168,13 @@ def trade(
     num_ranks: int,
     packs_per_rank: int,
     capacity: int,
+    loads: IntArray | None,
     partners: int,
     traded: int,
     budget: int,
 ) -> None:
-    trades = _Trades(cost, length, pack, num_ranks, packs_per_rank, capacity)
+    initial = [0] * num_ranks if loads is None else loads.tolist()
+    trades = _Trades(cost, length, pack, initial, packs_per_rank, capacity)
     asked = partners = min(partners, num_ranks)
     while True:
         giver = trades.loads.index(max(trades.loads))
@@ -211,13 +213,13 @@ class _Trades:
     """What each rank holds, in costs and sequences, and what its packs hold, while sequences change hands."""
 
     def __init__(
-        self, cost: IntArray, length: IntArray, pack: IntArray, num_ranks: int, packs_per_rank: int, capacity: int
+        self, cost: IntArray, length: IntArray, pack: IntArray, loads: list[int], packs_per_rank: int, capacity: int
     ) -> None:
         self.costs, self.lengths, self.packs = cost.tolist(), length.tolist(), pack.tolist()
         self.packs_per_rank, self.capacity = packs_per_rank, capacity
-        self.held: list[list[int]] = [[] for _ in range(num_ranks)]
-        self.loads = [0] * num_ranks
-        self.tokens, self.counts = [0] * num_ranks * packs_per_rank, [0] * num_ranks * packs_per_rank
+        self.held: list[list[int]] = [[] for _ in loads]
+        self.loads = loads
+        self.tokens, self.counts = [0] * len(loads) * packs_per_rank, [0] * len(loads) * packs_per_rank
         for i, at in enumerate(self.packs):
             self.held[at // packs_per_rank].append(i)
             self.loads[at // packs_per_rank] += self.costs[i]

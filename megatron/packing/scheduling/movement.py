@@ -131,8 +131,9 @@ def _match(part: IntArray, place: IntArray, weight: IntArray, size: int, block: 
     """A place of its own for each part [size], the pairs that share the most weight first; within blocks of ids."""
     pairs = part * size + place
     order = stable_order(pairs)
-    pairs, first = np.unique(pairs[order], return_index=True)
-    shared = np.add.reduceat(weight[order], first) if first.size else weight
+    pairs = pairs[order]
+    first = np.flatnonzero(np.diff(pairs, prepend=-1))
+    pairs, shared = pairs[first], np.add.reduceat(weight[order], first) if first.size else weight
     pairs = pairs[stable_order(-shared)]
     place_of = np.full(size, -1, np.int64)
     is_taken = np.zeros(size, np.bool_)

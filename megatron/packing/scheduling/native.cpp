@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <queue>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -17,8 +16,42 @@ using Tokens = std::pair<Int, Int>;                 // tokens of a pack, its num
 using Load = std::pair<Int, Int>;                   // cost of a rank, its number
 using Waiting = std::tuple<Int, Int, Int>;          // tokens of the emptiest pack, cost of the rank, its number
 
+// `item` in the place of the least of a heap.
 template <class T>
-using MinHeap = std::priority_queue<T, std::vector<T>, std::greater<T>>;
+void sift_down(T* heap, Int size, T item) {
+  Int at = 0;
+  for (Int child = 1; child < size; child = 2 * at + 1) {
+    if (child + 1 < size) child += heap[child + 1] < heap[child];
+    if (item < heap[child]) break;
+    heap[at] = heap[child];
+    at = child;
+  }
+  heap[at] = item;
+}
+
+// The least first; unlike std::priority_queue, it can replace that in one go.
+template <class T>
+class Heap {
+ public:
+  Heap() = default;
+  explicit Heap(std::vector<T> items) : items_(std::move(items)) {
+    std::make_heap(items_.begin(), items_.end(), std::greater<T>());
+  }
+  bool empty() const { return items_.empty(); }
+  const T& top() const { return items_[0]; }
+  void push(T item) {
+    items_.push_back(item);
+    std::push_heap(items_.begin(), items_.end(), std::greater<T>());
+  }
+  void pop() {
+    std::pop_heap(items_.begin(), items_.end(), std::greater<T>());
+    items_.pop_back();
+  }
+  void replace_top(T item) { sift_down(items_.data(), static_cast<Int>(items_.size()), item); }
+
+ private:
+  std::vector<T> items_;
+};
 
 // The packs of all ranks; of each rank the emptiest is at hand.
 class Packs {
@@ -32,15 +65,8 @@ class Packs {
   Int least(Int rank) const { return heap_[rank * per_rank_].first; }
   Int add(Int rank, Int length) {  // to the emptiest pack, whose number is returned
     Tokens* heap = first(rank);
-    Tokens grown = {heap[0].first + length, heap[0].second};
-    Int at = 0;
-    for (Int child = 1; child < per_rank_; child = 2 * at + 1) {
-      if (child + 1 < per_rank_ && heap[child + 1] < heap[child]) ++child;
-      if (grown < heap[child]) break;
-      heap[at] = heap[child];
-      at = child;
-    }
-    heap[at] = grown;
+    const Tokens grown = {heap[0].first + length, heap[0].second};
+    sift_down(heap, per_rank_, grown);
     return grown.second;
   }
 
@@ -55,8 +81,8 @@ Int spread_over(Int n, const Int* cost, const Int* length, Int num_ranks, Int pa
   Packs packs(num_ranks, packs_per_rank, tokens);
   std::vector<Load> initial(num_ranks);
   for (Int rank = 0; rank < num_ranks; ++rank) initial[rank] = {loads ? loads[rank] : 0, rank};
-  MinHeap<Load> cheapest(std::greater<Load>(), std::move(initial));
-  MinHeap<Waiting> waiting;
+  Heap<Load> cheapest(std::move(initial));
+  Heap<Waiting> waiting;
   for (Int i = 0; i < n; ++i) {
     const Int most = capacity - length[i];
     while (!waiting.empty() && std::get<0>(waiting.top()) <= most) {
@@ -70,8 +96,7 @@ Int spread_over(Int n, const Int* cost, const Int* length, Int num_ranks, Int pa
     }
     if (cheapest.empty()) return 0;
     const auto [load, rank] = cheapest.top();
-    cheapest.pop();
-    cheapest.push({load + cost[i], rank});
+    cheapest.replace_top({load + cost[i], rank});
     pack[i] = packs.add(rank, length[i]);
   }
   return 1;
@@ -283,10 +308,11 @@ void keep(Int n, const Int* cost, const Int* length, const Int* home, Int num_ra
   }
 }
 
-void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int partners,
-           Int traded, Int budget, Int* pack) {
+void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, const Int* initial,
+           Int partners, Int traded, Int budget, Int* pack) {
   std::vector<std::vector<Int>> held(num_ranks);
   std::vector<Int> loads(num_ranks, 0), tokens(num_ranks * packs_per_rank, 0), counts(num_ranks * packs_per_rank, 0);
+  if (initial) loads.assign(initial, initial + num_ranks);
   for (Int i = 0; i < n; ++i) {
     const Int rank = pack[i] / packs_per_rank;
     held[rank].push_back(i);

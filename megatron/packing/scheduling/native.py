@@ -35,7 +35,7 @@ def _load() -> Any:
         "first_fit": [number, array, array, number, number, number, number, number, number, number, array],
         "best_fit": [number, array, number, array],
         "keep": [number, array, array, array, number, number, number, number, array],
-        "trade": [number, array, array, number, number, number, number, number, number, array],
+        "trade": [number, array, array, number, number, number, array, number, number, number, array],
         "simulate": [number, number, array, number, number, number, array],
     }
     for name, arguments in signatures.items():

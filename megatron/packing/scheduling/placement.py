@@ -130,31 +130,23 @@ def trade(
     pack: IntArray,
     *,
     num_ranks: int,
-    packs_per_rank: int,
+    packs_per_rank: int = 1,
     capacity: int,
+    loads: IntArray | None = None,
     partners: int = 8,
     traded: int = 24,
     budget: int = 200_000,
 ) -> None:
     """Lower the cost of the costliest rank, in place: it gives a sequence to one of the `partners` cheapest ranks (if
     that does not help, to any), or trades one for another, whatever lowers the higher cost of the two most; again and
-    again, until nothing does or `budget` pairs of sequences have been looked at. Each rank offers `traded` sequences of
-    all costs. No pack that holds a sequence is left empty.
+    again, until nothing does or `budget` pairs of sequences have been looked at. Ranks start with `loads` [num_ranks],
+    zeros unless given, besides what they hold. Each offers `traded` sequences of all costs. No pack that holds a
+    sequence is left empty.
     """
     if _compiled is None:
-        loops.trade(cost, length, pack, num_ranks, packs_per_rank, capacity, partners, traded, budget)
-    else:
-        _compiled.trade(
-            *(
-                cost.size,
-                _at(cost),
-                _at(length),
-                num_ranks,
-                packs_per_rank,
-                capacity,
-                partners,
-                traded,
-                budget,
-                _at(pack),
-            )
-        )
+        loops.trade(cost, length, pack, num_ranks, packs_per_rank, capacity, loads, partners, traded, budget)
+        return
+    _compiled.trade(
+        *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity),
+        *(_at(loads), partners, traded, budget, _at(pack)),
+    )

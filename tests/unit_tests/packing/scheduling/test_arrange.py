@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.packing.scheduling.arrange import arrange
+from megatron.packing.scheduling.arrange import arrange, costliest_first
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel, simulate
 from megatron.packing.scheduling.work import Work
@@ -84,14 +84,7 @@ def test_without_a_pipeline_the_costliest_pack_comes_first():
     """A rank that will run out of memory does so at once, not after hours."""
     work = Work.of(array(5, 4, 3, 2, 1), PackCost(1.0, 0.0))
     pack = array(4, 0, 1, 5, 4)  # rank 0: 4, 3, none; rank 1: none, 5 + 1, 2
-    assert arranged(work, pack, 2, 3, StepModel()).tolist() == [3, 0, 1, 4, 3]
-
-
-def test_rows_of_ranks_that_meet_are_kept():
-    """They are in order already, and a rank's own order would part packs that are alike."""
-    work = Work.of(array(5, 5, 1, 1), PackCost(1.0, 0.0))
-    pack = array(1, 3, 0, 2)
-    assert arranged(work, pack, 2, 2, StepModel(ranks_meet=True)).tolist() == [1, 3, 0, 2]
+    assert costliest_first(work, pack, 2, 3).tolist() == [3, 0, 1, 4, 3]
 
 
 def test_packs_that_meet_stay_together_in_pipelines():

@@ -1,13 +1,15 @@
 """Even placements: valid each, none forgotten, and even where evenness is possible."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks, even_rows, split_ranks
+from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks, split_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
+from megatron.packing.scheduling.even_rows import even_rows
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
@@ -97,3 +99,33 @@ def test_sequences_that_can_be_even_are(mode):
     times = [model.time_of(work.pack_costs(pack, 4, 4)) for pack in placements(mode, work, room) if pack is not None]
     even = work.total / 16 * (4 + model.num_stages - 1)
     assert even <= min(times) < 1.001 * even
+
+
+def test_rows_trade_sequences_by_hand():
+    """The 8 makes one row long whatever else is in it, so the 3 beside a 5 belongs there: 8 + 5 instead of 8 + 8."""
+    work = Work.of(array(8, 5, 5, 3), PackCost(1.0, 0.0))
+    room = Room(num_ranks=2, num_microbatches=2, capacity=8, effort=Effort(10**6))
+    model = StepModel(ranks_meet=True)
+    best = min(
+        model.time_of(work.pack_costs(pack, 2, 2)) for pack in placements("rows", work, room) if pack is not None
+    )
+    assert best * work.unit == 13
+
+
+def test_rows_are_lowered_by_trades():
+    """Sequences that no full row and no even rows suit: trades between rows find what neither way sees."""
+    rng = np.random.default_rng(53)
+    model = StepModel(ranks_meet=True)
+    gains = 0
+    for _ in range(60):
+        work = Work.of(np.exp(rng.normal(4, 1, 40)).astype(np.int64) + 1, PackCost(1.0, 0.01))
+        room = Room(num_ranks=4, num_microbatches=3, capacity=10 * int(work.length[0]), effort=Effort(10**6))
+        ways = [pack for pack in placements("rows", work, room) if pack is not None]
+        times = [model.time_of(work.pack_costs(pack, 4, 3)) for pack in ways]
+        room = Room(num_ranks=4, num_microbatches=3, capacity=room.capacity, effort=Effort(10**6))
+        with mock.patch("megatron.packing.scheduling.even_rows._ROUNDS", 0):
+            untraded = [pack for pack in placements("rows", work, room) if pack is not None]
+        before = min(model.time_of(work.pack_costs(pack, 4, 3)) for pack in untraded)
+        assert min(times) <= before
+        gains += min(times) < before
+    assert gains > 4

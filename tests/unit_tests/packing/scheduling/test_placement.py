@@ -101,6 +101,7 @@ def random_trade(rng) -> tuple[Any, ...]:
         num_ranks=num_ranks,
         packs_per_rank=packs_per_rank,
         capacity=capacity,
+        loads=None if rng.random() < 0.5 else rng.integers(-int(cost.sum()), int(cost.sum()) + 1, num_ranks),
         partners=int(rng.choice([1, 2, 8])),
         budget=int(rng.choice([0, 100, 1000, 200_000])),
     )
@@ -227,6 +228,13 @@ def test_trade_by_hand(form):
     assert traded([5, 4], [0, 0], num_ranks=2, capacity=9) == [1, 0]
     assert traded([5, 4], [0, 0], num_ranks=2, capacity=4) == [0, 1]  # the 5 has no room there
     assert traded([5, 4], [0, 1], num_ranks=2, packs_per_rank=2) == [0, 1]  # a pack would be left empty
+    assert traded([4, 3, 2, 1], [0, 0, 0, 1], num_ranks=2, loads=array(-4, 4)) == [0, 0, 0, 1]  # 5 and 5 with loads
+    assert traded([4, 3, 2, 1], [0, 0, 0, 1], num_ranks=2, loads=array(0, -8)) == [
+        1,
+        1,
+        1,
+        0,
+    ]  # 9 and -7 become 1 and 1
 
 
 def test_trade_never_makes_it_worse():

@@ -1,0 +1,152 @@
+"""pure. Ways to place sequences where ranks meet at every microbatch, for a given number of microbatches; see `even`.
+
+A row is the packs of all ranks at one microbatch; it takes as long as its costliest. So while a sequence costs more
+than a fair pack, a row is filled up to its cost; the others make rows of even packs. Then sequences are traded between
+rows: what makes one row long fits beside what makes another one longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.even import Room, Tight, evener_packs
+from megatron.packing.scheduling.placement import first_fit, spread, trade
+from megatron.packing.scheduling.work import Work, stable_order
+
+IntArray = npt.NDArray[np.int64]
+
+_ROUNDS = 2
+"""Times that each row is lowered."""
+_PARTS = (4, 32)
+"""A row is lowered by such a part of its time at the most, the other ones may grow by as much less."""
+_TRADES = 50_000
+"""Pairs of sequences looked at in all rows, for each of the parts."""
+
+
+def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
+    best: IntArray | None = None
+    for pack in _filled(work, room):
+        if pack is not None and (best is None or _time_of(work, room, pack) < _time_of(work, room, best)):
+            best = pack
+        yield pack
+    if best is None:
+        best = tight()
+        if best is None:
+            return
+        best = _in_rows(work, room, best)
+        yield best
+    for _ in range(_ROUNDS):
+        lowered = _in_rows(work, room, _lowered(work, room, best))
+        if _time_of(work, room, lowered) >= _time_of(work, room, best):
+            return
+        best = lowered
+        yield best
+
+
+def _filled(work: Work, room: Room) -> Iterator[IntArray | None]:
+    """Some first rows filled up to their costliest sequence, the others even: first by a quick way each, then by
+    better ones for the best of these.
+    """
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    pack, rests = _full_rows(work, room)
+    quick: list[tuple[float, _Way]] = []
+    for num_full in sorted({len(rests) - 1, max(len(rests) - 2, 0), max(len(rests) - 3, 0), 0}, reverse=True):
+        rest, num_left = rests[num_full], num_microbatches - num_full
+        if rest.size == 0:
+            yield _in_rows(work, room, pack)
+            continue
+        # Rows about as costly as the costliest sequence left, or all rows that there are.
+        fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
+        for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
+            if not room.effort.spend(rest.size):
+                return
+            even = spread(work.cost[rest], work.length[rest], num_ranks=num_ranks * num_rows, capacity=room.capacity)
+            way = _Way(num_full, num_rows, even)
+            placed = None if even is None else _placed(work, room, pack, rest, num_full, even)
+            quick.append((math.inf if placed is None else _time_of(work, room, placed), way))
+            yield placed
+    for _, (num_full, num_rows, best) in sorted(quick, key=lambda entry: entry[0]):
+        rest = rests[num_full]
+        cost, length = work.cost[rest], work.length[rest]
+        even = evener_packs(cost, length, best, num_ranks * num_rows, room.capacity, room.effort)
+        yield None if even is None or even is best else _placed(work, room, pack, rest, num_full, even)
+
+
+class _Way(NamedTuple):
+    num_full: int
+    num_rows: int
+    even: IntArray | None
+    """Packs of even cost that a quick way found."""
+
+
+def _full_rows(work: Work, room: Room) -> tuple[IntArray, list[IntArray]]:
+    """Rows filled up to their costliest sequence, while that costs more than a fair pack: the placement, with -1 for
+    sequences in none of them; and the sequences left after none, one, two ... of the rows.
+    """
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+    pack = np.full(work.cost.size, -1, np.int64)
+    rests = [np.arange(work.cost.size)]
+    while rests[-1].size and len(rests) <= num_microbatches:
+        rest, row = rests[-1], len(rests) - 1
+        cost = work.cost[rest]
+        if int(cost[0]) * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
+            break
+        column, _ = first_fit(cost, work.length[rest], num_ranks=num_ranks, capacity=room.capacity, limit=int(cost[0]))
+        placed = column >= 0
+        pack[rest[placed]] = column[placed] * num_microbatches + row
+        rests.append(rest[~placed])
+    return pack, rests
+
+
+def _placed(work: Work, room: Room, pack: IntArray, rest: IntArray, num_full: int, even: IntArray) -> IntArray:
+    """`pack` with the sequences of `rest` in even packs after the full rows."""
+    rows, columns = np.divmod(even, room.num_ranks)
+    way = pack.copy()
+    way[rest] = columns * room.num_microbatches + num_full + rows
+    return _in_rows(work, room, way)
+
+
+def _lowered(work: Work, room: Room, pack: IntArray) -> IntArray:
+    """The same with sequences traded between packs to lower one row after the other, where that is a gain in all."""
+    shape = room.num_ranks, room.num_microbatches
+    for row in range(room.num_microbatches):
+        for part in _PARTS:
+            if not room.effort.spend(work.cost.size):
+                return pack
+            costs = work.pack_costs(pack, *shape).max(axis=0)
+            # Packs of other rows have room up to their row's cost: loads beside what they hold make up the difference
+            # to this row's cost, less what it is to gain, or else nothing would ever be below it.
+            loads = costs[row] - costs - costs[row] // part
+            loads[row] = 0
+            other = pack.copy()
+            trade(
+                *(work.cost, work.length, other),
+                num_ranks=room.num_ranks * room.num_microbatches,
+                capacity=room.capacity,
+                loads=np.tile(loads, room.num_ranks),
+                partners=2,
+                traded=8,
+                budget=_TRADES // room.num_microbatches,
+            )
+            if _time_of(work, room, other) < int(costs.sum()):
+                pack = other
+    return pack
+
+
+def _time_of(work: Work, room: Room, pack: IntArray) -> int:
+    return int(work.pack_costs(pack, room.num_ranks, room.num_microbatches).max(axis=0).sum())
+
+
+def _in_rows(work: Work, room: Room, pack: IntArray) -> IntArray:
+    """The packs arranged so that those of like cost meet, the costliest first."""
+    costs = work.pack_costs(pack, room.num_ranks, room.num_microbatches).ravel()
+    place = np.empty_like(costs)
+    place[stable_order(-costs)] = np.arange(costs.size)
+    row, column = np.divmod(place[pack], room.num_ranks)
+    return column * room.num_microbatches + row
