@@ -19,6 +19,8 @@ _SLACK = (0, 256, 64, 32, 16)
 """Parts of the costliest rank's cost that ranks leave free for what the others can't keep: none, 1/256 ..."""
 _TRADES = 100_000
 """Pairs of sequences looked at to even out what the others were spread over."""
+_PAIRS = 8
+"""Pairs of ranks per rank, those that share the most, of which some become one."""
 _MANY = 1 << 14
 """Sequences for which only one slack is tried."""
 
@@ -134,7 +136,7 @@ def _match(part: IntArray, place: IntArray, weight: IntArray, size: int, block: 
     pairs = pairs[order]
     first = np.flatnonzero(np.diff(pairs, prepend=-1))
     pairs, shared = pairs[first], np.add.reduceat(weight[order], first) if first.size else weight
-    pairs = pairs[stable_order(-shared)]
+    pairs = pairs[stable_order(-shared)[: _PAIRS * size]]
     place_of = np.full(size, -1, np.int64)
     is_taken = np.zeros(size, np.bool_)
     while pairs.size:
