@@ -111,8 +111,8 @@ def microbatch_lower_bound(length: IntArray, num_ranks: int, capacity: int, mult
     """Microbatches per rank that every schedule needs, a positive multiple of `multiple`, for packs of at most
     `capacity` tokens.
 
-    `length` is int64 [N], descending, each in 1..capacity. Bound L2 of Martello and Toth, "Lower bounds and reduction procedures
-    for the bin packing problem" (1990). O(N log N).
+    `length` is int64 [N], descending, each in 1..capacity. Bound L2 of Martello and Toth, "Lower bounds and reduction
+    procedures for the bin packing problem" (1990). O(N).
     """
     packs = int(packs_needed(length, capacity).max(initial=0))
     return max(1, math.ceil(packs / (num_ranks * multiple))) * multiple
