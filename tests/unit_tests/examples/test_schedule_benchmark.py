@@ -1,6 +1,6 @@
 """The schedulers that `default` is compared with: a wrong one would make it look good."""
 
-import importlib.util
+import importlib
 import itertools
 from pathlib import Path
 
@@ -10,35 +10,37 @@ import pytest
 from megatron.packing.scheduling.schedule import check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "benchmarks" / "schedule.py"
+FOLDER = Path(__file__).parents[3] / "examples" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("schedule_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def contenders():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, spec.name, module)  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        yield module
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module("schedule_contenders")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module("schedule_cases")
 
 
 def sums(values, part_of, num_parts: int) -> list[int]:
     return sorted(np.bincount(part_of, weights=values, minlength=num_parts).astype(int).tolist())
 
 
-def test_largest_differencing_by_hand(benchmark):
+def test_largest_differencing_by_hand(contenders):
     """The textbook example: 8, 7, 6, 5, 4 in two parts end 2 apart, though 0 would be possible."""
     values = [8, 7, 6, 5, 4]
-    assert sums(values, benchmark.largest_differencing(values, 2), 2) == [14, 16]
-    equal = benchmark.largest_differencing_of_equal_counts([9, 1, 5, 5, 7, 3], 3)
+    assert sums(values, contenders.largest_differencing(values, 2), 2) == [14, 16]
+    equal = contenders.largest_differencing_of_equal_counts([9, 1, 5, 5, 7, 3], 3)
     assert sorted(np.bincount(equal).tolist()) == [2, 2, 2]
     assert sums([9, 1, 5, 5, 7, 3], equal, 3) == [10, 10, 10]
 
 
-def test_largest_differencing_is_near_the_best(benchmark):
+def test_largest_differencing_is_near_the_best(contenders):
     """Against all assignments of a few values."""
     rng = np.random.default_rng(61)
     ratios = []
@@ -48,21 +50,21 @@ def test_largest_differencing_is_near_the_best(benchmark):
             max(sums(values, np.array(ways), num_parts))
             for ways in itertools.product(range(num_parts), repeat=len(values))
         )
-        ratios.append(max(sums(values, benchmark.largest_differencing(values, num_parts), num_parts)) / best)
+        ratios.append(max(sums(values, contenders.largest_differencing(values, num_parts), num_parts)) / best)
     assert min(ratios) >= 1
     assert np.mean(ratios) < 1.01
 
 
-def test_all_but_differencing_by_cost_are_valid(benchmark):
+def test_all_but_differencing_by_cost_are_valid(cases, contenders):
     """An invalid schedule is easily better than a valid one."""
     for distribution, (size, num_ranks), factor, multiple in itertools.product(
-        benchmark.DISTRIBUTIONS, ((64, 8), (256, 2)), (1, 2), (1, 4)
+        cases.DISTRIBUTIONS, ((64, 8), (256, 2)), (1, 2), (1, 4)
     ):
-        case = benchmark.Case(
+        case = cases.Case(
             distribution=distribution, size=size, num_ranks=num_ranks, capacity_factor=factor, multiple=multiple
         )
         request = case.request(StepModel())
-        for name, scheduler in benchmark.CONTENDERS.items():
+        for name, scheduler in contenders.CONTENDERS.items():
             schedule = scheduler(request)
             if name != "Karmarkar-Karp by cost":
                 check_schedule(request, schedule)
