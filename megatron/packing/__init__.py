@@ -30,7 +30,8 @@ The road of one global batch, file by file:
 How `default` finds a schedule, pure and in exact integers:
 
     step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
-    work, bounds   the sequences by cost; what no schedule is quicker than
+    work           the sequences by cost
+    bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds)
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows
     placement      their inner loops, in C++ where it could be built (native), else loops

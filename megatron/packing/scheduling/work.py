@@ -84,3 +84,11 @@ def stable_order(values: IntArray) -> IntArray:
     if bits + index_bits > 62:
         return np.argsort(values, kind="stable")
     return np.sort((above << index_bits) + np.arange(values.size)) & ((1 << index_bits) - 1)
+
+
+def by_cost_per_token(length: IntArray, cost: IntArray) -> IntArray:
+    """The indices that sort sequences by descending cost per token: descending length, but for costs being rounded.
+
+    Float division may swap only what differs by less than a unit in all.
+    """
+    return np.argsort(-(cost / length), kind="stable")
