@@ -18,7 +18,6 @@ from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_WEIGHT = 1000
 _ROOMS = (2.0, 1.3, 1.1)
 """Largest packs over the mean that shapes may have: the best shape, and evener ones for packs that can't follow it."""
 _MAX_OPERATIONS = 1 << 13
@@ -77,8 +76,7 @@ def _shapes(work: Work, num_packs: int, num_microbatches: int, capacity: int, mo
     fits = capacity * num_packs / int(work.length.sum())
     fixed = work.fixed * num_packs / work.total
     rooms = _ROOMS if work.cost.size <= _MANY else _ROOMS[:1]
-    shapes = [best_shape(model, num_microbatches, fixed, min(room, fits)) for room in rooms]
-    return [np.maximum(np.rint(_WEIGHT * shape), 1).astype(np.int64) for shape in shapes]
+    return [best_shape(model, num_microbatches, fixed, min(room, fits)) for room in rooms]
 
 
 def _split_by(

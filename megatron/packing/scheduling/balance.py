@@ -213,7 +213,7 @@ class _Search:
         def hoped_for(entry: MicrobatchBound) -> tuple[float, int]:
             share = min(entry.num_microbatches / per_rank, 1.0)
             excess = int(work.cost[0]) - work.total / work.cost.size
-            return entry.time + more * share**2 * excess, entry.num_microbatches
+            return entry.time + more * share * share * excess, entry.num_microbatches
 
         return sorted((ascending[place] for place in places), key=hoped_for)
 

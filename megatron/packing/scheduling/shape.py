@@ -20,24 +20,29 @@ import numpy.typing as npt
 from megatron.packing.scheduling.step_time import StepModel, simulate
 
 IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 
-_COST = 1 << 24
-"""Of the mean pack in simulations; a multiple of any number of chunks within a part in a million."""
+MEAN = 1 << 14
+"""Of the sizes."""
+_FINE = 1 << 20
+"""Costs relative to those in the middle become integers of such parts: what floats add up to may depend on the machine,
+and with it the schedule.
+"""
 _STEPS = 8
 """Sizes of the first pack that are tried, and as many of the last, up to the size of those in the middle; then those
 halfway to the next ones of the best.
 """
 _PARTS = 16
 """Fixed cost and room are rounded to such parts of the mean pack, so that steps alike share a search."""
-_SMALLEST = 1 / 16
-"""Of the mean: no pack is empty, however large its fixed cost."""
+_SMALLEST = MEAN // 16
+"""No pack is empty, however large its fixed cost."""
+_MOST_RISING = 64
+"""Packs that may be smaller for being among the first: with dozens of stages, that is as many as the pipeline holds."""
 _MOST_PER_STAGE = 8
 """Microbatches per stage; of longer pipelines the middle is even, and the ends do not depend on its length."""
 
 
-def best_shape(model: StepModel, num_microbatches: int, fixed: float, room: float) -> FloatArray:
-    """Sizes of a rank's packs without their fixed costs, float64 [M], relative to their mean.
+def best_shape(model: StepModel, num_microbatches: int, fixed: float, room: float) -> IntArray:
+    """Sizes of a rank's packs without their fixed costs, int64 [M], with a mean of about `MEAN`.
 
     fixed: a microbatch's fixed cost over the mean size. room: the largest size over the mean that is likely to fit the
     capacity.
@@ -45,22 +50,23 @@ def best_shape(model: StepModel, num_microbatches: int, fixed: float, room: floa
     fixed_parts, room_parts = min(round(fixed * _PARTS), 4 * _PARTS), min(int(room * _PARTS), 2 * _PARTS)
     group = model.stage_group if model.num_virtual_stages > 1 else 1
     length = min(num_microbatches, -(-_MOST_PER_STAGE * model.num_stages // group) * group)
-    first, last = _ends(model, length, fixed_parts, room_parts)
-    return _sizes(model, num_microbatches, first, last, fixed_parts / _PARTS)
+    return _sizes(model, num_microbatches, *_ends(model, length, fixed_parts, room_parts), fixed_parts)
 
 
 @lru_cache(maxsize=1024)
 def _ends(model: StepModel, num_microbatches: int, fixed_parts: int, room_parts: int) -> tuple[float, float]:
     """Costs of the first and the last pack over those in the middle."""
-    fixed, room, chunks = fixed_parts / _PARTS, max(room_parts / _PARTS, 1.0), model.num_virtual_stages
+    fixed, room, chunks = (
+        MEAN * fixed_parts // _PARTS,
+        MEAN * max(room_parts, _PARTS) // _PARTS,
+        model.num_virtual_stages,
+    )
 
     def quickest(ends: list[tuple[float, float]]) -> tuple[float, float]:
-        sizes = np.stack([_sizes(model, num_microbatches, *end, fixed) for end in ends])
-        costs = np.rint((sizes + fixed) * (_COST // chunks)).astype(np.int64) * chunks
-        largest = sizes.max(axis=1)
+        sizes = np.stack([_sizes(model, num_microbatches, *end, fixed_parts) for end in ends])
+        times, largest = simulate((sizes + fixed) * chunks, model), sizes.max(axis=1)
         # What fits best comes first; of equally quick ones the evenest.
-        order = np.lexsort((largest, simulate(costs, model), np.maximum(largest - room, 0)))
-        return ends[int(order[0])]
+        return ends[int(np.lexsort((largest, times, np.maximum(largest - room, 0)))[0])]
 
     fractions = [step / _STEPS for step in range(1, _STEPS + 1)]
     first, last = quickest([(first, last) for first in fractions for last in fractions])
@@ -68,18 +74,21 @@ def _ends(model: StepModel, num_microbatches: int, fixed_parts: int, room_parts:
     return quickest([(min(first + i, 1.0), min(last + j, 1.0)) for i in halves for j in halves])
 
 
-def _sizes(model: StepModel, num_microbatches: int, first: float, last: float, fixed: float) -> FloatArray:
-    """Without the fixed costs, with a mean of 1, for costs of the family (see above)."""
-    at = np.arange(num_microbatches)
+def _sizes(model: StepModel, num_microbatches: int, first: float, last: float, fixed_parts: int) -> IntArray:
+    """Without the fixed costs, for costs of the family (see above)."""
     if model.num_virtual_stages > 1:
-        group = at // model.stage_group
+        group = np.arange(num_microbatches) // model.stage_group
         costs = np.where(group == group[-1], last, 1.0)
         costs[group == 0] = np.minimum(costs[group == 0], first)
     else:
-        growth = 1 + 2 / max(model.num_stages - 1, 1)
-        # Beyond some power all are in the middle: no overflow.
-        rise = first * growth ** np.minimum(at, 64)
-        fall = 1 - (1 - last) * (1 - 1 / model.num_stages) ** at[::-1]
-        costs = np.minimum(np.minimum(rise, 1.0), fall)
-    sizes = np.maximum(costs / costs.mean() * (1 + fixed) - fixed, _SMALLEST)
-    return sizes / sizes.mean()
+        # Products one after the other, and no powers: these are not the same on all machines.
+        rise = np.full(min(num_microbatches, _MOST_RISING), 1 + 2 / max(model.num_stages - 1, 1))
+        rise[0] = first
+        fall = np.full(num_microbatches, 1 - 1 / model.num_stages)
+        fall[0] = 1 - last
+        costs = (1 - np.multiply.accumulate(fall))[::-1].copy()
+        costs[: rise.size] = np.minimum(costs[: rise.size], np.multiply.accumulate(rise))
+    cost = np.rint(_FINE * np.minimum(costs, 1.0)).astype(np.int64)
+    mean_cost = MEAN * (_PARTS + fixed_parts) // _PARTS
+    size = np.maximum(cost * (num_microbatches * mean_cost) // int(cost.sum()) - (mean_cost - MEAN), _SMALLEST)
+    return size * (num_microbatches * MEAN) // int(size.sum())
