@@ -1,0 +1,15 @@
+"""What tests of the trainer share."""
+
+from functools import lru_cache
+
+import pytest
+
+from megatron.sft import flags
+
+
+@pytest.fixture(autouse=True, scope="session")
+def docstrings_read_once():
+    """The help of each flag is parsed from source at every start; once is enough for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
+        yield
