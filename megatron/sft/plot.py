@@ -12,7 +12,8 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from megatron.sft.metrics import Evaluation, Metrics, StepMetrics
+from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics_file import Metrics
 from megatron.sft.report import Summary, mean_of_finite
 
 PACKS_DRAWN = 64

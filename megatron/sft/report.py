@@ -19,7 +19,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.sft.metrics import METRICS_FILE, Evaluation, StepMetrics, read_jsonl, read_metrics
+from megatron.sft.json_lines import read_jsonl
+from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics_file import METRICS_FILE, read_metrics
 from megatron.sft.source_metrics import SourceMetrics, dropped_line
 
 PACKS_FILE = "packs.jsonl"

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from megatron.sft import report
-from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics
+from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics_file import MetricsWriter
 from megatron.sft.plot import packs_to_draw
 from megatron.sft.report import Change, print_report, summarize
 from megatron.sft.source_metrics import SourceMetrics
