@@ -24,7 +24,7 @@ The road of one global batch, file by file:
     layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
     load_balancing the load-balancing loss of experts where a pack is empty
     pipeline       the hook on megatron-core's forward-backward functions
-    plugin         the hook in a training script of one's own
+    plugin         the hook in a training script of one's own; plugin_checks says what it refuses
     stats          tokens, padding, sum of squares, balance
 
 How `default` finds a schedule, pure and in exact integers:
