@@ -13,6 +13,7 @@ from megatron.packing.planning.step_record import StepLayout, read_cost
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.flags import flag_of
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
@@ -112,7 +113,7 @@ class ModelOptions:
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
-        ffn = self.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 or 64 if swiglu else 4 * hidden)
+        ffn = self.ffn_hidden_size or ffn_hidden_size(hidden, swiglu)
         return gpt_pack_cost(
             num_layers=self.num_layers or 32,
             hidden_size=hidden,

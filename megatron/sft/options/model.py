@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.options.ranges import check_range
 
 
@@ -129,10 +130,8 @@ class ModelConfig:
 
     @property
     def resolved_ffn_hidden_size(self) -> int:
-        """Width of the MLP; Megatron's rule for SwiGLU, a multiple of 64."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        return int(4 * self.hidden_size * 2 / 3) // 64 * 64 or 64 if self.swiglu else 4 * self.hidden_size
+        """Width of the MLP."""
+        return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.swiglu)
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it, defaults resolved."""
