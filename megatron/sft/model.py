@@ -119,12 +119,7 @@ def build_model(
     config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, device: torch.device
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks under megatron-core's DistributedDataParallel."""
-    model, parallel = config.model, config.parallel
-    stage, num_stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    num_chunks = config.num_virtual_stages or 1
+    parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.bf16,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -132,25 +127,8 @@ def build_model(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
     chunks = []
-    for number in range(num_chunks):
-        vp_stage = number if config.num_virtual_stages is not None else None
-        block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
-        gpt = GPTModel(
-            config=transformer_config,
-            transformer_layer_spec=block_spec,
-            mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
-            vocab_size=padded_vocab_size(vocab_size, config),
-            max_sequence_length=model.max_position_embeddings or model.seq_length,
-            pre_process=stage == 0 and number == 0,
-            post_process=stage == num_stages - 1 and number == num_chunks - 1,
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=model.position_embedding_type,
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
-            vp_stage=vp_stage,
-        )
-        gpt.model_type = ModelType.encoder_or_decoder
-        module = gpt.to(device)
+    for number in range(config.num_virtual_stages or 1):
+        module = build_gpt(config, transformer_config, vocab_size, number).to(device)
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
         chunks.append(
@@ -161,6 +139,33 @@ def build_model(
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks
+
+
+def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int) -> GPTModel:
+    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the last has a loss."""
+    model = config.model
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    vp_stage = number if config.num_virtual_stages is not None else None
+    block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
+    gpt = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=block_spec,
+        mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
+        vocab_size=padded_vocab_size(vocab_size, config),
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=stage == 0 and number == 0,
+        post_process=stage == num_stages - 1 and number == (config.num_virtual_stages or 1) - 1,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    gpt.model_type = ModelType.encoder_or_decoder
+    return gpt
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
