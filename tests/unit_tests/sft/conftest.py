@@ -13,3 +13,15 @@ def docstrings_read_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
         yield
+
+
+@pytest.fixture
+def write_lines(tmp_path):
+    """Return a function that writes lines to a file and returns its path."""
+
+    def write(name, *lines):
+        path = tmp_path / name
+        path.write_text("".join(line + "\n" for line in lines))
+        return str(path)
+
+    return write
