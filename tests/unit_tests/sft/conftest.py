@@ -5,6 +5,7 @@ from functools import lru_cache
 import pytest
 
 from megatron.sft import flags
+from tests.unit_tests.sft.runs import write_run
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,3 +26,10 @@ def write_lines(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a finished run (see `runs`)."""
+    write_run(tmp_path)
+    return tmp_path
