@@ -7,7 +7,8 @@ The road of one global batch, file by file:
     cost           what a pack costs: what schedulers balance, and FLOPs
     fitted_cost    the same in seconds, fitted to measured packs, and its file
     calibrate      measures the packs (python -m megatron.packing.calibrate)
-    architecture   a model's options as fields of megatron-core's config; widths by Megatron's rules
+    architecture   a model's options as fields of megatron-core's config
+    widths         what Megatron derives of those options where they are left out
     schedule       what a scheduler is asked and answers: which rank and microbatch each sequence goes to
     schedulers     by name: default (see `balance`), empty, dp_balanced, or the user's own
     settings       how this run packs, read from megatron-core's config
