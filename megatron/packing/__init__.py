@@ -7,6 +7,8 @@ The road of one global batch, file by file:
     cost           what a pack costs: what schedulers balance, and FLOPs
     fitted_cost    the same in seconds, fitted to measured packs, and its file
     calibrate      measures the packs (python -m megatron.packing.calibrate)
+    architecture   a model's options as fields of megatron-core's config
+    widths         what Megatron derives of those options where they are left out
     schedule       what a scheduler is asked and answers: which rank and microbatch each sequence goes to
     schedulers     by name: default (see `balance`), empty, dp_balanced, or the user's own
     settings       how this run packs, read from megatron-core's config
@@ -24,7 +26,7 @@ The road of one global batch, file by file:
     layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
     load_balancing the load-balancing loss of experts where a pack is empty
     pipeline       the hook on megatron-core's forward-backward functions
-    plugin         the hook in a training script of one's own
+    plugin         the hook in a training script of one's own; plugin_checks says what it refuses
     stats          tokens, padding, sum of squares, balance
 
 How `default` finds a schedule, pure and in exact integers:

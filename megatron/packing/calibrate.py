@@ -32,8 +32,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.packing.architecture import architecture
 from megatron.packing.calibrate_options import packs_to_measure, padded_vocab_size, parse_arguments
-from megatron.packing.get_batch import packed_seq_params, transformer_engine_installed
+from megatron.packing.get_batch import packed_seq_params
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.pack import layout_microbatch
@@ -49,41 +50,15 @@ def transformer_config(options: argparse.Namespace, num_layers: int, device: tor
     """megatron-core's config of the model as training builds it, on one rank."""
     is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    swiglu_width = int(4 * options.hidden_size * 2 / 3) // 64 * 64 or 64
     return TransformerConfig(
-        num_layers=num_layers,
-        hidden_size=options.hidden_size,
-        num_attention_heads=options.num_attention_heads,
-        num_query_groups=options.num_query_groups,
-        kv_channels=options.kv_channels,
-        ffn_hidden_size=options.ffn_hidden_size or (swiglu_width if options.swiglu else 4 * options.hidden_size),
-        gated_linear_unit=options.swiglu,
-        activation_func=torch.nn.functional.silu if options.swiglu else torch.nn.functional.gelu,
-        bias_activation_fusion=False,
-        normalization=options.normalization,
-        add_bias_linear=not options.disable_bias_linear,
-        add_qkv_bias=options.add_qkv_bias,
-        qk_layernorm=options.qk_layernorm,
+        **{**architecture(options), "num_layers": num_layers},
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        num_moe_experts=options.num_experts,
-        moe_router_topk=options.moe_router_topk,
-        moe_router_pre_softmax=options.moe_router_pre_softmax,
-        moe_ffn_hidden_size=options.moe_ffn_hidden_size,
         moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        mtp_num_layers=options.mtp_num_layers,
-        recompute_granularity=options.recompute_granularity,
-        recompute_method="uniform" if options.recompute_granularity == "full" else None,
-        recompute_num_layers=1 if options.recompute_granularity == "full" else None,
         params_dtype=dtype,
         bf16=is_bf16,
         use_cpu_initialization=device.type == "cpu",
-        calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=transformer_engine_installed() and options.position_embedding_type == "rope",
     )
 
 

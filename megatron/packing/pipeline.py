@@ -4,7 +4,7 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -86,6 +86,11 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
             "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed meanwhile",
         ),
     ]
+    require(demands)
+
+
+def require(demands: Sequence[tuple[Any, str]]) -> None:
+    """Raise ValueError for the first that does not hold: `[(config.bf16, "bf16=True: why")]`."""
     for holds, demand in demands:
         if not holds:
             raise ValueError(f"sequence packing needs TransformerConfig {demand}")

@@ -10,8 +10,8 @@ models whose config asks for it and pass all others through. `wrap_dataloader` a
 `megatron.core.datasets.data_schedule`, where Megatron-LM's users look; a data iterator that a script wrapped itself is
 not packed again. `uninstall` takes back both.
 
-What would be weighted wrongly, mixed up, or read beyond a sequence's end is refused: at once where the config tells,
-else when a forward-backward function first sees the model.
+What cannot work is refused (see `plugin_checks`): at once where the config tells, else when a forward-backward function
+first sees the model.
 """
 
 from __future__ import annotations
@@ -20,31 +20,28 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import update_wrapper, wraps
+from functools import update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-import megatron.core
 import torch
 from megatron.core import datasets
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing import load_balancing
 from megatron.packing.delay_queue import DelayQueue
+from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.schedulers import SCHEDULERS
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
 
-CHECKED_VERSIONS = ("0.15.3", "0.16.1")
 SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
@@ -98,12 +95,12 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     --outlier-delay-steps, `config.outlier_delay_queue` is the run's `delay_queue.DelayQueue`, whose state belongs in
     the script's checkpoints.
 
-    Raises RuntimeError for a megatron-core other than `CHECKED_VERSIONS`, ValueError for what cannot work.
+    Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
-    _check_version()
+    check_version()
     if arguments is None or _asks_for_packing(arguments):
         _configure(config, arguments)
-        _check_config(config)
+        check_config(config)
     taken_back = ExitStack()
     plain = {name: getattr(schedules, name) for name in SCHEDULES}
     plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
@@ -161,7 +158,7 @@ class PackingSchedule:
             )
         for chunk in chunks:
             self._check_once(chunk)
-        _check_groups(arguments.get("pg_collection"))
+        check_groups(arguments.get("pg_collection"))
         run = self.plain
         if not _is_packed(data_iterator):
             run = self._packed(self.plain, getattr(get_model_config(chunks[0]), "outlier_delay_queue", None))
@@ -169,25 +166,15 @@ class PackingSchedule:
             return run(
                 data_iterator=data_iterator,
                 model=model,
-                forward_step_func=_checking_loss(forward_step_func),
+                forward_step_func=checking_loss(forward_step_func),
                 **arguments,
             )
 
     def _check_once(self, chunk: torch.nn.Module) -> None:
         if chunk not in self._checked:
-            _check_config(get_model_config(chunk))
-            _check_modules(chunk)
+            check_config(get_model_config(chunk))
+            check_modules(chunk)
             self._checked.add(chunk)
-
-
-def _check_version() -> None:
-    version = megatron.core.__version__
-    if version not in CHECKED_VERSIONS:
-        checked = " or ".join(CHECKED_VERSIONS)
-        raise RuntimeError(
-            f"the packing plug-in was checked with megatron-core {checked}, but this is {version}; "
-            f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or leave plugin.install out"
-        )
 
 
 def _asks_for_packing(arguments: argparse.Namespace) -> bool:
@@ -223,76 +210,6 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
         config.outlier_delay_queue = DelayQueue(max_steps)
 
 
-def _check_config(config: Any) -> None:
-    from megatron.packing.pipeline import check_config
-
-    get_scheduler(config.sequence_packing_scheduler)
-    if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
-        raise ValueError(
-            "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
-            "pass --sequence-packing-scheduler default"
-        )
-    if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
-        raise ValueError(
-            "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"
-        )
-    demands = [
-        (
-            config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather",
-            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths',
-        ),
-        (
-            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
-            'cuda_graph_impl="none": packs differ in length from step to step',
-        ),
-        (
-            megatron.core.__version__ != "0.15.3" or (config.num_moe_experts or config.mtp_num_layers) is None,
-            "num_moe_experts=None and mtp_num_layers=None in megatron-core 0.15.3, whose router counts padding and "
-            "whose multi-token prediction refuses packs; pip install megatron-core==0.16.1",
-        ),
-        (
-            not config.overlap_moe_expert_parallel_comm,
-            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
-        ),
-        (
-            None in (config.num_moe_experts, config.mtp_num_layers)
-            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
-            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
-            "padding",
-        ),
-    ]
-    for holds, demand in demands:
-        if not holds:
-            raise ValueError(f"sequence packing needs TransformerConfig {demand}")
-    check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_modules(chunk: torch.nn.Module) -> None:
-    if any(getattr(module.forward, "__func__", None) is DotProductAttention.forward for module in chunk.modules()):
-        raise ValueError(
-            "the model was built with megatron-core's DotProductAttention, which refuses packs; build it with "
-            "transformer_layer_spec=megatron.packing.layer_spec.packed_block_spec(config), or with Transformer Engine"
-        )
-    if isinstance(chunk, DistributedDataParallel) and any(
-        buffer.gradient_scaling_factor != 1.0 for buffer in chunk.buffers + chunk.expert_parallel_buffers
-    ):
-        raise ValueError(
-            "DistributedDataParallel was built without calculate_per_token_loss and would divide gradients a second "
-            "time; set it in the config before the model is wrapped"
-        )
-
-
-def _check_groups(pg_collection: Any) -> None:
-    from megatron.packing.data_schedule import GROUPS
-
-    missing = [name for name in GROUPS if pg_collection is not None and getattr(pg_collection, name, None) is None]
-    if missing:
-        raise ValueError(
-            f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but {', '.join(missing)} is missing; "
-            "set it, or leave pg_collection out"
-        )
-
-
 def _is_packed(data_iterator: Any) -> bool:
     """Whether the script called `wrap_dataloader` itself; the same on all ranks, since it gives each of them its
     iterator.
@@ -301,27 +218,6 @@ def _is_packed(data_iterator: Any) -> bool:
 
     first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
     return isinstance(first, PackedIterator)
-
-
-def _checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot be undone."""
-
-    @wraps(forward_step_func)
-    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        output, loss_func = forward_step_func(*arguments, **options)
-
-        def loss_of(output_tensor: Any, **loss_options: Any) -> Any:
-            loss = loss_func(output_tensor, **loss_options)
-            if len(loss) != 3 and not loss_options.get("non_loss_data"):
-                raise ValueError(
-                    "sequence packing needs a loss function that returns (sum of losses, integer number of tokens, "
-                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by their pack"
-                )
-            return loss
-
-        return output, None if loss_func is None else loss_of
-
-    return forward_step
 
 
 def _home() -> ModuleType:

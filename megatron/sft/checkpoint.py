@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
+from megatron.sft.flags import flag_of
 from megatron.sft.mixture import blend_changes
 from megatron.sft.model import Training
 
@@ -107,9 +108,15 @@ def load_checkpoint(
         return None
     path = checkpoint_path(folder, iteration)
     common = dist_checkpointing.load_common_state_dict(str(path))
-    saved = common["model_options"]
+    _check_same_model(path, common["model_options"], model_options)
+    _check_same_blend(path, common["data"], data, allow_changed_data)
+    state = _load_state(path, training, with_random_states=_layout() == common["layout"])
+    return Progress(**state["progress"])
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     differing = [
-        f"--{name.replace('_', '-')} was {saved.get(name)}, is {value}"
+        f"{flag_of(name)} was {saved.get(name)}, is {value}"
         for name, value in model_options.items()
         if saved.get(name) != value
     ]
@@ -117,20 +124,26 @@ def load_checkpoint(
         raise ValueError(
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
         )
-    changes = blend_changes(common["data"], data)
+
+
+def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool) -> None:
+    changes = blend_changes(saved, data)
     if changes and not allow_changed_data:
         raise ValueError(
             f"{path} is of another blend ({'; '.join(changes)}), where its position means other records; give the same "
             "one, another --load, or --allow-changed-data"
         )
-    if common["data"] != data and dist.get_rank() == 0:
+    if saved != data and dist.get_rank() == 0:
         print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)
+
+
+def _load_state(path: Path, training: Training, with_random_states: bool) -> dict[str, Any]:
+    """Fill `training` and return all that was loaded; the learning rate's limits stay this run's."""
     rates = [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in training.optimizer.param_groups]
     with torch.no_grad():
         _make_adam_state(training)
         template = _sharded_state(training, is_loading=True)
-        same_layout = _layout() == common["layout"]
-        if not same_layout:
+        if not with_random_states:
             del template["random_states"]
         state = dist_checkpointing.load(template, str(path))
         for number, chunk in enumerate(training.model):
@@ -139,9 +152,9 @@ def load_checkpoint(
         for group, rate in zip(training.optimizer.param_groups, rates):
             group.update(rate)
         training.scheduler.load_state_dict(state["scheduler"])
-    if same_layout:
+    if with_random_states:
         _restore_random_states(state["random_states"])
-    return Progress(**state["progress"])
+    return state
 
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:

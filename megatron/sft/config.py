@@ -13,14 +13,12 @@ import numpy as np
 
 from megatron.packing.layout import Alignment
 from megatron.sft.flags import FlagError, parse_flags
-from megatron.sft.options import (
-    DataConfig,
-    ModelConfig,
-    OutputConfig,
-    PackingConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megatron.sft.options.data import DataConfig
+from megatron.sft.options.model import ModelConfig
+from megatron.sft.options.output import OutputConfig
+from megatron.sft.options.packing import PackingConfig
+from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from megatron.sft.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.config import SFTConfig
 from megatron.sft.mixture import Blended, Concatenation, Mixture
 from megatron.sft.mock_dataset import MockSFTDataset
-from megatron.sft.options import DataConfig
+from megatron.sft.options.data import DataConfig
 from megatron.sft.source_names import short_names
 from megatron.sft.tokenizer import build_tokenizer
 

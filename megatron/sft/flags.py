@@ -88,7 +88,7 @@ def _build_parser(groups: Sequence[type], description: str, program: str) -> _Pa
             if field.metadata.get("repeatable"):
                 kind["action"] = _Extend
             section.add_argument(
-                _flag_of(field.name),
+                flag_of(field.name),
                 default=None if required else field.default,
                 required=required,
                 help=help_text,
@@ -208,7 +208,8 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; see --help"
 
 
-def _flag_of(name: str) -> str:
+def flag_of(name: str) -> str:
+    """`hidden_size -> --hidden-size`."""
     return "--" + name.replace("_", "-")
 
 

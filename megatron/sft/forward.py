@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -52,13 +53,6 @@ def forward_step(
         batch = padded = next(data_iterator)
         if tells_sources:
             sources = padded.sources.to(padded.tokens.device, non_blocking=True)
-    padding_mask = None
-    if config.num_moe_experts is not None:
-        padding_mask = batch.padding_mask
-        if config.sequence_parallel and not is_first:  # megatron-core scatters it on the first stage only
-            padding_mask = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)[
-                parallel_state.get_tensor_model_parallel_rank()
-            ]
     output = model(
         batch.tokens if has_embedding else None,
         batch.position_ids if has_embedding else None,
@@ -66,9 +60,17 @@ def forward_step(
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,
         loss_mask=batch.loss_mask if is_last else None,
-        padding_mask=padding_mask,
+        padding_mask=None if config.num_moe_experts is None else routers_mask(batch.padding_mask, config, is_first),
     )
     return output, partial(loss_sum, batch.loss_mask, sources=sources, num_sources=num_sources)
+
+
+def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
+    """What experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
+    if is_first or not config.sequence_parallel:
+        return padding_mask
+    shards = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
+    return shards[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from megatron.blending.formats.sources import SOURCES, RecordError, open_source
 from megatron.packing.planning.step_record import StepRecord
 from megatron.sft.chat_encoder import ChatEncoder, EncodedSample, SampleError
-from megatron.sft.metrics import METRICS_FILE, read_jsonl
+from megatron.sft.json_lines import read_jsonl
+from megatron.sft.metrics_file import METRICS_FILE
 from megatron.sft.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.mock_lengths import FLAG
 from megatron.sft.plain_tokenizer import build_plain_tokenizer

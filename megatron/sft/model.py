@@ -22,9 +22,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import silu
 
-from megatron.packing.get_batch import transformer_engine_installed
+from megatron.packing.architecture import architecture
 from megatron.packing.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.settings import cost_of, measured_cost
@@ -84,35 +83,14 @@ def build_transformer_config(
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
     transformer_config = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        ffn_hidden_size=model.resolved_ffn_hidden_size,
-        gated_linear_unit=model.swiglu,
-        activation_func=silu if model.swiglu else torch.nn.functional.gelu,
-        bias_activation_fusion=False,
-        normalization=model.normalization,
+        **architecture(model),
         layernorm_epsilon=model.norm_epsilon,
-        add_bias_linear=not model.disable_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
-        num_moe_experts=model.num_experts,
-        moe_router_topk=model.moe_router_topk,
-        moe_router_pre_softmax=model.moe_router_pre_softmax,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
-        moe_token_dispatcher_type="alltoall",  # megatron-core demands it of variable lengths, of dense models too
-        mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        recompute_granularity=model.recompute_granularity,
-        recompute_method="uniform" if model.recompute_granularity == "full" else None,
-        recompute_num_layers=1 if model.recompute_granularity == "full" else None,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.num_virtual_stages,
@@ -124,14 +102,10 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
         use_cpu_initialization=device.type == "cpu",
-        calculate_per_token_loss=True,
         variable_seq_lengths=packing.sequence_packing,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=transformer_engine_installed() and model.position_embedding_type == "rope",
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     if packing.sequence_packing:
@@ -145,12 +119,7 @@ def build_model(
     config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, device: torch.device
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks under megatron-core's DistributedDataParallel."""
-    model, parallel = config.model, config.parallel
-    stage, num_stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    num_chunks = config.num_virtual_stages or 1
+    parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.bf16,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -158,25 +127,8 @@ def build_model(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
     chunks = []
-    for number in range(num_chunks):
-        vp_stage = number if config.num_virtual_stages is not None else None
-        block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
-        gpt = GPTModel(
-            config=transformer_config,
-            transformer_layer_spec=block_spec,
-            mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
-            vocab_size=padded_vocab_size(vocab_size, config),
-            max_sequence_length=model.max_position_embeddings or model.seq_length,
-            pre_process=stage == 0 and number == 0,
-            post_process=stage == num_stages - 1 and number == num_chunks - 1,
-            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type=model.position_embedding_type,
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
-            vp_stage=vp_stage,
-        )
-        gpt.model_type = ModelType.encoder_or_decoder
-        module = gpt.to(device)
+    for number in range(config.num_virtual_stages or 1):
+        module = build_gpt(config, transformer_config, vocab_size, number).to(device)
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
         chunks.append(
@@ -187,6 +139,33 @@ def build_model(
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks
+
+
+def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int) -> GPTModel:
+    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the last has a loss."""
+    model = config.model
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    vp_stage = number if config.num_virtual_stages is not None else None
+    block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
+    gpt = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=block_spec,
+        mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
+        vocab_size=padded_vocab_size(vocab_size, config),
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=stage == 0 and number == 0,
+        post_process=stage == num_stages - 1 and number == (config.num_virtual_stages or 1) - 1,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    gpt.model_type = ModelType.encoder_or_decoder
+    return gpt
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:

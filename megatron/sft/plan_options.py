@@ -13,6 +13,8 @@ from megatron.packing.planning.step_record import StepLayout, read_cost
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.widths import ffn_hidden_size
+from megatron.sft.flags import flag_of
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
 
@@ -83,7 +85,7 @@ class ModelOptions:
         _positive(self, "ffn_hidden_size", "vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
         _positive(self, "moe_shared_expert_intermediate_size")
         shape = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
-        missing = [_flag(name) for name, value in shape.items() if value is None]
+        missing = [flag_of(name) for name, value in shape.items() if value is None]
         others = [name for name in ("ffn_hidden_size", "kv_channels", "num_query_groups") if getattr(self, name)]
         if missing and (len(missing) < len(shape) or others or self.swiglu):
             raise ValueError(f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B default")
@@ -111,7 +113,7 @@ class ModelOptions:
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
-        ffn = self.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 or 64 if swiglu else 4 * hidden)
+        ffn = self.ffn_hidden_size or ffn_hidden_size(hidden, swiglu)
         return gpt_pack_cost(
             num_layers=self.num_layers or 32,
             hidden_size=hidden,
@@ -226,7 +228,7 @@ class PlanOptions:
         for name in ("png", "html"):
             value = getattr(self, name)
             if value is not None and not Path(value).resolve().parent.is_dir():
-                raise ValueError(f"{_flag(name)} {value}: no such folder; make it first")
+                raise ValueError(f"{flag_of(name)} {value}: no such folder; make it first")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -248,8 +250,4 @@ def _positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{_flag(name)} must be above 0, but is {value}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise ValueError(f"{flag_of(name)} must be above 0, but is {value}")

@@ -12,8 +12,9 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from megatron.sft.metrics import Evaluation, Metrics, StepMetrics
-from megatron.sft.report import Summary, mean_of_finite
+from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics_file import Metrics
+from megatron.sft.summary import Summary, mean_of_finite
 
 PACKS_DRAWN = 64
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito's, for colour-blind eyes too

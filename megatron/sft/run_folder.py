@@ -12,8 +12,10 @@ from megatron.packing.data_schedule import GlobalBatch
 from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.sft.checkpoint import Progress, latest_iteration
 from megatron.sft.config import SFTConfig
-from megatron.sft.metrics import METRICS_FILE, MetricsWriter, StepMetrics, json_line, truncate_after
-from megatron.sft.options import OutputConfig
+from megatron.sft.json_lines import json_line, truncate_after
+from megatron.sft.metrics import StepMetrics
+from megatron.sft.metrics_file import METRICS_FILE, MetricsWriter
+from megatron.sft.options.output import OutputConfig
 from megatron.sft.report import PACKS_FILE
 from megatron.sft.schedule_file import dump_schedule
 

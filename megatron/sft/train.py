@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,17 +20,16 @@ from megatron.core.timers import Timers
 from megatron.packing.data_schedule import owns_data
 from megatron.packing.lengths import GlobalBatchError
 from megatron.packing.pipeline import PackedLosses, packed
-from megatron.packing.stats import PackingStats
 from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.config import SFTConfig
-from megatron.sft.counts import Counts
 from megatron.sft.data import Datasets
 from megatron.sft.forward import forward_step, padded_batches
-from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics import Evaluation
 from megatron.sft.mixture import Mixture
 from megatron.sft.model import build_training
 from megatron.sft.reduction import counts_samples, reduce
 from megatron.sft.run_folder import RunLog
+from megatron.sft.step_account import StepAccount, Update
 from megatron.sft.stop import StopSignals
 from megatron.sft.stream import SampleStream, Share
 from megatron.sft.waiting import build_queue, gather_waiting
@@ -54,19 +52,8 @@ class Trainer:
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
         )
-        self._progress = Progress(0, 0, evaluation_due=True)
         self._saved_iteration: int | None = None
-        load, save = config.output.load, config.output.save
-        if load is not None:
-            data = datasets.train.identity()
-            loaded = load_checkpoint(load, self._training, self._model_options(), data, config.data.allow_changed_data)
-            if dist.get_rank() == 0:
-                way = f"no checkpoint in {load}; starting anew" if loaded is None else f"continuing {load}"
-                print(way if loaded is None else f"{way} after step {loaded.iteration}", flush=True)
-            if loaded is not None:
-                self._progress = loaded
-                if save is not None and Path(load).resolve() == Path(save).resolve():
-                    self._saved_iteration = loaded.iteration
+        self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         forward_backward = get_forward_backward_func()
@@ -75,6 +62,7 @@ class Trainer:
         if not counts_samples():
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)  # others draw the same samples, and tell
         self._names = [source.name for source in datasets.train.sources]
+        self._account = StepAccount(config, self._share, self._training.cost, self._names)
         self._stream = SampleStream(
             datasets.train, self._share, is_endless=True, consumed_samples=self._progress.consumed_samples
         )
@@ -134,72 +122,39 @@ class Trainer:
 
     def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
         """One optimizer step; whether some rank was asked to stop."""
-        model, optimizer, scheduler, cost = self._training
         timer = self._timers("step", log_level=0)
         timer.start()
-        counted, self._padded_seconds = self._stream.counts, 0.0
+        counted = self._stream.counts
+        update = self._update(data)
+        reduced = reduce(update.losses, signals.requested, self._stream.counts - counted, self._device)
+        timer.stop()
+        training, iteration = self._config.training, self._progress.iteration + 1
+        self._progress = Progress(
+            iteration,
+            self._progress.consumed_samples + training.global_batch_size,
+            iteration % training.eval_interval == 0 or iteration == training.train_iters,
+        )
+        if log is not None:
+            log.step(self._account.metrics(self._progress, update, reduced, timer.elapsed()), update.batch)
+        return reduced.stop
+
+    def _update(self, data: Iterator[Any]) -> Update:
+        model, optimizer, scheduler, _ = self._training
+        self._padded_seconds = 0.0
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        passes_timer = self._timers("passes", log_level=0)
-        passes_timer.start()
+        timer = self._timers("passes", log_level=0)
+        timer.start()
         losses = self._run(data, len(self._names), forward_only=False)
-        passes_timer.stop()
+        timer.stop()
         lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
-        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
-        timer.stop()
-        iteration = self._progress.iteration + 1
-        self._progress = Progress(
-            iteration,
-            self._progress.consumed_samples + self._config.training.global_batch_size,
-            iteration % self._config.training.eval_interval == 0 or iteration == self._config.training.train_iters,
-        )
-        seconds = timer.elapsed()
-        if log is not None:
-            batch = losses.batch if isinstance(losses, PackedLosses) else None
-            stats = batch.stats if batch is not None else self._padded_stats(reduced.counts)
-            data_seconds = batch.seconds if batch is not None else self._padded_seconds
-            log.step(
-                StepMetrics(
-                    iteration=self._progress.iteration,
-                    consumed_samples=self._progress.consumed_samples,
-                    loss=reduced.loss,
-                    lr=lr,
-                    grad_norm=float(grad_norm or 0.0),
-                    skipped=not succeeded,
-                    step_seconds=seconds,
-                    data_seconds=data_seconds,
-                    passes_seconds=passes_timer.elapsed() - data_seconds,
-                    predicted_seconds=stats.step_cost if self._config.packing.fitted_cost is not None else math.nan,
-                    sequences=stats.num_sequences,
-                    tokens=stats.num_tokens,
-                    square_sum=stats.square_sum,
-                    num_loss_tokens=reduced.num_loss_tokens,
-                    padded_tokens=stats.num_padded_tokens,
-                    capacity_tokens=stats.num_ranks * stats.num_microbatches * stats.capacity,
-                    microbatches=stats.num_microbatches,
-                    num_ranks=stats.num_ranks,
-                    num_stages=self._config.parallel.pipeline_model_parallel_size,
-                    step_cost=stats.step_cost,
-                    step_cost_bound=stats.step_cost_bound,
-                    bubble=stats.bubble,
-                    moved_tokens=stats.num_moved_tokens,
-                    tokens_per_second=stats.num_tokens / seconds,
-                    tflops_per_device=cost.of_batch(stats.num_tokens, stats.square_sum)
-                    / (seconds * dist.get_world_size() * 1e12),
-                    dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
-                    cut_samples=reduced.counts.num_cut + stats.num_cut,
-                    delays=[] if batch is None else batch.delays,
-                    waiting=0 if batch is None else batch.num_waiting,
-                    dropped=reduced.dropped_by_source(self._names),
-                    sources=reduced.by_source(self._names),
-                ),
-                batch,
-            )
-        return reduced.stop
+        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
+        passes_seconds = timer.elapsed() - data_seconds
+        return Update(losses, data_seconds, passes_seconds, lr, float(grad_norm or 0.0), not succeeded)
 
     def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
         """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
@@ -270,28 +225,6 @@ class Trainer:
                 return
             yield batch
 
-    def _padded_stats(self, counts: Counts) -> PackingStats:
-        """The account of a step without packing: each rank computes the same shapes, so the balance is 1, and the
-        bubble that of even microbatches.
-        """
-        idle = self._config.parallel.pipeline_model_parallel_size - 1
-        capacity = self._config.training.micro_batch_size * self._config.model.seq_length
-        return PackingStats(
-            num_sequences=counts.num_sequences,
-            num_tokens=counts.num_tokens,
-            square_sum=counts.square_sum,
-            num_padded_tokens=self._share.num_ranks * self._share.num_draws * capacity,
-            num_microbatches=self._share.num_draws,
-            num_ranks=self._share.num_ranks,
-            capacity=capacity,
-            num_dropped=0,
-            num_cut=0,
-            num_moved_tokens=0,
-            step_cost=1.0,
-            step_cost_bound=1.0,
-            bubble=idle / (self._share.num_draws * (self._config.num_virtual_stages or 1) + idle),
-        )
-
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
@@ -302,6 +235,25 @@ class Trainer:
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
+
+    def _load(self) -> Progress | None:
+        """That of the newest checkpoint of --load; None without one."""
+        folder, save = self._config.output.load, self._config.output.save
+        if folder is None:
+            return None
+        loaded = load_checkpoint(
+            folder,
+            self._training,
+            self._model_options(),
+            self._datasets.train.identity(),
+            self._config.data.allow_changed_data,
+        )
+        if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
+            self._saved_iteration = loaded.iteration
+        if dist.get_rank() == 0:
+            found = f"no checkpoint in {folder}; starting anew"
+            print(found if loaded is None else f"continuing {folder} after step {loaded.iteration}", flush=True)
+        return loaded
 
     def _model_options(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.packing.delay_queue import DelayQueue
-from megatron.sft.options import PackingConfig
+from megatron.sft.options.packing import PackingConfig
 
 
 def build_queue(

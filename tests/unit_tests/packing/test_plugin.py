@@ -1,22 +1,17 @@
-"""The plug-in in one process: what it changes in megatron-core, takes back, passes through and refuses."""
+"""The plug-in in one process: what it changes in megatron-core, takes back and passes through."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
-from megatron.core import datasets, parallel_state, pipeline_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing import data_schedule, get_batch, pipeline, plugin
 from megatron.packing.data_schedule import PackedIterator
@@ -24,66 +19,11 @@ from megatron.packing.load_balancing import AtLeastOneToken
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.settings import model_of
+from tests.unit_tests.packing.plugged import Model, forward_step, make_config, parse, state_of_megatron_core
+
+pytestmark = pytest.mark.usefixtures("taken_back")
 
 NAMES = ("wrap_dataloader", "wrap_data_iterator", "wrap_iterator_helper")
-
-
-def make_config(**settings: Any) -> Any:
-    config: Any = TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=2, moe_token_dispatcher_type="alltoall"
-    )
-    config.max_seqlen_per_dp_cp_rank = 64
-    config.calculate_per_token_loss = True
-    for name, value in settings.items():
-        setattr(config, name, value)
-    return config
-
-
-def parse(text: str, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    return plugin.add_arguments(parser or argparse.ArgumentParser()).parse_args(text.split())
-
-
-class Model(torch.nn.Module):
-    """As much of a model as the schedules ask for."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-
-def state_of_megatron_core() -> dict[str, dict[str, int]]:
-    """The identity of everything in the modules that the plug-in touches."""
-    modules = {"schedules": schedules, "pipeline_parallel": pipeline_parallel, "datasets": datasets}
-    if plugin.EXPOSED_IN in sys.modules:
-        modules["data_schedule"] = sys.modules[plugin.EXPOSED_IN]
-    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in modules.items()}
-
-
-@pytest.fixture(autouse=True)
-def taken_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test leaves megatron-core changed to the others."""
-    yield
-    plugin.uninstall()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """megatron-core's function without a pipeline, which only notes what it is called with and steps once."""
-    noted: list[dict[str, Any]] = []
-
-    def plain(**arguments: Any) -> list[Any]:
-        noted.append(arguments)
-        output, loss_func = arguments["forward_step_func"](arguments["data_iterator"], arguments["model"])
-        return [loss_func(output)]
-
-    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", plain)
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None)
-    return noted
-
-
-def forward_step(data_iterator: Any, model: Any) -> Any:
-    return None, lambda output: (1.0, 2, {"lm loss": 3.0})
 
 
 def test_add_arguments() -> None:
@@ -291,112 +231,7 @@ def test_an_iterator_that_the_script_wrapped_is_not_packed_again(calls: list[dic
     assert len(list(packs)) == 1, "looking at the iterator must not consume it"
 
 
-REFUSED = [
-    ({"max_seqlen_per_dp_cp_rank": None}, "pass --max-seqlen-per-dp-cp-rank N"),
-    ({"sequence_packing_scheduler": "dp_balance"}, "did you mean dp_balanced"),
-    ({"calculate_per_token_loss": False}, "calculate_per_token_loss=True"),
-    ({"hybrid_context_parallel": True}, "hybrid_context_parallel=False"),
-    ({"pipeline_model_parallel_size": 2}, "variable_seq_lengths=True"),
-    (
-        {
-            "pipeline_model_parallel_size": 2,
-            "variable_seq_lengths": True,
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": False,
-        },
-        "overlap_p2p_comm=True and batch_p2p_comm=False",
-    ),
-    ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
-    ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
-    ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
-    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
-    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, "moe_z_loss_coeff=None"),
-]
-
-
-@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_refuses_configs_that_cannot_work(calls: list[dict[str, Any]], settings: dict[str, Any], words: str) -> None:
-    """Each of these trains wrongly or hangs without another word, also where the config changes after install."""
-    before = state_of_megatron_core()
-    with pytest.raises(ValueError, match=words):
-        plugin.install(make_config(**settings))
-    assert state_of_megatron_core() == before
-    config = make_config()
-    plugin.install(config)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match=words):
-        get_forward_backward_func()(
-            data_iterator=None, model=Model(config), forward_step_func=forward_step, num_microbatches=1
-        )
-    assert calls == []
-
-
 def test_refuses_a_scheduler_without_packing() -> None:
     """Who names a scheduler expects packing, and would measure the padded run."""
     with pytest.raises(ValueError, match="--sequence-packing-scheduler needs --sequence-packing"):
         plugin.install(make_config(), parse("--sequence-packing-scheduler default"))
-
-
-@pytest.mark.parametrize("version", ["0.14.0", "0.16.2", "0.17.0"])
-def test_refuses_other_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Another release may call its schedules otherwise, and drop what it does not know."""
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    with pytest.raises(RuntimeError, match=rf"checked with megatron-core 0\.15\.3 or 0\.16\.1, but this is {version}"):
-        plugin.install(make_config())
-
-
-@pytest.mark.parametrize("setting", ["num_moe_experts", "mtp_num_layers"])
-def test_refuses_what_only_the_newer_version_can(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    """The older router balances its experts over padding, and nothing tells."""
-    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
-    with pytest.raises(ValueError, match=r"pip install megatron-core==0\.16\.1"):
-        plugin.install(make_config(**{setting: 2}))
-
-
-def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> None:
-    """It would end in an assertion inside the first layer, which names a module that the user cannot install."""
-    config = make_config()
-    plugin.install(config)
-    model = Model(config)
-    attention = DotProductAttention.__new__(DotProductAttention)
-    torch.nn.Module.__init__(attention)
-    model.attention = attention
-    with pytest.raises(ValueError, match=r"transformer_layer_spec=megatron\.packing\.layer_spec\.packed_block_spec"):
-        get_forward_backward_func()(
-            data_iterator=None, model=[model], forward_step_func=forward_step, num_microbatches=1
-        )
-    assert calls == []
-
-
-def test_refuses_a_loss_that_is_a_mean(calls: list[dict[str, Any]]) -> None:
-    """megatron-core takes a mean per microbatch too, and would weight tokens by the pack they are in."""
-    config = make_config()
-    plugin.install(config)
-
-    def mean_step(data_iterator: Any, model: Any) -> Any:
-        return None, lambda output: (1.0, {"lm loss": 1.0})
-
-    with pytest.raises(ValueError, match="sum of losses, integer number of tokens"):
-        get_forward_backward_func()(
-            data_iterator=PackedIterator([{}]),
-            model=Model(config),
-            forward_step_func=mean_step,
-            num_microbatches=1,
-        )
-    assert len(calls) == 1
-
-
-def test_refuses_a_collection_without_the_groups_it_needs(calls: list[dict[str, Any]]) -> None:
-    """megatron-core asks for fewer groups; the missing one would be an AttributeError somewhere inside."""
-    config = make_config()
-    plugin.install(config)
-    groups = argparse.Namespace(tp=1, cp=1, pp=1, dp_cp=1, mp=None)
-    with pytest.raises(ValueError, match="but dp, mp is missing"):
-        get_forward_backward_func()(
-            data_iterator=None,
-            model=Model(config),
-            forward_step_func=forward_step,
-            num_microbatches=1,
-            pg_collection=groups,
-        )

@@ -1,6 +1,5 @@
 """Records of every format as samples; broken ones are named, counted, and only so many skipped."""
 
-import json
 import logging
 
 import pytest
@@ -14,6 +13,7 @@ from megatron.sft.mixture import Concatenation
 from megatron.sft.stream import SampleStream, Share
 from megatron.sft.tokenizer import build_tokenizer
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder
+from tests.unit_tests.sft.texts import text_line, text_of
 
 BROKEN = '{"text": "half'
 ROLELESS = '{"messages": [{"role": "robot", "content": "x"}]}'
@@ -22,26 +22,6 @@ ROLELESS = '{"messages": [{"role": "robot", "content": "x"}]}'
 @pytest.fixture(scope="module")
 def task():
     return ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"))
-
-
-@pytest.fixture
-def write_lines(tmp_path):
-    """Return a function that writes lines to a file and returns its path."""
-
-    def write(name, *lines):
-        path = tmp_path / name
-        path.write_text("".join(line + "\n" for line in lines))
-        return str(path)
-
-    return write
-
-
-def text_line(text, **fields):
-    return json.dumps({"text": text, **fields})
-
-
-def text_of(sample):
-    return bytes(int(token) for token in sample.tokens if token < 256).decode()
 
 
 def chats(task, path, failures=None):

@@ -1,35 +1,12 @@
-"""The options of a run: all of Megatron's names that we promise, and every contradiction refused with a way out."""
+"""The options of a run: all of Megatron's names that we promise, and contradictions across groups refused."""
 
 import json
 import math
-from functools import lru_cache
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron.sft import flags
-from megatron.sft.config import DataConfig, SFTConfig, parse_config
-from megatron.sft.flags import FlagError
-
-
-@pytest.fixture(autouse=True, scope="module")
-def docstrings_read_once():
-    """The help of each flag is parsed from source at every start; once is enough for all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
-        yield
-
-
-MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128"
-STEPS = "--train-iters 10 --global-batch-size 16 --lr 1e-3"
-BASE = f"{MODEL} {STEPS}"
-
-
-def parse(arguments: str = "", world_size: int = 1, base: str = f"{BASE} --mock-data") -> SFTConfig:
-    return parse_config([*base.split(), *arguments.split()], world_size)
-
+from tests.unit_tests.sft.command_line import assert_refused, parse
 
 PROMISED = [
     "--num-layers 4",
@@ -95,13 +72,6 @@ def test_promised_flag_is_accepted_and_arrives(arguments):
     assert group[name] == (type(group[name])(expected))
 
 
-def test_mock_data_and_data_path_are_accepted():
-    """The two kinds of data; several files are one data set."""
-    assert parse("", base=f"{BASE} --mock-data").data.mock_data
-    data = parse("--data-path a.jsonl b.parquet --valid-data-path c.json", base=BASE).data
-    assert (list(data.data_path), list(data.valid_data_path)) == (["a.jsonl", "b.parquet"], ["c.json"])
-
-
 def test_defaults():
     """A default that moves changes every run whose script does not name it."""
     config = parse()
@@ -129,63 +99,7 @@ def test_defaults():
 
 # Arguments, world size, and words that the message must hold: the flags that contradict, and what to do.
 CONTRADICTIONS = [
-    ("--hidden-size 65", 1, ["--hidden-size 65", "multiple of --num-attention-heads 8", "--kv-channels"]),
-    ("--group-query-attention", 1, ["--group-query-attention", "--num-query-groups", "both"]),
-    ("--num-query-groups 2", 1, ["--group-query-attention", "--num-query-groups", "both"]),
-    ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
-    ("--max-position-embeddings 64", 1, ["--max-position-embeddings 64", "at least", "--seq-length 128"]),
-    (
-        "--disable-bias-linear --num-experts 2 --moe-router-topk 3",
-        1,
-        ["--moe-router-topk 3", "at most --num-experts 2"],
-    ),
-    (
-        "--num-layers-per-virtual-pipeline-stage 2",
-        1,
-        ["--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size", "at least 2"],
-    ),
-    ("--overlap-param-gather", 1, ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"]),
-    (
-        "--overlap-param-gather --use-distributed-optimizer",
-        1,
-        ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"],
-    ),
-    ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "--use-distributed-optimizer"]),
-    ("--tensor-model-parallel-size 2", 1, ["number of processes, 1", "2 x 1 x 1 = 2", "--nproc-per-node 2"]),
-    (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
-        12,
-        ["number of processes, 12", "2 x 2 x 2 = 8", "--nproc-per-node 8"],
-    ),
-    ("--max-seqlen-per-dp-cp-rank 256", 1, ["--max-seqlen-per-dp-cp-rank needs --sequence-packing"]),
-    ("--outlier-delay-steps 4", 1, ["--outlier-delay-steps needs --sequence-packing"]),
-    ("--outlier-delay-steps -1 --sequence-packing", 1, ["--outlier-delay-steps must be at least 0", "-1"]),
-    (
-        "--outlier-delay-steps 4 --sequence-packing --sequence-packing-scheduler empty",
-        1,
-        ["--outlier-delay-steps", "--sequence-packing-scheduler default"],
-    ),
-    ("--mock-data --data-path a.jsonl", 1, ["--data-path", "--mock-data", "not both"]),
-    ("--no-mock-data", 1, ["--data-path FILE", "--mock-data"]),
-    (
-        "--no-mock-data --data-path a.jsonl --sft-mock-dataset-config-json x.json",
-        1,
-        ["--sft-mock-dataset-config-json needs --mock-data"],
-    ),
-    ("--valid-data-path a.jsonl", 1, ["--valid-data-path needs --data-path", "--mock-data"]),
-    ("--split 1,2,3,4", 1, ["--split", "969,30,1", "'1,2,3,4'"]),
-    ("--split a,b", 1, ["--split", "969,30,1", "'a,b'"]),
-    ("--split 1,-1", 1, ["--split", "'1,-1'"]),
-    ("--split 0,1", 1, ["--split", "'0,1'"]),
-    ("--split nan", 1, ["--split", "'nan'"]),
-    ("--min-lr 1e-2", 1, ["--min-lr 0.01", "--lr 0.001"]),
-    ("--min-lr=-1e-2", 1, ["--min-lr -0.01", "from 0"]),
-    ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "less than", "lower it or raise --lr-decay-iters"]),
-    ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, ["--lr-warmup-iters 4", "4; lower it"]),
-    ("--lr-warmup-iters -1", 1, ["--lr-warmup-iters -1"]),
-    ("--save-interval 5", 1, ["--save-interval", "needs --save"]),
     ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "needs --sequence-packing"]),
-    ("--sequence-packing --dump-schedule 3 0", 1, ["--dump-schedule", "but is 0"]),
     (
         "--micro-batch-size 3",
         1,
@@ -263,116 +177,13 @@ CONTRADICTIONS = [
         8,
         ["--seq-length 132", "multiple of 8", "without packing"],
     ),
-    ("--pack-cost cost.json", 1, ["--pack-cost needs --sequence-packing"]),
-    ("--sequence-packing --pack-cost absent.json", 1, ["--pack-cost absent.json cannot be read", "calibrate"]),
-    ("--sequence-packing-scheduler empty", 1, ["--sequence-packing-scheduler needs --sequence-packing"]),
-    (
-        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4",
-        2,
-        ["number of processes, 2", "multiple of --expert-model-parallel-size", "4; lower them or start more"],
-    ),
-    (
-        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
-        4,
-        ["number of processes, 4", "times --pipeline-model-parallel-size, 8; lower them or start more"],
-    ),
-    (
-        "--disable-bias-linear --num-experts 4 --moe-router-topk 1",
-        1,
-        ["--moe-router-topk 1 needs --moe-router-pre-softmax"],
-    ),
-    (
-        "--disable-bias-linear --num-experts 4 --mtp-num-layers 1 --position-embedding-type rope "
-        "--moe-aux-loss-coeff 0.01",
-        1,
-        ["--moe-aux-loss-coeff must be 0 with --mtp-num-layers", "is 0.01"],
-    ),
-    ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
-    ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
     """It would show as a hang or a shape error inside megatron-core, minutes later and on some ranks only."""
-    with pytest.raises(FlagError) as failure:
-        parse(arguments, world_size)
-    message = str(failure.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
-AT_LEAST_ONE = [
-    "num-layers",
-    "hidden-size",
-    "num-attention-heads",
-    "seq-length",
-    "moe-router-topk",
-    "ffn-hidden-size",
-    "kv-channels",
-    "num-experts",
-    "num-query-groups",
-    "moe-ffn-hidden-size",
-    "make-vocab-size-divisible-by",
-    "rotary-base",
-    "tensor-model-parallel-size",
-    "pipeline-model-parallel-size",
-    "context-parallel-size",
-    "expert-model-parallel-size",
-    "num-layers-per-virtual-pipeline-stage",
-    "max-seqlen-per-dp-cp-rank",
-    "vocab-size",
-    "train-iters",
-    "global-batch-size",
-    "micro-batch-size",
-    "eval-interval",
-    "lr-decay-iters",
-    "log-interval",
-    "save-interval",
-]
-
-
-@pytest.mark.parametrize(
-    ("option", "limits"),
-    [(f"{name} {value}", "at least 1") for name in AT_LEAST_ONE for value in (0, -2)]
-    + [
-        (option, "at least 0")
-        for option in ("lr nan", "lr inf", "lr -0.1", "weight-decay -1.0", "clip-grad -1.0", "eval-iters -1", "seed -1")
-    ]
-    + [(f"{name} {value}", "from 0 to") for name in ("hidden-dropout", "adam-beta1") for value in (1.5, -0.5)]
-    + [
-        ("distributed-timeout-minutes 0.0", "at least 0.01"),
-    ],
-)
-def test_value_out_of_range_is_refused(option, limits):
-    """It would be taken for no value, divide by zero, or end in an error that does not name the option."""
-    name, value = option.split()
-    with pytest.raises(FlagError) as failure:
-        parse(f"--sequence-packing --save folder --{name}={value}")
-    assert str(failure.value).startswith(f"--{name} must be {limits}")
-    assert str(failure.value).endswith(f", but is {value}")
-
-
-def test_adam_that_never_forgets_is_refused():
-    """torch refuses it without the option's name, after the process groups are built."""
-    with pytest.raises(FlagError, match="--adam-beta2"):
-        parse("--adam-beta2 1.0")
-
-
-def test_experts_may_share_the_ranks_of_tensor_and_data_parallel():
-    """Expert parallel is no factor of its own in the number of processes."""
-    experts = "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4"
-    tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
-    assert parse(f"{experts} {tensor}", world_size=4).parallel.data_parallel_size(4) == 2
-
-
-def test_empty_list_of_files_is_refused(tmp_path):
-    """`data_path: []` is a list that some script failed to fill."""
-    path = tmp_path / "run.yaml"
-    path.write_text("data_path: []")
-    with pytest.raises(FlagError, match="'data_path' must be a list of at least one text, but is \\[\\]"):
-        parse(f"--config {path}", base=BASE)
+    assert_refused(arguments, world_size, words)
 
 
 @pytest.mark.parametrize(
@@ -427,61 +238,6 @@ def test_without_packing_a_sequence_need_be_a_multiple_of_the_layout_only():
     """Demands beyond need would refuse what megatron-core runs: 132 / (2 x 2) pieces of 33 tokens."""
     layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
     assert parse(f"--seq-length 132 {layout}", world_size=4).model.seq_length == 132
-
-
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        ("969,30,1", (0.969, 0.03, 0.001)),
-        ("1", (1.0, 0.0, 0.0)),
-        ("9,1", (0.9, 0.1, 0.0)),
-        ("0.5,0.25,0.25", (0.5, 0.25, 0.25)),
-        ("2,0,2", (0.5, 0.0, 0.5)),
-    ],
-)
-def test_split_shares(split, expected):
-    """Shares that do not sum to one leave records unread, or read them twice."""
-    assert parse(f"--split {split}").data.split_shares == pytest.approx(expected)
-
-
-@given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=3))
-@settings(deadline=None)
-def test_split_shares_sum_to_one(shares):
-    """Validation on records of the training set shows no overfitting."""
-    result = DataConfig(mock_data=True, split=",".join(map(str, shares))).split_shares
-    assert sum(result) == pytest.approx(1)
-    assert min(result) >= 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", 256),
-        ("--swiglu", 128),  # 8/3 of 64 is 170, down to a multiple of 64
-        ("--swiglu --hidden-size 4096", 10880),
-        ("--swiglu --hidden-size 16", 64),
-        ("--ffn-hidden-size 100", 100),
-        ("--ffn-hidden-size 100 --swiglu", 100),
-    ],
-)
-def test_resolved_ffn_hidden_size(arguments, expected):
-    """A width other than Megatron's makes a model of another size under the same options."""
-    assert parse(arguments).model.resolved_ffn_hidden_size == expected
-
-
-def test_resolved_kv_channels():
-    """Heads of another width than hidden size / heads are what --kv-channels is for."""
-    assert parse().model.resolved_kv_channels == 8
-    assert parse("--hidden-size 100 --kv-channels 32").model.resolved_kv_channels == 32
-
-
-@pytest.mark.parametrize(
-    ("arguments", "world_size", "expected"),
-    [("", 4, 4), ("--tensor-model-parallel-size 2", 4, 2), ("--context-parallel-size 2", 2, 1)],
-)
-def test_data_parallel_size(arguments, world_size, expected):
-    """Counted wrongly, every step trains on more or fewer samples than --global-batch-size."""
-    assert parse(arguments, world_size).parallel.data_parallel_size(world_size) == expected
 
 
 def test_an_interleaved_pipeline_may_pack_any_batch():

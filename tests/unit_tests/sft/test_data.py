@@ -10,28 +10,9 @@ from megatron.sft.config import parse_config
 from megatron.sft.data import build_datasets
 from megatron.sft.mixture import Blended
 from tests.unit_tests.blending.folders import write_folder, write_jsonl
+from tests.unit_tests.sft.texts import text_line, text_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture
-def write_lines(tmp_path):
-    """Return a function that writes lines to a file and returns its path."""
-
-    def write(name, *lines):
-        path = tmp_path / name
-        path.write_text("".join(line + "\n" for line in lines))
-        return str(path)
-
-    return write
-
-
-def text_line(text):
-    return json.dumps({"text": text})
-
-
-def text_of(sample):
-    return bytes(int(token) for token in sample.tokens if token < 256).decode()
 
 
 def read(mixture, number=None):
@@ -60,7 +41,7 @@ def data_path(tmp_path):
     def write(suffix):
         path = tmp_path / f"train{suffix}"
         if suffix == ".jsonl":
-            path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+            write_jsonl(path, RECORDS)
         elif suffix == ".json":
             path.write_text(json.dumps(RECORDS, indent=1))
         else:

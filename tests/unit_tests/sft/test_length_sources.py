@@ -10,6 +10,7 @@ from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.length_sources import Tokenization, lengths_from
+from tests.unit_tests.blending.folders import write_jsonl
 
 BYTES = Tokenization(
     tokenizer_type="ByteLevelTokenizer", tokenizer_model=None, vocab_size=None, skip_bad_samples=False
@@ -45,7 +46,7 @@ def test_bad_lengths_are_named_without_a_flag_of_training(tmp_path, text, said):
     assert "--sft-mock" not in str(failure.value)
 
 
-CHATS = [
+CHATS: list[dict[str, object]] = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
     {"messages": [{"role": "user", "content": "nobody answers"}]},
     {"text": "abcde"},
@@ -54,8 +55,7 @@ CHATS = [
 
 def test_chats(tmp_path):
     """user + hi + end + assistant + yes + end, less the last one: 8; a text has an end of its own."""
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     found = read(path)
     assert (found.lengths.tolist(), found.dropped) == ([8, 5], 1)
     (tmp_path / "chats.json").write_text(json.dumps(CHATS))
@@ -91,7 +91,7 @@ def test_mock_data_of_nothing_but_a_mode_needs_a_length():
 def test_runs(tmp_path):
     """A folder, and either of its files, mean its packs."""
     lines = [{"iteration": 1, "capacity": 9, "packs": [[[3, 4]], [[5]]]}, {"iteration": 2, "packs": [[[6]]]}]
-    (tmp_path / "packs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(tmp_path / "packs.jsonl", lines)
     (tmp_path / "metrics.jsonl").write_text("")
     for source in (tmp_path, tmp_path / "packs.jsonl", tmp_path / "metrics.jsonl"):
         assert read(source).lengths.tolist() == [3, 4, 5, 6]

@@ -1,35 +1,21 @@
 """The options as megatron-core's config, and the demands of packing on it."""
 
-from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.sft import flags
-from megatron.sft.config import parse_config
 from megatron.sft.flags import FlagError
+from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 CPU = torch.device("cpu")
-BASE = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --train-iters 10 "
-    "--global-batch-size 16 --lr 1e-3 --mock-data"
-)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def docstrings_read_once():
-    """The help of each flag is parsed from source at every start; once is enough for all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
-        yield
 
 
 def config_of(arguments="", world_size=8):
-    return parse_config([*BASE.split(), *arguments.split()], world_size)
+    return parse(arguments, world_size)
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(1, 128), (128, 128), (129, 256), (264, 384), (50257, 50304)])

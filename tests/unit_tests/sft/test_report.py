@@ -1,91 +1,22 @@
-"""The report on a run: its numbers from a run small enough to check by hand, and its picture."""
+"""The report on a run: its table and its picture."""
 
 import json
-import math
 import sys
 
 import pytest
 
 from megatron.sft import report
-from megatron.sft.metrics import Evaluation, MetricsWriter, StepMetrics
+from megatron.sft.metrics_file import MetricsWriter
 from megatron.sft.plot import packs_to_draw
-from megatron.sft.report import Change, print_report, summarize
+from megatron.sft.report import print_report
 from megatron.sft.source_metrics import SourceMetrics
-
-
-def step(iteration, **changes):
-    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256."""
-    values = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "loss": 10.0 - iteration,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "skipped": False,
-        "step_seconds": 2.0,
-        "data_seconds": 0.1,
-        "passes_seconds": 1.5,
-        "predicted_seconds": math.nan,
-        "sequences": 8,
-        "tokens": 2000,
-        "square_sum": 500_000,
-        "num_loss_tokens": 1600,
-        "padded_tokens": 2048,
-        "capacity_tokens": 4000,
-        "microbatches": 2,
-        "num_ranks": 2,
-        "num_stages": 1,
-        "step_cost": 10.0,
-        "step_cost_bound": 10.0,
-        "bubble": 0.0,
-        "moved_tokens": 250,
-        "tokens_per_second": 1000.0,
-        "tflops_per_device": 0.5,
-        "dropped_samples": 0,
-        "cut_samples": 0,
-    }
-    return StepMetrics(**{**values, **changes})
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
-    writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
-    writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
-    writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))
-    writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
-    writer.step(step(2, step_cost=12.0, cut_samples=1))
-    writer.evaluation(Evaluation(iteration=2, split="valid", loss=8.5, num_tokens=100))
-    writer.step(step(3, loss=float("nan"), skipped=True))
-    writer.step(step(4))
-    writer.evaluation(Evaluation(iteration=4, split="valid", loss=6.5, num_tokens=100))
-    writer.evaluation(Evaluation(iteration=4, split="test", loss=6.0, num_tokens=100))
-    writer.close()
-    return tmp_path
+from megatron.sft.summary import summarize
+from tests.unit_tests.sft.runs import step
 
 
 def write_packs(run_dir, num_steps, packs):
     lines = [json.dumps({"iteration": i + 1, "capacity": 1000, "packs": packs}) + "\n" for i in range(num_steps)]
     (run_dir / "packs.jsonl").write_text("".join(lines))
-
-
-def test_summary_by_hand(run_dir):
-    """Without it the numbers that a user judges packing by could be wrong, and nothing else would notice."""
-    summary = summarize(run_dir)
-    assert summary.num_steps == 4
-    assert (summary.num_sequences, summary.num_tokens) == (32, 8000)
-    assert summary.training_loss == Change(before=8.5, after=6.0, first_step=1, last_step=4)
-    assert summary.held_out_loss == {"valid": Change(9.5, 6.5, 0, 4), "test": Change(6.0, 6.0, 4, 4)}
-    assert (summary.tokens_per_second, summary.tflops_per_device) == (1000.0, 0.5)
-    assert summary.data_share == pytest.approx(0.05)
-    assert summary.padding == pytest.approx(1 - 2000 / 2048)
-    assert summary.baseline_padding == pytest.approx(0.75)
-    assert summary.padding_removed == pytest.approx(1 - 48 / 6000)
-    assert summary.fewer_tokens == pytest.approx(8000 / 2048)
-    assert (summary.balance_mean, summary.balance_worst) == (pytest.approx(1.05), 1.2)
-    assert summary.fill == 0.5
-    assert (summary.dropped_samples, summary.cut_samples, summary.skipped_steps) == (2, 1, 1)
-    assert [path.name for path in summary.files] == ["metrics.jsonl"]
 
 
 def test_sources_by_hand(tmp_path, capsys):
@@ -153,29 +84,6 @@ def test_delays_are_summed_over_the_steps(tmp_path, capsys):
     writer.close()
     print_report(summarize(tmp_path))
     assert "delay             sequences by steps waited: 0: 907, 2: 1; 1 still wait" in capsys.readouterr().out
-
-
-def test_the_padded_run_itself_removes_nothing(tmp_path):
-    """Without it the baseline could claim a gain over itself."""
-    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=100)
-    writer.event("run", iteration=0, seq_length=1000)
-    writer.step(step(1, padded_tokens=8000))
-    writer.close()
-    summary = summarize(tmp_path)
-    assert (summary.padding_removed, summary.fewer_tokens) == (0, 1)
-    assert summary.training_loss == Change(9.0, 9.0, 1, 1)
-
-
-def test_nothing_to_report_on_is_one_clear_error(tmp_path):
-    """Without it a mistyped folder would end in a stack trace, or in a report full of nan."""
-    with pytest.raises(ValueError, match="there is no such file; give the folder of a run"):
-        summarize(tmp_path / "absent")
-    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=1)
-    with pytest.raises(ValueError, match='must hold at least one "run" event, but has none'):
-        summarize(tmp_path)
-    writer.event("run", iteration=0, seq_length=1000)
-    with pytest.raises(ValueError, match="must hold at least one training step, but has none"):
-        summarize(tmp_path)
 
 
 def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):

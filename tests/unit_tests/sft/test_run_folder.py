@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.sft.options import OutputConfig
+from megatron.sft.options.output import OutputConfig
 from megatron.sft.run_folder import prepare_output
 
 

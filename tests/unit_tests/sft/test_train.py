@@ -4,22 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.sft.config import parse_config
-from megatron.sft.counts import Counts
+from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-BASE = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --train-iters 10 --global-batch-size 16 "
-    "--lr 1e-3 --mock-data"
-)
 
 
 def model_options(arguments=""):
     """What a checkpoint of a run with these options must share with the run that loads it."""
     from megatron.sft.train import Trainer
 
-    config = parse_config([*BASE.split(), *arguments.split()], world_size=8)
+    config = parse(arguments, world_size=8)
     return Trainer._model_options(SimpleNamespace(_config=config))  # type: ignore[arg-type]
 
 
@@ -57,21 +51,3 @@ def test_rope_models_may_change_their_seq_length():
     """Fine-tuning on longer sequences is what rotary embeddings are for."""
     rope = "--position-embedding-type rope"
     assert model_options(f"{rope} --seq-length 256") == model_options(rope)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "bubble"),
-    [
-        ("", 0.0),
-        ("--pipeline-model-parallel-size 4", 3 / 11),
-        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", 1 / 17),
-    ],
-)
-def test_padded_steps_have_the_bubble_of_even_microbatches(arguments, bubble):
-    """The baseline's pipelines would be said to have none, and packing to be worse than it."""
-    from megatron.sft.train import Trainer
-
-    config = parse_config([*BASE.split(), *arguments.split()], world_size=8)
-    trainer = SimpleNamespace(_config=config, _share=SimpleNamespace(num_draws=8, num_ranks=2))
-    stats = Trainer._padded_stats(trainer, Counts.none(1))  # type: ignore[arg-type]
-    assert (stats.bubble, stats.balance, stats.num_padded_tokens) == (bubble, 1.0, 2 * 8 * 128)

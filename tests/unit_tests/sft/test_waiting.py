@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.packing.delay_queue import DelayQueue, Waiting
-from megatron.sft.options import PackingConfig
+from megatron.sft.options.packing import PackingConfig
 from megatron.sft.waiting import build_queue, gather_waiting
 
 OFF = PackingConfig(sequence_packing=True)

@@ -1,0 +1,122 @@
+"""mcore. What the plug-in refuses: what would be weighted wrongly, mixed up, or read beyond a sequence's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron.packing.scheduling.schedulers import get_scheduler
+
+# `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older megatron-cores lack names that
+# they import.
+
+CHECKED_VERSIONS = ("0.15.3", "0.16.1")
+
+
+def check_version() -> None:
+    """RuntimeError for a megatron-core that nobody checked."""
+    version = megatron.core.__version__
+    if version not in CHECKED_VERSIONS:
+        checked = " or ".join(CHECKED_VERSIONS)
+        raise RuntimeError(
+            f"the packing plug-in was checked with megatron-core {checked}, but this is {version}; "
+            f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or leave plugin.install out"
+        )
+
+
+def check_config(config: Any) -> None:
+    """ValueError for a config that packs cannot be trained under."""
+    from megatron.packing import pipeline
+
+    get_scheduler(config.sequence_packing_scheduler)
+    if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
+        raise ValueError(
+            "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
+            "pass --sequence-packing-scheduler default"
+        )
+    if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
+        raise ValueError(
+            "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"
+        )
+    demands = [
+        (
+            config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather",
+            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths',
+        ),
+        (
+            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
+            'cuda_graph_impl="none": packs differ in length from step to step',
+        ),
+        (
+            megatron.core.__version__ != "0.15.3" or (config.num_moe_experts or config.mtp_num_layers) is None,
+            "num_moe_experts=None and mtp_num_layers=None in megatron-core 0.15.3, whose router counts padding and "
+            "whose multi-token prediction refuses packs; pip install megatron-core==0.16.1",
+        ),
+        (
+            not config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
+        ),
+        (
+            None in (config.num_moe_experts, config.mtp_num_layers)
+            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
+            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
+            "padding",
+        ),
+    ]
+    pipeline.require(demands)
+    pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check_modules(chunk: torch.nn.Module) -> None:
+    """ValueError for a model whose attention takes no packs, or whose gradients would be divided twice."""
+    if any(getattr(module.forward, "__func__", None) is DotProductAttention.forward for module in chunk.modules()):
+        raise ValueError(
+            "the model was built with megatron-core's DotProductAttention, which refuses packs; build it with "
+            "transformer_layer_spec=megatron.packing.layer_spec.packed_block_spec(config), or with Transformer Engine"
+        )
+    if isinstance(chunk, DistributedDataParallel) and any(
+        buffer.gradient_scaling_factor != 1.0 for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ):
+        raise ValueError(
+            "DistributedDataParallel was built without calculate_per_token_loss and would divide gradients a second "
+            "time; set it in the config before the model is wrapped"
+        )
+
+
+def check_groups(pg_collection: Any) -> None:
+    """ValueError for a collection given that lacks a group that packing needs."""
+    from megatron.packing.data_schedule import GROUPS
+
+    missing = [name for name in GROUPS if pg_collection is not None and getattr(pg_collection, name, None) is None]
+    if missing:
+        raise ValueError(
+            f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but {', '.join(missing)} is missing; "
+            "set it, or leave pg_collection out"
+        )
+
+
+def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot be undone."""
+
+    @wraps(forward_step_func)
+    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        output, loss_func = forward_step_func(*arguments, **options)
+
+        def loss_of(output_tensor: Any, **loss_options: Any) -> Any:
+            loss = loss_func(output_tensor, **loss_options)
+            if len(loss) != 3 and not loss_options.get("non_loss_data"):
+                raise ValueError(
+                    "sequence packing needs a loss function that returns (sum of losses, integer number of tokens, "
+                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by their pack"
+                )
+            return loss
+
+        return output, None if loss_func is None else loss_of
+
+    return forward_step

@@ -1,0 +1,76 @@
+"""pure. Options of the data: what is read, how it is blended and split, and its tokenizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.sft.flags import flag_of
+from megatron.sft.options.ranges import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data."""
+
+    data_path: tuple[str, ...] = ()
+    """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files (.bin/.idx) and
+    prepared WebDataset folders, one after the other; or a metadataset (.yaml), which blends them."""
+    blend_mode: Literal["exact", "random"] = "exact"
+    """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
+    blend_weight_schedule: str | None = None
+    """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as
+    {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}."""
+    blend_weights_by: Literal["samples", "tokens"] = "samples"
+    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source."""
+    valid_data_path: tuple[str, ...] = ()
+    """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split val."""
+    split: str = "969,30,1"
+    """Shares of --data-path for training, validation and test, where it has no splits val or test of its own."""
+    mock_data: bool = False
+    """Train on made-up tokens."""
+    sft_mock_dataset_config_json: str | None = None
+    """Lengths of made-up samples: JSON, or a path to it."""
+    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
+    """Byte-level needs no files."""
+    tokenizer_model: str | None = None
+    """Folder of a HuggingFace tokenizer."""
+    vocab_size: int | None = None
+    """Vocabulary of NullTokenizer, and of mock data (default there: 1024)."""
+    skip_bad_samples: bool = False
+    """Log, count and skip samples that cannot be read, instead of ending with an error."""
+    max_bad_samples_in_a_row: int = 100
+    """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an error; 0: any."""
+    allow_changed_data: bool = False
+    """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is kept."""
+
+    def __post_init__(self) -> None:
+        if self.mock_data == bool(self.data_path):
+            raise ValueError("pass either --data-path FILE or --mock-data" + (", not both" if self.mock_data else ""))
+        if self.sft_mock_dataset_config_json is not None and not self.mock_data:
+            raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
+        if self.mock_data and self.valid_data_path:
+            raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
+        blends = [path for path in self.data_path if is_metadataset(path)]
+        if blends and len(self.data_path) > 1:
+            raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
+        for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
+            if not blends and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
+        check_range(self, 1, None, "vocab_size")
+        check_range(self, 0, None, "max_bad_samples_in_a_row")
+        _ = self.split_shares
+
+    @property
+    def split_shares(self) -> tuple[float, float, float]:
+        """Shares of training, validation and test; they sum to one."""
+        try:
+            shares = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            shares = []
+        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or not shares[0] > 0:
+            raise ValueError(f"--split must be up to three shares such as 969,30,1, but is {self.split!r}")
+        shares += [0.0] * (3 - len(shares))
+        return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)

@@ -1,0 +1,39 @@
+"""pure. Options of what a run leaves behind: checkpoints, logs, pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from megatron.sft.options.ranges import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Checkpoints and logs."""
+
+    save: str | None = None
+    """Folder for checkpoints."""
+    load: str | None = None
+    """Folder of checkpoints to continue from; where it has none, training starts anew."""
+    save_interval: int | None = None
+    """Steps between checkpoints (default: only at the end)."""
+    log_interval: int = 1
+    """Steps between log lines."""
+    run_dir: str | None = None
+    """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard."""
+    dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
+    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, None, "log_interval", "save_interval")
+        if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
+        if self.save_interval is not None and self.save is None:
+            raise ValueError("--save-interval needs --save")
+        if any(step < 1 for step in self.dump_schedule):
+            raise ValueError(
+                f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"
+            )

@@ -1,0 +1,55 @@
+"""pure. Options of sequence packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
+from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.sft.flags import flag_of
+from megatron.sft.options.ranges import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """Sequence packing."""
+
+    sequence_packing: bool = False
+    """Pack sequences into microbatches without padding between them (THD)."""
+    sequence_packing_scheduler: str | None = None
+    """How sequences are given to ranks and microbatches: default, empty, dp_balanced, or a function of yours as
+    module:function (default: default, the least modelled step time)."""
+    max_seqlen_per_dp_cp_rank: int | None = None
+    """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
+    over_length_policy: Literal["error", "truncate", "drop"] = "error"
+    """What happens to a sample longer than --seq-length."""
+    pack_cost: str | None = None
+    """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
+    FLOPs)."""
+    outlier_delay_steps: int = 0
+    """Steps that a sequence may wait for others of its kind if it alone costs more than a fair share of a step
+    (default: 0, none waits)."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):
+            if getattr(self, name) is not None and not self.sequence_packing:
+                raise ValueError(f"{flag_of(name)} needs --sequence-packing")
+        if self.outlier_delay_steps and not self.sequence_packing:
+            raise ValueError("--outlier-delay-steps needs --sequence-packing")
+        if self.outlier_delay_steps and self.sequence_packing_scheduler == "empty":
+            raise ValueError(
+                "--outlier-delay-steps needs a scheduler that mixes what was drawn; pass "
+                "--sequence-packing-scheduler default"
+            )
+        check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
+        check_range(self, 0, None, "outlier_delay_steps")
+        if self.sequence_packing_scheduler is not None:
+            get_scheduler(self.sequence_packing_scheduler)
+        _ = self.fitted_cost
+
+    @cached_property
+    def fitted_cost(self) -> FittedCost | None:
+        """What the file of --pack-cost says, read once; None without it."""
+        return None if self.pack_cost is None else read_fitted_cost(self.pack_cost)

@@ -1,0 +1,65 @@
+"""pure. Options of the parallel layout, and the data-parallel size that is left for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.sft.options.ranges import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallel layout."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's weights."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Interleave the pipeline: layers of each virtual stage."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts."""
+    sequence_parallel: bool = False
+    """Share norms and dropout over the sequence, among tensor-parallel ranks."""
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+    use_distributed_optimizer: bool = False
+    """Share the optimizer's state over data parallel."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters while the forward pass runs; needs --use-distributed-optimizer and --overlap-grad-reduce."""
+    distributed_timeout_minutes: float = 10.0
+    """After which a collective that some rank does not reach fails."""
+
+    def __post_init__(self) -> None:
+        check_range(
+            self, 1, None, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+        )
+        check_range(self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        check_range(self, 0.01, None, "distributed_timeout_minutes")
+        if self.num_layers_per_virtual_pipeline_stage is not None and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of at least 2"
+            )
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model; ValueError where the world does not divide."""
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        if world_size % model:
+            raise ValueError(
+                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x context parallel "
+                f"size, {self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x "
+                f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node {model}, or change them"
+            )
+        experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        if world_size % experts:
+            raise ValueError(
+                f"the number of processes, {world_size}, must be a multiple of --expert-model-parallel-size times "
+                f"--pipeline-model-parallel-size, {experts}; lower them or start more processes"
+            )
+        return world_size // model

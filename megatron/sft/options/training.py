@@ -1,0 +1,64 @@
+"""pure. Options of training: steps, batches, optimizer, learning rate, evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.sft.flags import flag_of
+from megatron.sft.options.ranges import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Training."""
+
+    train_iters: int
+    """Steps to train for."""
+    global_batch_size: int
+    """Sequences of one step."""
+    lr: float
+    """Highest learning rate."""
+    micro_batch_size: int = 1
+    """Sequences of a microbatch without packing; with packing, samples drawn at a time."""
+    min_lr: float = 0.0
+    """Lowest learning rate."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
+    """How the learning rate falls."""
+    lr_decay_iters: int | None = None
+    """Steps until it is lowest (default: --train-iters)."""
+    lr_warmup_iters: int = 0
+    """Steps in which it rises from zero."""
+    weight_decay: float = 0.01
+    """Of weight matrices."""
+    clip_grad: float = 1.0
+    """Largest norm of the gradients; 0: no limit."""
+    adam_beta1: float = 0.9
+    """Adam's first decay."""
+    adam_beta2: float = 0.999
+    """Adam's second decay."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    bf16: bool = False
+    """Compute in bfloat16, with float32 main parameters."""
+    seed: int = 1234
+    """Of weights, order of data, dropout."""
+    eval_interval: int = 1000
+    """Steps between evaluations."""
+    eval_iters: int = 100
+    """Global batches of an evaluation; 0: none."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, None, "train_iters", "global_batch_size", "micro_batch_size", "eval_interval")
+        check_range(self, 1, None, "lr_decay_iters")
+        check_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
+        if not 0 <= self.lr_warmup_iters < (self.lr_decay_iters or self.train_iters):
+            raise ValueError(
+                f"--lr-warmup-iters {self.lr_warmup_iters} must be less than the steps of decay, "
+                f"{self.lr_decay_iters or self.train_iters}; lower it or raise --lr-decay-iters"
+            )

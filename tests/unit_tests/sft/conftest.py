@@ -1,0 +1,35 @@
+"""What tests of the trainer share."""
+
+from functools import lru_cache
+
+import pytest
+
+from megatron.sft import flags
+from tests.unit_tests.sft.runs import write_run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def docstrings_read_once():
+    """The help of each flag is parsed from source at every start; once is enough for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
+        yield
+
+
+@pytest.fixture
+def write_lines(tmp_path):
+    """Return a function that writes lines to a file and returns its path."""
+
+    def write(name, *lines):
+        path = tmp_path / name
+        path.write_text("".join(line + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a finished run (see `runs`)."""
+    write_run(tmp_path)
+    return tmp_path

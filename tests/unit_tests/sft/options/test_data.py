@@ -1,0 +1,72 @@
+"""The options of data: what is read, and the shares of training, validation and test."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.sft.flags import FlagError
+from megatron.sft.options.data import DataConfig
+from tests.unit_tests.sft.command_line import BASE, assert_refused, parse
+
+CONTRADICTIONS = [
+    ("--mock-data --data-path a.jsonl", 1, ["--data-path", "--mock-data", "not both"]),
+    ("--no-mock-data", 1, ["--data-path FILE", "--mock-data"]),
+    (
+        "--no-mock-data --data-path a.jsonl --sft-mock-dataset-config-json x.json",
+        1,
+        ["--sft-mock-dataset-config-json needs --mock-data"],
+    ),
+    ("--valid-data-path a.jsonl", 1, ["--valid-data-path needs --data-path", "--mock-data"]),
+    ("--split 1,2,3,4", 1, ["--split", "969,30,1", "'1,2,3,4'"]),
+    ("--split a,b", 1, ["--split", "969,30,1", "'a,b'"]),
+    ("--split 1,-1", 1, ["--split", "'1,-1'"]),
+    ("--split 0,1", 1, ["--split", "'0,1'"]),
+    ("--split nan", 1, ["--split", "'nan'"]),
+    ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
+    ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
+def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
+    """Other records would be trained on than the user believes."""
+    assert_refused(arguments, world_size, words)
+
+
+def test_mock_data_and_data_path_are_accepted():
+    """The two kinds of data; several files are one data set."""
+    assert parse("", base=f"{BASE} --mock-data").data.mock_data
+    data = parse("--data-path a.jsonl b.parquet --valid-data-path c.json", base=BASE).data
+    assert (list(data.data_path), list(data.valid_data_path)) == (["a.jsonl", "b.parquet"], ["c.json"])
+
+
+def test_empty_list_of_files_is_refused(tmp_path):
+    """`data_path: []` is a list that some script failed to fill."""
+    path = tmp_path / "run.yaml"
+    path.write_text("data_path: []")
+    with pytest.raises(FlagError, match="'data_path' must be a list of at least one text, but is \\[\\]"):
+        parse(f"--config {path}", base=BASE)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("969,30,1", (0.969, 0.03, 0.001)),
+        ("1", (1.0, 0.0, 0.0)),
+        ("9,1", (0.9, 0.1, 0.0)),
+        ("0.5,0.25,0.25", (0.5, 0.25, 0.25)),
+        ("2,0,2", (0.5, 0.0, 0.5)),
+    ],
+)
+def test_split_shares(split, expected):
+    """Shares that do not sum to one leave records unread, or read them twice."""
+    assert parse(f"--split {split}").data.split_shares == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_split_shares_sum_to_one(shares):
+    """Validation on records of the training set shows no overfitting."""
+    result = DataConfig(mock_data=True, split=",".join(map(str, shares))).split_shares
+    assert sum(result) == pytest.approx(1)
+    assert min(result) >= 0

@@ -1,0 +1,50 @@
+"""A model's shape: widths by Megatron's rules, and what megatron-core could not build."""
+
+import pytest
+
+from tests.unit_tests.sft.command_line import assert_refused, parse
+
+CONTRADICTIONS = [
+    ("--hidden-size 65", 1, ["--hidden-size 65", "multiple of --num-attention-heads 8", "--kv-channels"]),
+    ("--group-query-attention", 1, ["--group-query-attention", "--num-query-groups", "both"]),
+    ("--num-query-groups 2", 1, ["--group-query-attention", "--num-query-groups", "both"]),
+    ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
+    ("--max-position-embeddings 64", 1, ["--max-position-embeddings 64", "at least", "--seq-length 128"]),
+    (
+        "--disable-bias-linear --num-experts 2 --moe-router-topk 3",
+        1,
+        ["--moe-router-topk 3", "at most --num-experts 2"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 4 --moe-router-topk 1",
+        1,
+        ["--moe-router-topk 1 needs --moe-router-pre-softmax"],
+    ),
+    (
+        "--disable-bias-linear --num-experts 4 --mtp-num-layers 1 --position-embedding-type rope "
+        "--moe-aux-loss-coeff 0.01",
+        1,
+        ["--moe-aux-loss-coeff must be 0 with --mtp-num-layers", "is 0.01"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
+def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
+    """It would show as a shape error inside megatron-core, seconds later and on every rank, or as another model."""
+    assert_refused(arguments, world_size, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("", 256), ("--swiglu", 128), ("--ffn-hidden-size 100", 100), ("--ffn-hidden-size 100 --swiglu", 100)],
+)
+def test_resolved_ffn_hidden_size(arguments, expected):
+    """A width other than Megatron's makes a model of another size under the same options."""
+    assert parse(arguments).model.resolved_ffn_hidden_size == expected
+
+
+def test_resolved_kv_channels():
+    """Heads of another width than hidden size / heads are what --kv-channels is for."""
+    assert parse().model.resolved_kv_channels == 8
+    assert parse("--hidden-size 100 --kv-channels 32").model.resolved_kv_channels == 32

@@ -1,0 +1,55 @@
+"""The metrics of a run small enough to check by hand."""
+
+import math
+
+from megatron.sft.metrics import Evaluation, StepMetrics
+from megatron.sft.metrics_file import MetricsWriter
+
+
+def step(iteration, **changes):
+    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256."""
+    values = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "loss": 10.0 - iteration,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "skipped": False,
+        "step_seconds": 2.0,
+        "data_seconds": 0.1,
+        "passes_seconds": 1.5,
+        "predicted_seconds": math.nan,
+        "sequences": 8,
+        "tokens": 2000,
+        "square_sum": 500_000,
+        "num_loss_tokens": 1600,
+        "padded_tokens": 2048,
+        "capacity_tokens": 4000,
+        "microbatches": 2,
+        "num_ranks": 2,
+        "num_stages": 1,
+        "step_cost": 10.0,
+        "step_cost_bound": 10.0,
+        "bubble": 0.0,
+        "moved_tokens": 250,
+        "tokens_per_second": 1000.0,
+        "tflops_per_device": 0.5,
+        "dropped_samples": 0,
+        "cut_samples": 0,
+    }
+    return StepMetrics(**{**values, **changes})
+
+
+def write_run(folder):
+    """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
+    writer = MetricsWriter(folder, train_iters=4, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
+    writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))
+    writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
+    writer.step(step(2, step_cost=12.0, cut_samples=1))
+    writer.evaluation(Evaluation(iteration=2, split="valid", loss=8.5, num_tokens=100))
+    writer.step(step(3, loss=float("nan"), skipped=True))
+    writer.step(step(4))
+    writer.evaluation(Evaluation(iteration=4, split="valid", loss=6.5, num_tokens=100))
+    writer.evaluation(Evaluation(iteration=4, split="test", loss=6.0, num_tokens=100))
+    writer.close()
