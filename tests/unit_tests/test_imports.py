@@ -116,7 +116,7 @@ def test_rooms_know_nothing_of_one_another(room):
     found = [
         (module_name(path), name)
         for path in FILES
-        if path.parent.name == room
+        if path.is_relative_to(ROOT / "megatron" / room)
         for name in imported(path)
         if any(is_within(name, package) for package in forbidden) and COMMANDS.get(module_name(path)) != name
     ]
