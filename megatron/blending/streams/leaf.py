@@ -1,6 +1,7 @@
 """pure. A source of records as a node: which record is read when, and the reading."""
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -135,8 +136,8 @@ class LeafPlan:
         load, place = self._leaf.load, self._leaf.place
         if load is None:
             return records
-        positions = self._lists[0][start:end]
-        return [load(record, (place, at, number)) for record, at, number in zip(records, positions, numbers)]  # type: ignore[arg-type]
+        keys = zip(repeat(place), self._lists[0][start:end], numbers)
+        return [load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
 
     def child(self, number: int) -> None:
         return None
