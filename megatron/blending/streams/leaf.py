@@ -33,6 +33,7 @@ class LeafDataset(SavableDataset[Any]):
         worker_config: Any = None,
     ) -> None:
         """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
+        If it has a method `many(records, keys)`, that makes several.
 
         `multiplier`: a pass reads each record so often; -1: reads are drawn with replacement; None: as shuffle=False.
         `slice_length`: so many consecutive records are read near one another, mixed within about `shuffle_window`.
@@ -137,6 +138,9 @@ class LeafPlan:
         if load is None:
             return records
         keys = zip(repeat(place), self._lists[0][start:end], numbers)
+        many = getattr(load, "many", None)
+        if many is not None:
+            return many(records, keys)
         return [load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
 
     def child(self, number: int) -> None:
