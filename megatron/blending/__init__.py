@@ -6,7 +6,7 @@
       a record                            decode, field_map, loads, leaves, join, file_store: -> sample
       a sample                            task_encoder, cooking, seeding, samples, collate: -> batch
     BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
-      which comes next                    order, weights, blend: functions of (seed, place in the tree, epoch, index)
+      which comes next                    permutation, order, weights, blend: functions of (seed, place, epoch, index)
       what is left out or packed          lane, failures
     get_loader, get_savable_loader        loader: ranks and workers, prefetch, state
     python -m megatron.blending prepare   prepare: the index files beside data
@@ -31,8 +31,9 @@ _MODULES = {
     "encoding.seeding": "stateless",
     "formats.decode": "SampleDecoder",
     "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
-        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample SourceInfo TextSample VQASample
-        VidQASample basic_sample_keys edataclass""",
+        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample TextSample VQASample VidQASample
+        basic_sample_keys edataclass""",
+    "encoding.source_info": "SourceInfo",
     "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat
         homogeneous_concat_mix""",
     "formats.sources": "RecordError RecordSource open_source",

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.blending.loading.dataset_loader import LoadedDataset
 from megatron.blending.streams.choice import BlendDataset, ChoicePlan
 from megatron.blending.streams.dataset import Binding, Block
-from megatron.blending.streams.order import permute_indices
+from megatron.blending.streams.permutation import permute_indices
 from megatron.blending.streams.weights import WeightSchedule
 from megatron.sft.chat_encoder import Dropped, EncodedSample
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from megatron.blending.encoding.collate import generic_batch
+from megatron.blending.encoding.source_info import Sources
 from megatron.blending.metadatasets.yaml_place import nearest
 
 
@@ -65,7 +68,7 @@ def batch_samples(
         if is_mapping and name in first:
             fields[name] = [sample[name] for sample in samples]
         elif not is_mapping and hasattr(first, name):
-            fields[name] = [getattr(sample, name) for sample in samples]
+            fields[name] = list(map(attrgetter(name), samples))
         elif name in required_names(batch_type):
             raise _missing(name, batch_type, first)
         else:
@@ -106,5 +109,5 @@ def _column(name: str, values: list[Any], action: Action) -> Any:
     if all(value is None for value in values):
         return None
     if name == "__sources__":
-        return tuple(source for value in values for source in value or ())
+        return Sources(chain.from_iterable(filter(None, values)))
     return tuple(values) if name == "__restore_key__" else values

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron.blending.encoding.samples import SourceInfo
+from megatron.blending.encoding.source_info import SourceInfo
 from megatron.blending.formats.files import join_location, open_file
 from megatron.blending.formats.nv_meta import CRUDE, SampleType, SplitPart, read_info
 from megatron.blending.formats.webdataset import WebDataset

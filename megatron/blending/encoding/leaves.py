@@ -15,7 +15,7 @@ from megatron.blending.encoding.cooking import choose_cook
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.file_store import LazyStore, SystemFileStore, open_store
 from megatron.blending.encoding.join import JoinedLoad, JoinSource
-from megatron.blending.encoding.loads import CrudeLoad, FileFields, TypedLoad, WebdatasetFields
+from megatron.blending.encoding.loads import CrudeLoad, FileLoad, TypedLoad
 from megatron.blending.encoding.samples import SAMPLE_TYPES
 from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
@@ -27,6 +27,7 @@ from megatron.blending.formats.webdataset import WebDataset, open_webdataset
 from megatron.blending.metadatasets.metadataset import Join, Leaf
 from megatron.blending.metadatasets.paths import is_folder
 from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.streams.leaf import LeafDataset
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -50,8 +51,6 @@ class Reading:
 
 def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) -> Any:
     """Return a source as a LeafDataset: one pass over its samples. ValueError starts with where it is named."""
-    from megatron.blending.streams.datasets import LeafDataset
-
     source, load = open_records(leaf, reading)
     sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
     return LeafDataset(
@@ -88,18 +87,18 @@ def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
     stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
     primary = LazyStore(leaf.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, leaf.where)
-    return source, CrudeLoad(WebdatasetFields(webdataset, decode), subflavors, leaf.path, cook)
+    return source, CrudeLoad(webdataset, subflavors, leaf.path, decode, cook)
 
 
 def _open_file(leaf: Leaf, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
     is_named = os.path.splitext(leaf.path)[1] in SOURCES or not is_file(leaf.path + _TOKENS_SUFFIX)
     path = leaf.path if is_named else leaf.path + _TOKENS_SUFFIX
     whole = open_source(path)
-    fields = FileFields(os.path.basename(path), leaf.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES))
     stores = {name: open_store(store, decode, leaf.where) for name, store in leaf.aux.items()}
     primary = SystemFileStore(os.path.dirname(path), decode)
     cook = choose_cook(reading.encoder.cookers, leaf.subflavors, stores, primary, leaf.where)
-    return part_of(whole, leaf.subset), CrudeLoad(fields, dict(leaf.subflavors), path, cook)
+    first, is_json = leaf.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
+    return part_of(whole, leaf.subset), FileLoad(path, first, is_json, dict(leaf.subflavors), cook)
 
 
 def _open_webdataset(leaf: Leaf, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
@@ -122,7 +121,7 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
             raise ValueError(f"{leg.leaf.where}: a join is of prepared folders, but {leg.leaf.path} is none")
         webdataset, subflavors = _open_webdataset(leg.leaf, reading)
         if webdataset.sample_type.is_crude:
-            loads.append(CrudeLoad(WebdatasetFields(webdataset, decode), subflavors, leg.leaf.path, None))
+            loads.append(CrudeLoad(webdataset, subflavors, leg.leaf.path, decode, None))
         else:
             loads.append(TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode))
         sources.append(webdataset)

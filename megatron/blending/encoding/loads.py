@@ -1,10 +1,13 @@
 """pure. From a record, as its source reads it, to a sample: what a LeafDataset calls. All may be pickled."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.blending.encoding.fields import required_names
-from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample, SourceInfo
+from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample
+from megatron.blending.encoding.seeding import failure_tolerance_of
+from megatron.blending.encoding.source_info import SourceInfo
 from megatron.blending.formats.record import Record
 from megatron.blending.formats.webdataset import WebDataset
 
@@ -39,42 +42,65 @@ class TypedLoad:
 
 
 class CrudeLoad:
-    """A record as a CrudeSample, or as what the cooker makes of that."""
+    """A record of a prepared folder as a CrudeSample of its parts, or as what the cooker makes of that."""
 
-    def __init__(self, fields: Any, subflavors: dict[str, Any], path: str, cook: Callable[[Any], Any] | None) -> None:
-        self._fields = fields
-        self._path = path
+    def __init__(
+        self,
+        dataset: WebDataset,
+        subflavors: dict[str, Any],
+        path: str,
+        decode: Any,
+        cook: Callable[[Any], Any] | None,
+    ) -> None:
+        self._dataset = dataset
         self._subflavors = subflavors
+        self._path = path
+        self._decode = decode
         self._cook = cook
-        self.__failure_tolerance__ = getattr(cook, "__failure_tolerance__", None)
+        self.__failure_tolerance__ = failure_tolerance_of(cook)
 
     def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
-        sample = CrudeSample(self._fields(record, restore_key))
+        sample = CrudeSample(self._dataset.fields(record, self._decode))
         sample["__restore_key__"] = restore_key
         sample["__subflavors__"] = self._subflavors
         sample["__sources__"] = (SourceInfo(self._path, restore_key[-1], sample["__shard__"]),)
         return sample if self._cook is None else self._cook(sample)
 
 
-class WebdatasetFields:
-    def __init__(self, dataset: WebDataset, decode: Any) -> None:
-        self._dataset = dataset
-        self._decode = decode
+class FileLoad:
+    """A record of a file as a CrudeSample: of its columns, or with the object of a line as "json"; or what the cooker
+    makes of that. Its key is its number in the file, also where only a part of the file is read.
+    """
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> dict[str, Any]:
-        return self._dataset.fields(record, self._decode)
-
-
-class FileFields:
-    """A record of a file: its key is its number there, also where only a part of the file is read."""
-
-    def __init__(self, name: str, first: int, is_json: bool) -> None:
-        self._name = name
+    def __init__(
+        self, path: str, first: int, is_json: bool, subflavors: dict[str, Any], cook: Callable[[Any], Any] | None
+    ) -> None:
+        self._path = path
+        self._name = os.path.basename(path)
         self._first = first
         self._is_json = is_json
+        self._subflavors = subflavors
+        self._cook = cook
+        self.__failure_tolerance__ = failure_tolerance_of(cook)
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> dict[str, Any]:
-        key = str(self._first + restore_key[-1])
-        if self._is_json:
-            return {"__key__": key, "__shard__": self._name, "json": record}
-        return {"__key__": key, "__shard__": self._name, **record}
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+        return self.many([record], [restore_key])[0]
+
+    def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Return the samples of many records: in one loop, as calls would cost a fifth more."""
+        path, name, first, is_json = self._path, self._name, self._first, self._is_json
+        subflavors, cook, samples = self._subflavors, self._cook, []
+        for record, restore_key in zip(records, restore_keys):
+            number = restore_key[-1]
+            sample = CrudeSample()
+            sample["__key__"] = str(first + number)
+            sample["__shard__"] = name
+            if is_json:
+                sample["json"] = record
+            else:
+                sample.update(record)
+            sample["__restore_key__"] = restore_key
+            sample["__subflavors__"] = subflavors
+            sample["__sources__"] = (SourceInfo(path, number, name),)
+            samples.append(sample if cook is None else cook(sample))
+        return samples

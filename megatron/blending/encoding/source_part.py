@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index
+from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index, check_indices
 from megatron.blending.metadatasets.metadataset import EVERYTHING, Subset
 
 
@@ -31,8 +31,7 @@ class SourcePart:
         return self._source[self._records[index]]
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        for index in indices:
-            check_index(index, self)
+        check_indices(indices, self)
         return self._source.read([self._records[index] for index in indices])
 
     def describe(self, index: int) -> str:

@@ -13,6 +13,17 @@ from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import FieldError, batch_samples, converted, has_fields, is_made_of
 from megatron.blending.encoding.seeding import with_seeds
+from megatron.blending.streams.datasets import (
+    BatchDataset,
+    BlendDataset,
+    ConcatDataset,
+    EpochizeDataset,
+    GroupBatchDataset,
+    LimitDataset,
+    MapDataset,
+    PackingDataset,
+    RepeatDataset,
+)
 from megatron.blending.streams.failures import FatalSampleError
 
 T_sample = TypeVar("T_sample")
@@ -91,8 +102,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     def build_encode_sample(self, dataset: Any, *, worker_config: Any = None) -> Any:
         """Return `dataset` with the steps that encode its samples."""
-        from megatron.blending.streams.datasets import MapDataset
-
         check_encoder(self)
         for step in ("encode_sample", "preencode_sample"):
             if self.uses(step):
@@ -101,8 +110,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     def build_packing(self, dataset: Any, *, packing_buffer_size: int | None, worker_config: Any = None) -> Any:
         """Return `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
-        from megatron.blending.streams.datasets import MapDataset, PackingDataset
-
         check_encoder(self, packing_buffer_size)
         post_encode = with_seeds(self.postencode_sample) if self.uses("postencode_sample") else None
         if packing_buffer_size is None:
@@ -133,8 +140,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         Samples that no function has touched on the way here are encoded first, so that an overridden
         `build_train_datasets` that only blends and batches gives what the task's batches are made of.
         """
-        from megatron.blending.streams.datasets import BatchDataset, GroupBatchDataset, MapDataset
-
         if not is_touched(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
         dataset = self.build_packing(dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config)
@@ -180,8 +185,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight). They are endless if
         `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make them end together.
         """
-        from megatron.blending.streams.datasets import BlendDataset, EpochizeDataset, RepeatDataset
-
         dataset = datasets[0][0]
         if len(datasets) > 1:
             dataset = BlendDataset(*datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config)
@@ -210,8 +213,6 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         limit: int | None = None,
     ) -> Any:
         """Return the validation stream: the sources one after the other, weights ignored; at most `limit` batches."""
-        from megatron.blending.streams.datasets import ConcatDataset, LimitDataset
-
         first = datasets[0][0]
         dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
         dataset = self.build_encode_sample(dataset, worker_config=worker_config)

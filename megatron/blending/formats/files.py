@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from megatron.blending.metadatasets.paths import URL
 
-_ADVISED_BYTES = 1 << 18
+LONG_BYTES = 1 << 18
+"""Of a range that is worth a call to have it fetched."""
 
 
 class File(Protocol):
@@ -125,13 +126,21 @@ class LocalFile:
         self.location = path
         self.content, self.size = _map_file(path)
         """The mapped memory: `content[a:b]` is bytes. Nobody checks that the file goes so far."""
+        self.view = memoryview(self.content).cast("B")[: self.size]
+        """The same memory as far as the file goes, for who makes something else of it than bytes."""
 
     def read(self, start: int, end: int) -> bytes:
         if not 0 <= start <= end <= self.size:
             raise ValueError(f"{self.location}: bytes {start} to {end} asked for, but it has {self.size}")
-        if end - start > _ADVISED_BYTES:
-            _advise(ctypes.addressof(self.content) + start, end - start)
+        if end - start > LONG_BYTES:
+            self.fetch(start, end)
         return self.content[start:end]
+
+    def fetch(self, start: int, end: int) -> None:
+        """Have the system fetch a long range in one go, instead of page by page."""
+        address = ctypes.addressof(self.content) + start
+        first = address & -mmap.PAGESIZE
+        _libc().madvise(first, end - start + address - first, mmap.MADV_WILLNEED)
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
         item = np.dtype(dtype).itemsize
@@ -241,9 +250,3 @@ def _map_file(path: str) -> tuple[Any, int]:
     mapped = _Map.from_address(address)
     weakref.finalize(mapped, _libc().munmap, address, size).atexit = False
     return mapped, size
-
-
-def _advise(address: int, num_bytes: int) -> None:
-    """Have the system fetch a long range in one go, instead of page by page."""
-    first = address & -mmap.PAGESIZE
-    _libc().madvise(first, num_bytes + address - first, mmap.MADV_WILLNEED)

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.files import File, is_file, open_file, read_ranges
-from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file
+from megatron.blending.formats.files import LONG_BYTES, File, LocalFile, is_file, open_file, read_ranges
+from megatron.blending.formats.record import Record, RecordError, check_index, check_indices, fingerprint_file
 
 INDEX_SUFFIX = ".idx"
 
 _SCAN_BYTES = 1 << 24
 _COUNTED_BYTES = 1 << 31
 _INDEX_PROBES = 64
-_JSON_SPACE = b" \t\r\n"
+_SPACE = " \t\r\n"
+_JSON_SPACE = _SPACE.encode()
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 _parse = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
@@ -31,7 +32,7 @@ _parse = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 class JsonlSource:
     """One JSON object per line, UTF-8; blank lines are passed over, CRLF and a byte-order mark are allowed.
 
-    A read costs about 1 microsecond over the parsing.
+    A read costs about half a microsecond over the parsing.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,8 +52,12 @@ class JsonlSource:
         return self._record(index, self._file.read(*self._place(index)))
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        for index in indices:
-            check_index(index, self)
+        check_indices(indices, self)
+        if isinstance(self._file, LocalFile):
+            try:
+                return self._read_mapped(self._file, indices)
+            except (StopIteration, ValueError, RecursionError):
+                pass  # A line that is not plain: which, and what is the matter with it, is found out below.
         lines = read_ranges([(self._file, *self._place(index)) for index in indices])
         records: list[Record | RecordError] = []
         for index, line in zip(indices, lines):
@@ -60,6 +65,23 @@ class JsonlSource:
                 records.append(self._record(index, line))
             except RecordError as error:
                 records.append(error)
+        return records
+
+    def _read_mapped(self, file: LocalFile, indices: Sequence[int]) -> list[Any]:
+        """Parse plain lines, which begin with the object. All in one loop, without bytes on the way: calls and copies
+        would cost half as much as the parsing.
+        """
+        view, places, records = file.view, self._places, []
+        for index in indices:
+            start, end = places[index], places[index + 1]
+            if end - start > LONG_BYTES:
+                file.fetch(start, end)
+            text = str(view[start:end], "utf-8")
+            record, length = _parse(text, 0)
+            rest = text[length:]
+            if type(record) is not dict or (rest != "\n" and rest.strip(_SPACE)):
+                raise ValueError(f"line {index} is not an object")
+            records.append(record)
         return records
 
     def describe(self, index: int) -> str:
@@ -83,7 +105,7 @@ class JsonlSource:
 
     def _record(self, index: int, line: bytes) -> Record:
         try:
-            text = line.decode("utf-8").strip(" \t\r\n")
+            text = line.decode("utf-8").strip(_SPACE)
             record, end = _parse(text, 0)
             if end == len(text) and type(record) is dict:
                 return record

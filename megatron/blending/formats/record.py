@@ -58,6 +58,12 @@ def check_index(index: int, source: RecordSource) -> None:
         raise IndexError(f"index must be in range({len(source)}), but is {index}")
 
 
+def check_indices(indices: Sequence[int], source: RecordSource) -> None:
+    if len(indices) and not (min(indices) >= 0 and max(indices) < len(source)):
+        for index in indices:
+            check_index(index, source)
+
+
 def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
     """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4 KiB."""
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)

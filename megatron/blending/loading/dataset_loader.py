@@ -23,6 +23,7 @@ from megatron.blending.metadatasets.metadataset_file import Entry, Reference, pa
 from megatron.blending.metadatasets.paths import is_folder, is_metadataset, read_text
 from megatron.blending.metadatasets.yaml_place import nearest
 from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
+from megatron.blending.streams.span import RepeatDataset
 
 
 class DatasetBlendMode(str, Enum):
@@ -104,14 +105,10 @@ def split_names(path: str) -> set[str]:
 
 
 def _endless(dataset: Any, repeat: bool) -> Any:
-    from megatron.blending.streams.datasets import RepeatDataset
-
     return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
 
 
 def _repeated(dataset: Any, repetitions: Any, leaf: Leaf | Join) -> LoadedDataset:
-    from megatron.blending.streams.datasets import RepeatDataset
-
     if repetitions != 1:
         dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)
     return LoadedDataset(dataset, len(dataset), leaf, float(repetitions))

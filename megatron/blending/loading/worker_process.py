@@ -2,9 +2,11 @@
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import sys
@@ -13,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron.blending.loading import transport
 from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.transport import Sender, receive
 from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
 
 logger = logging.getLogger("megatron.blending")
@@ -75,7 +77,7 @@ class ProcessWorker:
         while True:
             self._wait()
             try:
-                message = transport.receive(self._outputs)
+                message = receive(self._outputs)
             except (EOFError, OSError):
                 raise RuntimeError(self._died()) from None
             if message.generation == self._generation:
@@ -89,7 +91,7 @@ class ProcessWorker:
         if os.getpid() != self._owner:
             return
         with contextlib.suppress(OSError, ValueError):
-            self._commands.send("stop")
+            self._tell("stop")
         # A worker that is about to send into a full pipe finds it closed.
         self._outputs.close()
         self._commands.close()
@@ -104,7 +106,8 @@ class ProcessWorker:
     def _tell(self, command: Any) -> None:
         # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
         with contextlib.suppress(OSError):
-            self._commands.send(command)
+            # By far most are "more", which is said by nothing at all: a pickle would take longer than the sending.
+            self._commands.send_bytes(b"" if command == "more" else pickle.dumps(command))
 
     def _wait(self) -> None:
         started = time.monotonic()
@@ -159,6 +162,8 @@ def _process_main(
     # The end of the pipe must be seen when the parent is gone, so no other process may hold it open.
     for inherited in to_close:
         inherited.close()
+    # What was inherited stays as it is: collections would look at all of it, and so copy its pages.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
@@ -175,8 +180,9 @@ def _process_main(
                 return None
             if os.getppid() != parent:
                 return "stop"
-        return commands.recv()
+        command = commands.recv_bytes()
+        return pickle.loads(command) if command else "more"
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):
-        serve(make_server, get, lambda message: transport.send(outputs, message), ahead)
+        serve(make_server, get, Sender(outputs).send, ahead)

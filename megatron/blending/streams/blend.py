@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import RandomState
 
-from megatron.blending.streams.order import permute_indices, salted_seed
+from megatron.blending.streams.order import salted_seed
+from megatron.blending.streams.permutation import permute_indices
 
 Ints = npt.NDArray[np.int64]
 
@@ -122,7 +124,7 @@ class ExactSequence:
         if len(self._waiting) + len(self._ready) < 2:
             return
         weights = np.array(self._weights, np.int64)
-        draws = np.random.RandomState(salted_seed(self._seed, f"exchange {start}") & 0xFFFFFFFF)
+        draws = RandomState(salted_seed(self._seed, f"exchange {start}") & 0xFFFFFFFF)
         for turn in range(_NUM_EXCHANGES):
             left = np.arange(turn % 2, len(children) - 1, 2)
             here, there = children[left], children[left + 1]
@@ -170,7 +172,7 @@ class RandomSequence:
 
     def _drawn(self, draw: int) -> Ints:
         # RandomState, unlike numpy's newer generators, is promised never to change.
-        state = np.random.RandomState(salted_seed(self._seed, f"draw {draw}") & 0xFFFFFFFF)
+        state = RandomState(salted_seed(self._seed, f"draw {draw}") & 0xFFFFFFFF)
         return state.multinomial(_DRAWN_TOGETHER, self._shares).astype(np.int64)
 
     def _counts_before(self, draw: int) -> Ints:

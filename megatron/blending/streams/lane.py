@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.dataset import Block, Plan, SavableDataset
+from megatron.blending.streams.dataset import Block, Plan, SavableDataset, first_leaf
 from megatron.blending.streams.failures import Failures
 
 Place = tuple[int, int]
@@ -236,8 +236,6 @@ class CursorNode(LaneNode):
 
 def describe_origin(root: SavableDataset[Any], origin: Any) -> str:
     """Say where the (first) record of a sample stands."""
-    from megatron.blending.streams.dataset import first_leaf
-
     while isinstance(origin[0], (list, tuple)) or origin[0] < 0:
         origin = origin[0] if isinstance(origin[0], (list, tuple)) else origin[1]
     node: Any = root

@@ -1,6 +1,7 @@
 """pure. A source of records as a node: which record is read when, and the reading."""
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class LeafDataset(SavableDataset[Any]):
         worker_config: Any = None,
     ) -> None:
         """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
+        If it has a method `many(records, keys)`, that makes several.
 
         `multiplier`: a pass reads each record so often; -1: reads are drawn with replacement; None: as shuffle=False.
         `slice_length`: so many consecutive records are read near one another, mixed within about `shuffle_window`.
@@ -135,8 +137,11 @@ class LeafPlan:
         load, place = self._leaf.load, self._leaf.place
         if load is None:
             return records
-        positions = self._lists[0][start:end]
-        return [load(record, (place, at, number)) for record, at, number in zip(records, positions, numbers)]  # type: ignore[arg-type]
+        keys = zip(repeat(place), self._lists[0][start:end], numbers)
+        many = getattr(load, "many", None)
+        if many is not None:
+            return many(records, keys)
+        return [load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
 
     def child(self, number: int) -> None:
         return None

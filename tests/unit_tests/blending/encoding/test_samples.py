@@ -1,5 +1,6 @@
 """Samples and batches: the fields that energon's users name, in classes that they derive."""
 
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
     edataclass,
 )
+from megatron.blending.encoding.source_info import Sources
 
 
 def caption(key, width, text):
@@ -80,6 +82,14 @@ def test_derive_from():
 def test_sources_are_gathered():
     samples = [TextSample(__key__="k", text="", __sources__=(SourceInfo("p", i, "s"),)) for i in range(2)]
     assert [source.index for source in Batch.from_samples(samples).__sources__ or ()] == [0, 1]
+
+
+@pytest.mark.parametrize("sources", [(), (SourceInfo("p", 0, "s"), SourceInfo("q", "k", "t", ("f",))), ("not ours",)])
+def test_sources_of_a_batch_are_sent_as_they_are(sources):
+    """A worker sends them by columns."""
+    sent = pickle.loads(pickle.dumps(Sources(sources)))
+    assert type(sent) is Sources
+    assert sent == sources
 
 
 def test_to_device_keeps_the_type():

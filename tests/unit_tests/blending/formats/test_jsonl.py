@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.blending.formats import jsonl
@@ -38,6 +38,7 @@ def test_offsets(tmp_path, content, offsets):
     assert index_lines(open_file(write(tmp_path / "a.jsonl", content))).tolist() == offsets
 
 
+@settings(deadline=None)
 @given(
     lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "é"}\r', "\t"]), max_size=30),
     scan=st.integers(1, 9),
@@ -126,6 +127,27 @@ def test_url(tmp_path):
     assert source.read([1, 0]) == [{"a": 1}, {"a": 0}]
     assert source.describe(1) == "memory://jsonl/a.jsonl:2"
     system.rm("/jsonl", recursive=True)
+
+
+def test_an_index_that_leads_beyond_the_file_is_no_record(tmp_path):
+    """Of a place between those that are checked when the index is opened; the memory there is another's."""
+    lines = b"".join(b'{"a":%d}\n' % (number % 10) for number in range(200))
+    offsets = np.arange(0, len(lines) + 1, 8, dtype=np.uint64)
+    offsets[2] = len(lines) + 100
+    path = write(tmp_path / "a.jsonl", lines)
+    write(tmp_path / "a.jsonl.idx", offsets.tobytes())
+    source = JsonlSource(path)
+    assert source.read([0, 3]) == [{"a": 0}, {"a": 3}]
+    for wrong in (1, 2):
+        with pytest.raises(ValueError, match=r"a\.jsonl: bytes .* asked for, but it has 1600"):
+            source.read([0, wrong])
+
+
+def test_long_lines(tmp_path):
+    """They are asked for ahead, from an address of their own."""
+    records = [{"a": 1}, {"a": "x" * 300_000}, {"a": 2}]
+    source = JsonlSource(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)).encode()))
+    assert source.read([2, 1, 0]) == records[::-1]
 
 
 def test_values_are_those_of_json(tmp_path):

@@ -1,23 +1,29 @@
 """What goes through a pipe comes out as it was."""
 
 import multiprocessing
+import pickle
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.blending.loading import transport
+from megatron.blending.loading.transport import Sender, receive
+
+
+def all_passed_through(values):
+    theirs, ours = multiprocessing.Pipe(duplex=False)
+    sender = threading.Thread(target=lambda send: list(map(send, values)), args=(Sender(ours).send,))
+    sender.start()
+    found = [receive(theirs) for _ in values]
+    sender.join(10)
+    return found
 
 
 def passed_through(value):
-    theirs, ours = multiprocessing.Pipe(duplex=False)
-    sender = threading.Thread(target=transport.send, args=(ours, value))
-    sender.start()
-    found = transport.receive(theirs)
-    sender.join(10)
-    return found
+    return all_passed_through([value])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float16])
@@ -43,3 +49,29 @@ def test_arrays_and_all_else():
     assert np.array_equal(found["a"], value["a"])
     assert (found["b"], found["c"][1]) == (value["b"], value["c"][1])
     found["a"][0] = 1
+
+
+def test_one_after_the_other():
+    """What is left of a value in the memory that the sender keeps would be taken for a part of the next."""
+    same, array = ["shared"], np.arange(9999.0)
+    values = [b"x" * 3_000_000, [same, same, array], "short", [same, array], b"y" * 2_000_000, {}, "z" * 70_000, same]
+    found = all_passed_through(values)
+    for sent, got in zip(values, found):
+        assert repr(got) == repr(sent)
+    assert found[1][0] is found[1][1]
+
+
+def test_a_sender_keeps_nothing_of_what_it_sent():
+    """A worker would hold one more batch than it was asked for."""
+    theirs, ours = multiprocessing.Pipe(duplex=False)
+    sender = Sender(ours)
+    values = [np.zeros(1000), {1, 2}]
+    kept = weakref.ref(values[1])
+    sender.send(values)
+    del values
+    assert kept() is None
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        sender.send([1, lambda: None])
+    sender.send("after")
+    receive(theirs)
+    assert receive(theirs) == "after"

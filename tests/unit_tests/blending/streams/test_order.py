@@ -5,14 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.blending.streams.order import (
-    ReadingOrder,
-    permute_index,
-    permute_indices,
-    records_at,
-    salted_seed,
-    stream_position,
-)
+from megatron.blending.streams.order import ReadingOrder, _kept_pages, records_at, salted_seed, stream_position
+from megatron.blending.streams.permutation import permute_index, permute_indices
 
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 10**6)
@@ -131,6 +125,32 @@ def test_many_streams_at_once_are_each_their_own(orders):
     together = records_at(orders, positions)
     for order, asked, found in zip(orders, positions, together):
         assert found.tolist() == records_at([order], [asked])[0].tolist()
+
+
+@settings(deadline=None)
+@given(
+    num_records=st.integers(600, 3000),
+    seed=st.integers(0, 2**64 - 1),
+    slice_length=st.sampled_from([1, 7, 100]),
+    window_length=st.sampled_from([1, 50, 300]),
+    epoch=st.integers(0, 10**6),
+)
+def test_long_parts_are_as_short_ones(num_records, seed, slice_length, window_length, epoch):
+    """Many positions of an epoch are computed on a way of their own: a rank with more workers would see other data."""
+    order = ReadingOrder(num_records, seed, slice_length=slice_length, window_length=window_length)
+    positions = np.arange(epoch * num_records, (epoch + 1) * num_records)
+    parts = np.array_split(positions, 10)
+    short = np.concatenate(records_at([order] * len(parts), parts)).tolist()
+    assert records_at([order], [positions])[0].tolist() == short
+    assert sorted(short) == list(range(num_records))
+
+
+def test_pages_of_old_epochs_are_let_go():
+    """A long run over a small source would keep those of thousands of epochs."""
+    order = ReadingOrder(5, seed=0)
+    before = [read(order, epoch * 5, 5) for epoch in range(50)]
+    assert sorted(_kept_pages(order)) == [48, 49]
+    assert [read(order, epoch * 5, 5) for epoch in range(50)] == before
 
 
 def test_without_slices_it_is_the_permutation():
