@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megatron.packing.scheduling.even import split_ranks
 from megatron.packing.scheduling.shape import best_shape
 from megatron.packing.scheduling.step_time import StepModel, simulate
-from megatron.packing.scheduling.work import Work
+from megatron.packing.scheduling.work import MANY, Work
 
 IntArray = npt.NDArray[np.int64]
 
@@ -22,8 +22,6 @@ _ROOMS = (2.0, 1.3, 1.1)
 """Largest packs over the mean that shapes may have: the best shape, and evener ones for packs that can't follow it."""
 _MAX_OPERATIONS = 1 << 13
 """Passes that a simulation may have; of longer pipelines the ends matter little."""
-_MANY = 1 << 14
-"""Sequences for which only the best shape is tried."""
 
 
 def costliest_first(work: Work, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
@@ -75,7 +73,7 @@ def _shapes(work: Work, num_packs: int, num_microbatches: int, capacity: int, mo
     """Weights of a rank's packs [M], the best for divisible sequences first, then evener ones."""
     fits = capacity * num_packs / int(work.length.sum())
     fixed = work.fixed * num_packs / work.total
-    rooms = _ROOMS if work.cost.size <= _MANY else _ROOMS[:1]
+    rooms = _ROOMS if work.cost.size <= MANY else _ROOMS[:1]
     return [best_shape(model, num_microbatches, fixed, min(room, fits)) for room in rooms]
 
 

@@ -1,4 +1,4 @@
-"""pure. The `default` scheduler: the modelled step time within a percent or so of its lower bound, in milliseconds.
+"""pure. The `default` scheduler: the modelled step time as a rule within a percent of its lower bound, in milliseconds.
 
 For each promising number of microbatches, the lowest bound first, a few ways to place the sequences are tried until one
 is as good as the bound, and the best is taken. What is tried depends on how ranks wait for one another:
@@ -36,6 +36,7 @@ from megatron.packing.scheduling.movement import stay_home
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.work import MANY
 
 IntArray = npt.NDArray[np.int64]
 
@@ -47,8 +48,6 @@ _MORE_ROOM = (115, 140, 200)
 """Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
 _MAX_ARRANGED = 4
 """Numbers of microbatches, the best ones found, whose packs are arranged in pipelines to find the quickest by 1F1B."""
-_MANY = 1 << 14
-"""Sequences for which only one number of microbatches is looked into after a quick try of each."""
 _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
@@ -95,8 +94,9 @@ def search(request: ScheduleRequest) -> list[Found]:
     return _Search(request).best_by_microbatches()
 
 
-def _time_and_number(found: Found) -> tuple[int, int]:
-    return found.time, found.num_microbatches
+def _time_and_number(found: Found, good_enough: float = 0.0) -> tuple[int, int]:
+    """To sort by; all times up to `good_enough` are equal."""
+    return (found.time if found.time > good_enough else 0), found.num_microbatches
 
 
 class _Begun(NamedTuple):
@@ -109,7 +109,7 @@ class _Begun(NamedTuple):
 
 def _quickest_by_1f1b(request: ScheduleRequest, found: list[Found]) -> Found:
     """With packs arranged; by simulation where pipelines are not too long for that, else the first."""
-    if request.work.cost.size > _MANY or not can_simulate(request.model, found[0].num_microbatches):
+    if request.work.cost.size > MANY or not can_simulate(request.model, found[0].num_microbatches):
         found = found[:1]
     arranged = []
     for place, (_, num_microbatches, pack) in enumerate(found):
@@ -151,17 +151,19 @@ class _Search:
         if not self._found:  # capacity is so tight that only tight packs are left
             step = self._request.num_ranks * self._request.microbatch_multiple
             number = -(-self._tight[1] // step) * self._request.microbatch_multiple
-            placements = self._placements(self._request.bound.time, number)
-            while not self._found:
-                assert self._try_next(placements, number), "as many places as packs"
-        begun = begun if self._work.cost.size <= _MANY else begun[:1]
+            self._try_until_found(self._placements(self._request.bound.time, number), number)
+            assert self._found, "as many places as packs"
+        # Of many sequences, only the most promising number of microbatches is looked into.
+        begun = begun if self._work.cost.size <= MANY else begun[:1]
         while begun:
             bound, number, placements = begun.pop(0)
             if self._is_good_enough(bound) or not self._try_next(placements, number):
                 continue
             # In turn where capacity decides who gets anywhere; one after the other where placements take long.
             begun.insert(len(begun) if self._only_ranks_matter else 0, _Begun(bound, number, placements))
-        return sorted(self._found.values(), key=_time_and_number)
+        good_enough = min(found.time for found in self._found.values()) * _GOOD_ENOUGH
+        # Of those as good as the quickest, the one of the fewest microbatches.
+        return sorted(self._found.values(), key=lambda found: _time_and_number(found, good_enough))
 
     def _begin(self) -> list[_Begun]:
         """Try each promising number of microbatches once; what found a placement, the quickest first."""
@@ -173,13 +175,20 @@ class _Search:
             if self._found and not quick_effort.spend(self._try):
                 break
             placements = self._placements(bound, number)
-            if self._try_next(placements, number) and number in self._found:
+            if self._try_until_found(placements, number):
                 begun.append(_Begun(bound, number, placements))
         return sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2]))
 
     def _is_good_enough(self, bound: int) -> bool:
         """The quickest found, beside all that has this bound."""
         return min(found.time for found in self._found.values()) <= bound * _GOOD_ENOUGH
+
+    def _try_until_found(self, placements: Iterator[IntArray | None], num_microbatches: int) -> bool:
+        """Take placements up to the first that is one; whether there is."""
+        while num_microbatches not in self._found:
+            if not self._try_next(placements, num_microbatches):
+                return False
+        return True
 
     def _try_next(self, placements: Iterator[IntArray | None], num_microbatches: int) -> bool:
         """Take the next placement, with no pack left empty, where it is quicker; whether there may be more of them."""
@@ -209,11 +218,12 @@ class _Search:
         more_room = [bisect_left(numbers, numbers[last] * percent // 100) for percent in _MORE_ROOM if more]
         places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_room)}
         per_rank = work.cost.size / self._request.num_ranks
+        alike = max(int(bounds[0].time * (_GOOD_ENOUGH - 1)), 1)
 
         def hoped_for(entry: MicrobatchBound) -> tuple[float, int]:
             share = min(entry.num_microbatches / per_rank, 1.0)
             excess = int(work.cost[0]) - work.total / work.cost.size
-            return entry.time + more * share * share * excess, entry.num_microbatches
+            return (entry.time + more * share * share * excess) // alike, entry.num_microbatches
 
         return sorted((ascending[place] for place in places), key=hoped_for)
 

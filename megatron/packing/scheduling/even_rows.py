@@ -30,17 +30,23 @@ _TRADES = 50_000
 
 def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
     """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
-    best: IntArray | None = None
-    for pack in _filled(work, room):
-        if pack is not None and (best is None or _time_of(work, room, pack) < _time_of(work, room, best)):
-            best = pack
-        yield pack
-    if best is None:
-        best = tight()
-        if best is None:
+    full, rests = _full_rows(work, room)
+    ways = []
+    for way in _quick_ways(work, room, full, rests):
+        ways.append(way)
+        yield way.pack
+    found = [way.pack for way in ways if way.pack is not None]
+    if not found:
+        pack = tight()
+        if pack is None:
             return
-        best = _in_rows(work, room, best)
-        yield best
+        found = [_in_rows(work, room, pack)]
+        yield found[0]
+    for way in sorted(ways, key=lambda way: math.inf if way.pack is None else _time_of(work, room, way.pack)):
+        pack = _evener(work, room, full, rests[way.num_full], way)
+        found += [] if pack is None else [pack]
+        yield pack
+    best = min(found, key=lambda pack: _time_of(work, room, pack))
     for _ in range(_ROUNDS):
         lowered = _in_rows(work, room, _lowered(work, room, best))
         if _time_of(work, room, lowered) >= _time_of(work, room, best):
@@ -49,17 +55,24 @@ def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]
         yield best
 
 
-def _filled(work: Work, room: Room) -> Iterator[IntArray | None]:
-    """Some first rows filled up to their costliest sequence, the others even: first by a quick way each, then by
-    better ones for the best of these.
-    """
-    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    pack, rests = _full_rows(work, room)
-    quick: list[tuple[float, _Way]] = []
-    for num_full in sorted({len(rests) - 1, max(len(rests) - 2, 0), max(len(rests) - 3, 0), 0}, reverse=True):
-        rest, num_left = rests[num_full], num_microbatches - num_full
+class _Way(NamedTuple):
+    """So many first rows filled up to their costliest sequence, and as many of even packs after them."""
+
+    num_full: int
+    num_rows: int
+    even: IntArray | None
+    """Number of the even pack of each sequence that is left for them; None where a quick way found none."""
+    pack: IntArray | None
+    """The placement of all."""
+
+
+def _quick_ways(work: Work, room: Room, full: IntArray, rests: list[IntArray]) -> Iterator[_Way]:
+    """The last few numbers of full rows, and none, with several numbers of even rows."""
+    num_ranks, last = room.num_ranks, len(rests) - 1
+    for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
+        rest, num_left = rests[num_full], room.num_microbatches - num_full
         if rest.size == 0:
-            yield _in_rows(work, room, pack)
+            yield _Way(num_full, 0, None, _in_rows(work, room, full))
             continue
         # Rows about as costly as the costliest sequence left, or all rows that there are.
         fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
@@ -67,22 +80,17 @@ def _filled(work: Work, room: Room) -> Iterator[IntArray | None]:
             if not room.effort.spend(rest.size):
                 return
             even = spread(work.cost[rest], work.length[rest], num_ranks=num_ranks * num_rows, capacity=room.capacity)
-            way = _Way(num_full, num_rows, even)
-            placed = None if even is None else _placed(work, room, pack, rest, num_full, even)
-            quick.append((math.inf if placed is None else _time_of(work, room, placed), way))
-            yield placed
-    for _, (num_full, num_rows, best) in sorted(quick, key=lambda entry: entry[0]):
-        rest = rests[num_full]
-        cost, length = work.cost[rest], work.length[rest]
-        even = evener_packs(cost, length, best, num_ranks * num_rows, room.capacity, room.effort)
-        yield None if even is None or even is best else _placed(work, room, pack, rest, num_full, even)
+            pack = None if even is None else _placed(work, room, full, rest, num_full, even)
+            yield _Way(num_full, num_rows, even, pack)
 
 
-class _Way(NamedTuple):
-    num_full: int
-    num_rows: int
-    even: IntArray | None
-    """Packs of even cost that a quick way found."""
+def _evener(work: Work, room: Room, full: IntArray, rest: IntArray, way: _Way) -> IntArray | None:
+    """The placement with evener packs than `way`, None where none are found."""
+    if way.num_rows == 0:
+        return None
+    num_packs = room.num_ranks * way.num_rows
+    even = evener_packs(work.cost[rest], work.length[rest], way.even, num_packs, room.capacity, room.effort)
+    return None if even is None or even is way.even else _placed(work, room, full, rest, way.num_full, even)
 
 
 def _full_rows(work: Work, room: Room) -> tuple[IntArray, list[IntArray]]:
@@ -104,12 +112,12 @@ def _full_rows(work: Work, room: Room) -> tuple[IntArray, list[IntArray]]:
     return pack, rests
 
 
-def _placed(work: Work, room: Room, pack: IntArray, rest: IntArray, num_full: int, even: IntArray) -> IntArray:
-    """`pack` with the sequences of `rest` in even packs after the full rows."""
+def _placed(work: Work, room: Room, full: IntArray, rest: IntArray, num_full: int, even: IntArray) -> IntArray:
+    """`full` with the sequences of `rest` in even packs after the full rows."""
     rows, columns = np.divmod(even, room.num_ranks)
-    way = pack.copy()
-    way[rest] = columns * room.num_microbatches + num_full + rows
-    return _in_rows(work, room, way)
+    pack = full.copy()
+    pack[rest] = columns * room.num_microbatches + num_full + rows
+    return _in_rows(work, room, pack)
 
 
 def _lowered(work: Work, room: Room, pack: IntArray) -> IntArray:

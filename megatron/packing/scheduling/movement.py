@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.placement import keep, spread, trade
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.scheduling.work import Work, stable_order
+from megatron.packing.scheduling.work import MANY, Work, stable_order
 
 IntArray = npt.NDArray[np.int64]
 
@@ -21,8 +21,6 @@ _TRADES = 100_000
 """Pairs of sequences looked at to even out what the others were spread over."""
 _PAIRS = 8
 """Pairs of ranks per rank, those that share the most, of which some become one."""
-_MANY = 1 << 14
-"""Sequences for which only one slack is tried."""
 
 
 def stay_home(
@@ -49,7 +47,7 @@ def stay_home(
         return best
     limit = _costliest(work, pack // num_microbatches)
     allowed = max(good_enough - num_microbatches * work.fixed, limit)
-    for part in _SLACK if work.cost.size <= _MANY else _SLACK[-1:]:
+    for part in _SLACK if work.cost.size <= MANY else _SLACK[-1:]:
         other = _keep_and_spread(
             work, source, num_ranks, num_microbatches, capacity, limit - (limit // part if part else 0)
         )
@@ -65,12 +63,8 @@ def stay_home(
             )
             if _costliest(work, other // num_microbatches) > allowed:
                 continue
-        if (
-            np.bincount(other, minlength=num_ranks * num_microbatches).min()
-            == 0
-            < work.cost.size
-            >= num_ranks * num_microbatches
-        ):
+        counts = np.bincount(other, minlength=num_ranks * num_microbatches)
+        if counts.min() == 0 and work.cost.size >= counts.size:  # a pack is empty that need not be
             continue
         moved = tokens_moved(work.length, source, other // num_microbatches)
         if moved < fewest:

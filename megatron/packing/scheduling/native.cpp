@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -185,8 +186,8 @@ std::vector<Pass> program_of(Int stage, Int num_stages, Int num_chunks, Int stag
 
 extern "C" {
 
-void simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stages, Int num_chunks, Int stage_group,
-              Int* end) {
+Int simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stages, Int num_chunks, Int stage_group,
+             Int* end) {
   std::vector<std::vector<Pass>> programs;
   for (Int stage = 0; stage < num_stages; ++stage)
     programs.push_back(program_of(stage, num_stages, num_chunks, stage_group, num_microbatches));
@@ -219,10 +220,11 @@ void simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_sta
           (pass.backward ? backward : forward)[at] = free[stage];
         }
       }
-      if (done == before) break;  // stages that wait for one another: the Python form says so
+      if (done == before) return 0;  // stages wait for one another
     }
     end[rank] = *std::max_element(free.begin(), free.end());
   }
+  return 1;
 }
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,

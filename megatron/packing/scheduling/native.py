@@ -40,7 +40,7 @@ def _load() -> Any:
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None if name in ("keep", "trade", "simulate") else number
+        function.argtypes, function.restype = arguments, None if name in ("keep", "trade") else number
     return library
 
 

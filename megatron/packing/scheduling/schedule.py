@@ -60,6 +60,11 @@ class ScheduleRequest:
         for name in ("num_ranks", "capacity", "microbatch_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        for name in ("lengths", "source_rank", "source_draw"):
+            # A scheduler that sorts them in place would schedule other sequences than those that are packed.
+            read_only = getattr(self, name).view()
+            read_only.flags.writeable = False
+            object.__setattr__(self, name, read_only)
         _check_array("lengths", self.lengths, self.lengths.size, 1, None)
         _check_array("source_rank", self.source_rank, self.lengths.size, 0, self.num_ranks)
         _check_array("source_draw", self.source_draw, self.lengths.size, 0, self.num_draws)

@@ -96,7 +96,8 @@ def simulate(pack_costs: IntArray, model: StepModel) -> IntArray:
     if _compiled is not None:
         costs = np.ascontiguousarray(pack_costs)
         shape = (model.num_stages, model.num_virtual_stages, model.stage_group)
-        _compiled.simulate(num_ranks, num_microbatches, address(costs), *shape, address(end))
+        ended = _compiled.simulate(num_ranks, num_microbatches, address(costs), *shape, address(end))
+        assert ended, "stages wait for one another"
         return end
     for timed in timeline(pack_costs, model):
         end = np.maximum(end, timed.end)

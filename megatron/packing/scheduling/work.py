@@ -21,6 +21,9 @@ _BITS = 42
 fit 63 bits.
 """
 
+MANY = 1 << 14
+"""Sequences, of more of which schedulers try fewer ways: each way takes milliseconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.packing.scheduling.balance import default, search
-from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
@@ -152,3 +152,25 @@ def test_packs_that_meet_are_alike():
     asked = request([8] * 4 + [4] * 4 + [2] * 4, 4, 8, cost=PackCost(1.0, 0.0), model=StepModel(ranks_meet=True))
     schedule = default(asked)
     assert modelled_time(asked, schedule) == asked.bound.time == round(14 / asked.work.unit)
+
+
+def test_as_few_microbatches_as_are_as_good():
+    """Where a microbatch costs nothing by itself, one giant once spread the others over 132 microbatches, not 4."""
+    lengths = [131072, *np.random.default_rng(0).integers(10, 200, 1023).tolist()]
+    for fixed in (0.0, 1e-9):
+        asked = request(lengths, 8, 131072, cost=PackCost(4e-5, 2e-9, fixed), microbatch_multiple=4)
+        assert default(asked).num_microbatches == 4
+
+
+def test_tight_rows_are_not_given_up_early():
+    """Only packs by best fit make 4 microbatches of these possible; 8 take a fifth more time."""
+    rng = np.random.default_rng(4735)
+    _ = [rng.choice(5), rng.choice(5), rng.choice(4), rng.integers(3)]
+    lengths = np.clip(rng.lognormal(7.6, 0.5, 64), 512, 4096).astype(np.int64)
+    model = StepModel(ranks_meet=True)
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
+    cost = gpt_pack_cost(num_layers=32, **shape, ffn_hidden_size=14336, vocab_size=128256, swiglu=True)
+    asked = request(lengths, 8, int(lengths.max()), cost=cost, model=model, microbatch_multiple=4)
+    schedule = default(asked)
+    assert schedule.num_microbatches == 4
+    assert modelled_time(asked, schedule) < 1.03 * asked.bound.time

@@ -9,6 +9,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.schedule import CapacityError, Schedule, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.requests import request
+from tests.unit_tests.packing.stubs import array
 
 
 def test_sequence_over_capacity_is_named():
@@ -74,3 +75,13 @@ def test_multiple_of_an_interleaved_pipeline():
     request([4, 3], 2, 5, microbatch_multiple=8, model=model)
     with pytest.raises(ValueError, match=r"multiple of the model's stage_group, 4, .* but is 6"):
         request([4, 3], 2, 5, microbatch_multiple=6, model=model)
+
+
+def test_a_scheduler_can_not_change_what_it_is_asked():
+    """One that sorts the lengths in place would pass every check, and pack other sequences over capacity."""
+    lengths = array(3, 1, 2)
+    asked = request(lengths, 1, 10)
+    for values in (asked.lengths, asked.source_rank, asked.source_draw):
+        with pytest.raises(ValueError, match="read-only"):
+            values.sort()
+    lengths.sort()  # the caller's own stays as it was
