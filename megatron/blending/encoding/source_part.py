@@ -34,6 +34,11 @@ class SourcePart:
         check_indices(indices, self)
         return self._source.read([self._records[index] for index in indices])
 
+    def num_bytes(self, records: range) -> int | None:
+        """Return the bytes of consecutive records together, where the source knows them."""
+        of_source = getattr(self._source, "num_bytes", None)
+        return None if of_source is None else of_source(self._records[records.start : records.stop])
+
     def describe(self, index: int) -> str:
         return self._source.describe(self._records[index])
 

@@ -84,6 +84,10 @@ class JsonlSource:
             records.append(record)
         return records
 
+    def num_bytes(self, records: range) -> int:
+        """Return the bytes of consecutive records together."""
+        return int(self._places[records.stop] - self._places[records.start])
+
     def describe(self, index: int) -> str:
         """Name the line, counted on the spot; in a file of many gigabytes, the record and its byte."""
         start = self._place(index)[0]

@@ -4,7 +4,7 @@ Weights are shares of samples, unless they went through `weights_by_tokens`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational
@@ -56,18 +56,6 @@ def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -
         if weight and not 0 < mean < math.inf:
             raise ValueError(f"mean tokens of source {number} must be above 0, but are {mean}; check its samples")
     return tuple(float(weight) / mean if weight else 0.0 for weight, mean in zip(weights, mean_tokens))
-
-
-def probed_mean(num_samples: int, length_of: Callable[[int], int | None], num_probes: int = 64) -> float:
-    """Return the mean length of a source by evenly spread samples of it: the same on every rank.
-
-    `length_of(index)`: None for a sample that is left out. ValueError if all are.
-    """
-    places = sorted({probe * num_samples // num_probes for probe in range(num_probes)})
-    lengths = [length for place in places if (length := length_of(place)) is not None]
-    if not lengths:
-        raise ValueError(f"none of {len(places)} probed samples can be used; check the source and its encoder")
-    return sum(lengths) / len(lengths)
 
 
 @dataclass(frozen=True)

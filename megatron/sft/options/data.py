@@ -24,7 +24,8 @@ class DataConfig:
     """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as
     {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}."""
     blend_weights_by: Literal["samples", "tokens"] = "samples"
-    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source."""
+    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source,
+    and of JSONL from the bytes of all lines."""
     valid_data_path: tuple[str, ...] = ()
     """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split val."""
     split: str = "969,30,1"

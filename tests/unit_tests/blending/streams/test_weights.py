@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.blending.streams.weights import WeightSchedule, integer_weights, probed_mean, weights_by_tokens
+from megatron.blending.streams.weights import WeightSchedule, integer_weights, weights_by_tokens
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,6 @@ def test_weights_by_tokens():
     assert weights_by_tokens((1, 0), (100, float("nan"))) == (0.01, 0.0)
     with pytest.raises(ValueError, match="mean tokens of source 1 must be above 0, but are 0"):
         weights_by_tokens((1, 1), (3, 0))
-
-
-def test_probed_mean():
-    asked = []
-
-    def length_of(index):
-        asked.append(index)
-        return None if index == 0 else index
-
-    assert probed_mean(1000, length_of, num_probes=4) == 500
-    assert asked == [0, 250, 500, 750]
-    with pytest.raises(ValueError, match="none of 2 probed samples can be used"):
-        probed_mean(2, lambda index: None)
 
 
 def test_schedules():
