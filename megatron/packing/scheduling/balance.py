@@ -88,8 +88,9 @@ class Found(NamedTuple):
 
 
 def search(request: ScheduleRequest) -> list[Found]:
-    """The quickest placement found for each number of microbatches that was tried, the quickest of all first; in
-    pipelines as flow shops, with packs in no order. There is at least one sequence.
+    """The quickest placement found for each number of microbatches that was tried, the quickest of all first (of those
+    as good, the one of the fewest microbatches); in pipelines as flow shops, with packs in no order. For at least one
+    sequence.
     """
     return _Search(request).best_by_microbatches()
 
@@ -162,7 +163,6 @@ class _Search:
             # In turn where capacity decides who gets anywhere; one after the other where placements take long.
             begun.insert(len(begun) if self._only_ranks_matter else 0, _Begun(bound, number, placements))
         good_enough = min(found.time for found in self._found.values()) * _GOOD_ENOUGH
-        # Of those as good as the quickest, the one of the fewest microbatches.
         return sorted(self._found.values(), key=lambda found: _time_and_number(found, good_enough))
 
     def _begin(self) -> list[_Begun]:
