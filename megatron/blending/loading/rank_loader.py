@@ -159,7 +159,7 @@ class Loader(Generic[T_co]):
             self.load_state_dict(state, on_change=on_change)
 
     def change_weights(self, weights: Sequence[float], *, blend: str = "", output: int | None = None) -> None:
-        """From output number `output` of the whole stream on, give the children of a blend other weights.
+        """From output number `output` of the whole stream on, give the children of a blend other weights, for good.
 
         None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say the same on all.
         `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.

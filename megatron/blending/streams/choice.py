@@ -92,7 +92,9 @@ class BlendDataset(ChoiceDataset):
             self._sequence = UntilExhausted(self.weights, self._sizes, seed)
         else:
             segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
-            self._sequence = Segments([*segments, *changes], seed, self.mode)
+            self._sequence = Segments(segments, seed, self.mode)
+            for position, weights in changes:
+                self._sequence.append(position, weights)
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:

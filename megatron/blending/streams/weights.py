@@ -67,8 +67,8 @@ class WeightSchedule:
     outputs_per_step: int = 1
     """How many outputs of the blend a step takes over all ranks: the global batch, in batches or samples."""
     kind: str = "step"
-    num_pieces: int = 32
-    """Between two points a linear change is made in so many equal steps."""
+    num_pieces: int = 128
+    """Between two points a linear change is made in so many equal parts, or in each step if there are fewer."""
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.points]
@@ -118,9 +118,9 @@ def _rounded(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
 
 
 def _between(start: Sequence[Weight], end: Sequence[Weight], share: Fraction) -> tuple[Weight, ...]:
-    """Weights on the way between two points, as shares of 1 in 1024ths: a segment then has a short period."""
+    """Weights on the way between two points, as shares of 1 in 4096ths: a short table, for each of many pieces."""
     if not share:
         return tuple(start)
     whole = [integer_weights(weights, max_period=MAX_PERIOD) for weights in (start, end)]
     before, after = ([Fraction(weight, sum(weights)) for weight in weights] for weights in whole)
-    return _rounded([a + (b - a) * share for a, b in zip(before, after)], 1024)
+    return _rounded([a + (b - a) * share for a, b in zip(before, after)], 4096)

@@ -466,6 +466,12 @@ def test_weights_by_tokens_and_schedules(data, tmp_path):
     schedule = WeightSchedule(points=((0, (1, 0)), (10, (0, 1))), outputs_per_step=10)
     samples = take(get_train_dataset(path, task_encoder=Counts(), weight_schedule=schedule), 200)
     assert [sample["tokens"][0] for sample in samples] == ["x"] * 100 + ["y"] * 100
+    # 300 and 100 tokens: 5 and 1 shares of tokens are 5 and 3 of samples, then only the second.
+    schedule = WeightSchedule(points=((0, (5, 1)), (3, (0, 1))), outputs_per_step=7)
+    given = get_train_dataset(path, task_encoder=Counts(), weights_by="tokens", weight_schedule=schedule)
+    texts = [sample["tokens"][0] for sample in take(given, 60)]
+    assert texts[:21].count("x") in (13, 14)
+    assert set(texts[21:]) == {"y"}
     with pytest.raises(ValueError, match=r"DefaultTaskEncoder must define num_tokens"):
         get_train_dataset(path, weights_by="tokens")
 

@@ -284,6 +284,16 @@ def test_weights_over_steps(sources):
     assert source_counts(train, 60) == [40, 10, 10]
     plain = build("--data-path", path).train
     assert plain.identity() != train.identity()
+    linear = json.dumps({"kind": "linear", "points": [[0, [1, 0, 0]], [5, [0, 1, 0]]]})
+    train = build("--data-path", path, "--blend-weight-schedule", linear, batch=20).train
+    assert [source_counts(train, 20 * step)[0] for step in range(1, 7)] == [18, 32, 42, 48, 50, 50]
+    abrupt = json.dumps({"points": [[0, [5, 3, 1]], [3, [0, 1, 0]]]})
+    by_tokens = ("--blend-weights-by", "tokens")
+    train = build("--data-path", path, *by_tokens, "--blend-weight-schedule", abrupt, batch=20).train
+    before, after = (source_counts(train, 20 * steps) for steps in (3, 8))
+    assert [late - early for early, late in zip(before, after)] == [0, 100, 0]
+    assert before[0] > 0
+    assert before[2] > 0
     with pytest.raises(ValueError, match="2 weights for 3 data sets"):
         build("--data-path", path, "--blend-weight-schedule", '{"points": [[0, [1, 1]]]}')
 

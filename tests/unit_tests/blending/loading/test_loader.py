@@ -18,6 +18,7 @@ from megatron.blending.streams.datasets import (
     MixBatchDataset,
     PackingDataset,
 )
+from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, skip_thirds
 
@@ -420,6 +421,43 @@ def test_weights_changed_on_the_way():
     assert counts == [50, 25, 25]
     seen = [sample for batch in expected for sample in batch if sample[0] == "b"]
     assert len(set(seen[:50])) == len(set(seen[50:])) == 50
+
+
+@pytest.mark.parametrize("mode", ["exact", "random"])
+def test_arbitrary_weights_changed_take_effect_at_once(mode):
+    """After .333333 and .666667, .9 and .1 did not come within 20,000 samples."""
+    tree = BlendDataset((endless("a"), 0.333333), (endless("b"), 0.666667), mode=mode)
+    expected: list[Any] = []
+    for num_ranks, num_workers, then in ((1, 0, 2), (2, 2, 4), (5, 0, 1)):
+        made = loaders(tree, num_ranks, num_workers)
+        head = [next(loader) for _ in range(70 // num_ranks) for loader in made]
+        for loader in made:
+            loader.change_weights((0.9, 0.1), output=100)
+        head += [next(loader) for _ in range(10 // num_ranks) for loader in made]
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
+        tail, _ = drawn(loaders(tree, then, states=states), 240 // then)
+        expected = expected or head + tail
+        assert head + tail == expected
+    counts = [[name for name, _ in part].count("a") for part in (expected[:100], expected[100:])]
+    assert abs(counts[0] - 33) <= (1 if mode == "exact" else 15)
+    assert abs(counts[1] - 198) <= (2 if mode == "exact" else 20)
+    for name in ("a", "b"):
+        seen = [sample for sample in expected if sample[0] == name]
+        assert all(len(set(seen[start : start + 50])) == len(seen[start : start + 50]) for start in range(0, 320, 50))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_restored_within_a_linear_schedule(num_workers):
+    schedule = WeightSchedule(((0, (5, 3, 0)), (7, (0.1, 0.2, 0.7))), outputs_per_step=11, kind="linear")
+    tree = BlendDataset(*((endless(name), 1) for name in "abc"), schedule=schedule)
+    stream = list(outputs(tree, 120).values())
+    made = loaders(tree, 2, num_workers)
+    for at in range(0, 96, 12):
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
+        found, _ = drawn(loaders(tree, 3, num_workers, states=states), 6)
+        first = min(stream.index(sample, at - at % 3) for sample in found)
+        assert sorted(found) == sorted(stream[first : first + 18])
+        assert [next(loader) for _ in range(6) for loader in made] == stream[at : at + 12]
 
 
 def test_weights_changed_at_a_later_output_or_further_in():
