@@ -16,7 +16,7 @@ from megatron.packing.planning.step_page import Table, page
 from megatron.packing.planning.step_picture import picture_of
 from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.sft.flags import parse_flags
+from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
 from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions
 
@@ -26,6 +26,8 @@ AS_RUN = "as it ran"
 _SEQUENCES = 200_000
 """Scheduled by default, unless one global batch has more."""
 _MAX_PLOTTED = 3
+_BESIDE_A_STEP = ("--scheduler", "--png", "--html")
+"""What may be asked of a step that ran."""
 _MAX_OPERATIONS = 60_000
 """Of a rank, to be simulated and drawn in a second or two."""
 
@@ -49,7 +51,8 @@ def plan(arguments: Sequence[str]) -> None:
         "Compare packing schedulers on your lengths and layout, without a GPU.",
         program="python -m megatron.packing.plan",
     )
-    found = _plan(lengths, model, layout, options)
+    given = [flag for group in (lengths, model, layout, options) for flag in given_flags(group, arguments)]
+    found = _plan(lengths, model, layout, options, given)
     schedulers = {name: get_scheduler(name) for name in options.names}
     comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
     if found.lengths.record is not None:
@@ -64,7 +67,9 @@ def plan(arguments: Sequence[str]) -> None:
     _draw(options, comparison, table, advice, found.lead)
 
 
-def _plan(lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, options: PlanOptions) -> Plan:
+def _plan(
+    lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, options: PlanOptions, given: Sequence[str]
+) -> Plan:
     size = layout.batch_size
     count = options.num_batches or max(1, min(8, _SEQUENCES // size))
     tokenization = Tokenization(
@@ -77,6 +82,11 @@ def _plan(lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, op
     found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, size * count)
     if found.record is not None:
         record = found.record
+        if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
+            raise ValueError(
+                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the run's layout and model; "
+                "leave out, or plan the run's folder instead"
+            )
         lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
         return Plan(found, [record.lengths], record.layout, max(record.layout.alignment.sequence // 2, 1), lead)
     found, notes = _fitted(found, lengths, layout)

@@ -38,8 +38,11 @@ def prepare_output(output: OutputConfig) -> None:
         )
 
 
-def record_of(batch: GlobalBatch, title: str) -> StepRecord:
-    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data."""
+def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
+    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data.
+
+    in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
+    """
     settings = batch.settings
     layout = StepLayout(
         num_ranks=len(batch.pack_lengths),
@@ -48,6 +51,7 @@ def record_of(batch: GlobalBatch, title: str) -> StepRecord:
         cost=settings.cost,
         microbatch_multiple=settings.microbatch_multiple,
         model=settings.model,
+        seconds_per_unit=1.0 if in_seconds else None,
     )
     return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
 
@@ -73,6 +77,7 @@ class RunLog:
         self._log_interval = config.output.log_interval
         self._dumped_steps = config.output.dump_schedule
         self._run_dir = run_dir
+        self._in_seconds = config.packing.fitted_cost is not None
         (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         self.writer.event(
             "run" if resumed is None else "resumed",
@@ -92,7 +97,8 @@ class RunLog:
             self._packs.write(json_line("packs", iteration=metrics.iteration, **packs) + "\n")
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self._run_dir}"
-            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record_of(batch, title))
+            record = record_of(batch, title, in_seconds=self._in_seconds)
+            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
             self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
 
     def say(self, text: str) -> None:

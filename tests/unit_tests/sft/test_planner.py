@@ -83,6 +83,10 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
     assert "as it ran (empty)" in printed
     assert "step 12, scheduled by empty" in printed
     assert "as it ran (empty): step 12" in page.read_text()
+    with pytest.raises(ValueError, match=r"--vocab-size, --dp, --max-seqlen-per-dp-cp-rank cannot change .*leave out"):
+        plan([str(path), "--dp=4", "--max-seqlen-per-dp-cp-rank", "5000", "--vocab-size", "8", "--scheduler", "empty"])
+    with pytest.raises(ValueError, match="--dp cannot change"):  # though it is what is there without it
+        plan([str(path), "--dp", "1"])
 
 
 @pytest.mark.parametrize(
