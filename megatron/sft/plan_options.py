@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.packing.layout import Alignment
 from megatron.packing.planning.step_record import StepLayout, read_cost
@@ -96,6 +96,15 @@ class ModelOptions:
                 f"--num-attention-heads {self.num_attention_heads} must be a multiple of --num-query-groups "
                 f"{self.num_query_groups}"
             )
+        if self.hidden_size and self.kv_channels is None and self.hidden_size % (self.num_attention_heads or 1):
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
+                f"{self.num_attention_heads}, or pass --kv-channels"
+            )
+        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}; lower it"
+            )
 
     def described(self) -> str:
         """The model in words."""
@@ -109,7 +118,7 @@ class ModelOptions:
     def cost(self) -> PackCost:
         """Of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
-            return _cost_in(Path(self.pack_cost))
+            return read_pack_cost(Path(self.pack_cost))[0]
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
@@ -119,7 +128,7 @@ class ModelOptions:
             hidden_size=hidden,
             num_attention_heads=heads,
             num_query_groups=8 if default else self.num_query_groups or heads,
-            kv_channels=self.kv_channels or max(hidden // heads, 1),
+            kv_channels=self.kv_channels or hidden // heads,
             ffn_hidden_size=14336 if default else ffn,
             vocab_size=self.vocab_size or (128256 if default else 0),
             swiglu=swiglu,
@@ -236,12 +245,14 @@ class PlanOptions:
         return self.scheduler or tuple(SCHEDULERS)
 
 
-def _cost_in(path: Path) -> PackCost:
+def read_pack_cost(path: Path) -> tuple[PackCost, dict[str, Any]]:
+    """The cost in a file, and what it says of the model, which may be nothing."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"must be a JSON object, but is {found!s:.40}")
-        return read_cost(found)
+        model = found.get("model")
+        return read_cost(found), model if isinstance(model, dict) else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"--pack-cost {path}: {error}; give a file of megatron.packing.calibrate") from error
 

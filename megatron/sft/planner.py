@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.planning.advice import Adviser
+from megatron.packing.planning.advice import Adviser, Beside
 from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.packing.planning.step_page import Table, page
 from megatron.packing.planning.step_picture import picture_of
@@ -18,6 +18,7 @@ from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.packing.scheduling.schedulers import get_scheduler
 from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
+from megatron.sft.plan_checks import check_layout, shape_of
 from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions
 
 IntArray = npt.NDArray[np.int64]
@@ -38,7 +39,7 @@ class Plan(NamedTuple):
     lengths: Lengths
     batches: list[IntArray]
     layout: StepLayout
-    context_parallel_size: int
+    beside: Beside
     lead: list[str]
     """Lines that say what is assumed."""
 
@@ -57,7 +58,7 @@ def plan(arguments: Sequence[str]) -> None:
     comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)
-    advice = Adviser(found.batches, found.layout, found.context_parallel_size).advice(comparison)
+    advice = Adviser(found.batches, found.layout, found.beside).advice(comparison)
     table = table_of(comparison, found.layout.seconds_per_unit)
     print("\n".join(found.lead), end="\n\n")
     print("\n".join(text_of(table)), end="\n\n")
@@ -88,17 +89,17 @@ def _plan(
                 "leave out, or plan the run's folder instead"
             )
         lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
-        return Plan(found, [record.lengths], record.layout, max(record.layout.alignment.sequence // 2, 1), lead)
+        return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
+    check_layout(model, layout)
     found, notes = _fitted(found, lengths, layout)
     cost, seconds = model.cost(), 1 / (options.tflops_per_device * 1e12 * layout.tp * layout.cp)
     if model.pack_cost is not None:  # context-parallel ranks share the work, but each moves the weights
         cost, seconds = replace(cost, fixed=cost.fixed * layout.cp), 1 / (layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
     batches = list(drawn(found.lengths, size, count, lengths.seed))
-    return Plan(
-        found, batches, layout.step_layout(capacity, cost, seconds), layout.cp,
-        [*_lead(found, model, layout, options, capacity, count), *notes],
-    )  # fmt: skip
+    beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
+    lead = [*_lead(found, model, layout, options, capacity, count), *notes]
+    return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
 
 
 def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:

@@ -31,6 +31,8 @@ def lengths(tmp_path):
     return str(path)
 
 
+SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
+COST = {"linear": 1, "quadratic": 0, "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None}}
 EMPTY = "megatron.packing.scheduling.schedulers:empty"
 
 
@@ -99,6 +101,18 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--dq", "2"], "unknown option --dq; did you mean --"),
         (["LENGTHS", "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
         (["LENGTHS", "--ep", "3"], "--ep 3 must divide"),
+        (["LENGTHS", *SHAPE, "--num-layers", "3", "--pp", "8"], "--num-layers 3 must be a multiple of --pp 8: stages"),
+        (["LENGTHS", "--pp", "3"], "--num-layers 32 (the default model's) must be a multiple of --pp 3"),
+        (["LENGTHS", "--pp", "4", "--vpp", "3"], "multiple of --pp 4 times --vpp 3; give a --vpp that divides the 8"),
+        (["LENGTHS", "--pack-cost", "COST", "--pp", "4"], "--num-layers 6 (of --pack-cost"),
+        (["LENGTHS", *SHAPE, "--num-attention-heads", "7"], "--hidden-size 64 must be a multiple of --num-attention-h"),
+        (["LENGTHS", "--num-experts", "4", "--moe-router-topk", "8"], "--moe-router-topk 8 must be at most --num-exp"),
+        (["LENGTHS", "--dp", "8", "--ep", "8"], "--ep 8 needs a model of experts; pass --num-experts, or leave out"),
+        (["LENGTHS", "--dp", "8", "--ep", "8", "--pack-cost", "COST"], "--ep 8 needs a model of experts"),
+        (["LENGTHS", "--dp", "8", "--ep", "8", "--num-experts", "4"], "--num-experts 4 must be a multiple of --ep 8"),
+        (["LENGTHS", "--tp", "16"], "--num-query-groups 8 (the default model's) must be a multiple of --tp 16; lower"),
+        (["LENGTHS", *SHAPE, "--tp", "3"], "--num-attention-heads 8 must be a multiple of --tp 3; lower --tp"),
+        (["LENGTHS", "--tp", "2", "--num-experts", "4"], "with --tp 2 needs --sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--swiglu"], "also needs --num-layers, --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--scheduler", "defualt"], "did you mean default?"),
@@ -113,11 +127,13 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (['{"mode": "distribution", "type": "pareto"}'], "type must be one of"),
     ],
 )
-def test_mistakes_are_one_line(lengths, capsys, monkeypatch, arguments, said):
+def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments, said):
     """A traceback says where our code is, not what the user can do."""
     from megatron.packing.plan import main
 
-    monkeypatch.setattr(sys, "argv", ["plan", *(lengths if each == "LENGTHS" else each for each in arguments)])
+    (tmp_path / "cost.json").write_text(json.dumps(COST))
+    paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json")}
+    monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -125,6 +141,25 @@ def test_mistakes_are_one_line(lengths, capsys, monkeypatch, arguments, said):
     assert error.startswith("plan: error: ")
     assert error.count("\n") == 1
     assert said in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--dp 8 --ep 8 --num-experts 8",
+        "--pp 4 --vpp 8 --dp 4",
+        f"{' '.join(SHAPE)} --num-attention-heads 7 --kv-channels 9",
+        "--pack-cost COST --dp 8 --ep 8 --pp 5",
+    ],
+)
+def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments):
+    """What a cost written by hand doesn't say of its model is the user's matter. No advice that would be refused."""
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear": 1, "quadratic": 0}')
+    plan([lengths, "--scheduler", "default", *arguments.replace("COST", str(cost)).split()])
+    printed = capsys.readouterr().out
+    assert "- default trains" in printed
+    assert "--vpp 16" not in printed
 
 
 def test_over_length_policies(lengths, capsys):
