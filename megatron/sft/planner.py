@@ -92,9 +92,9 @@ def _plan(
         return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
     check_layout(model, layout)
     found, notes = _fitted(found, lengths, layout)
-    cost, seconds = model.cost(), 1 / (options.tflops_per_device * 1e12 * layout.tp * layout.cp)
-    if model.pack_cost is not None:  # context-parallel ranks share the work, but each moves the weights
-        cost, seconds = replace(cost, fixed=cost.fixed * layout.cp), 1 / (layout.tp * layout.cp)
+    cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
+    cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
+    seconds = 1 / (per_second * layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
     batches = list(drawn(found.lengths, size, count, lengths.seed))
     beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))

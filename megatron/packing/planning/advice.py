@@ -129,12 +129,14 @@ class Adviser:
         longest = f"the longest sequence, {int(work.length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
         if layout.num_ranks % 2:
             return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
-        saved = self._change(_with_twice_the_context(layout, self._beside))
+        other = _with_twice_the_context(layout, self._beside)
+        saved = self._change(other)
         if share <= 1 and saved < _WORTH_SAYING:
             return []
         dp, cp = layout.num_ranks // 2, self._context * 2
         reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
-        return [f"{reason}--cp {cp} with --dp {dp}, on as many devices, would {_percent(saved)}."]
+        flags = f"--cp {cp} with --dp {dp} and --max-seqlen-per-dp-cp-rank {other.capacity // cp}"
+        return [f"{reason}{flags}, on as many devices, would {_percent(saved)}."]
 
     def _on_bubble(self, best: Outcome) -> list[str]:
         """Remedies for devices that wait."""

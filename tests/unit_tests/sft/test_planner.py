@@ -172,6 +172,28 @@ def test_over_length_policies(lengths, capsys):
         plan([lengths, "--seq-length", "4", "--over-length-policy", "drop"])
 
 
+@pytest.mark.parametrize("cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1}])
+def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(lengths, tmp_path, capsys, cost):
+    """The advice and the table would each have their own idea of what a microbatch costs a context-parallel rank."""
+    measured = tmp_path / "cost.json"
+    measured.write_text(json.dumps(cost))
+    given = [lengths, "--scheduler", "default", "--pp", "2", "--global-batch-size", "64"]
+    given += ["--pack-cost", str(measured)] * (cost is not None)
+
+    def planned(layout):
+        plan([*given, *layout.split()])
+        printed = capsys.readouterr().out
+        row = next(line.split() for line in printed.splitlines() if line.startswith("default"))
+        return float(row[6].replace(",", "")), printed
+
+    before, printed = planned("--dp 8 --cp 2")
+    advised = next(line for line in printed.splitlines() if "on as many devices" in line)
+    flags, _, change = advised.partition("--cp ")[2].partition(", on as many devices, would ")
+    after, _ = planned("--cp " + flags.replace(" with ", " ").replace(" and ", " "))
+    share, sign = float(change.split()[1].rstrip("%")), 1 if change.startswith("save") else -1
+    assert after / before == pytest.approx(1 - sign * share / 100, abs=0.001)
+
+
 def test_batches_are_drawn_without_replacement():
     """Drawing with replacement would show fewer of the longest sequences together than an epoch has."""
     lengths = np.arange(1, 11)

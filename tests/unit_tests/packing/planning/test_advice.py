@@ -33,7 +33,10 @@ def test_one_long_sequence_asks_for_context_parallel():
     """1,000 tokens beside 60: two ranks of which one idles become one rank that computes twice as fast."""
     said = advice([1000, 20, 20, 20], ranks=2, capacity=1000)
     assert "The longest sequence, 1,000 tokens, costs 1.9x a rank's fair share" in said
-    assert "--cp 2 with --dp 1, on as many devices, would save 47.0% of the time" in said
+    assert (
+        "--cp 2 with --dp 1 and --max-seqlen-per-dp-cp-rank 1000, on as many devices, would save 47.0% of the time"
+        in said
+    )
 
 
 def test_odd_number_of_ranks_is_told_without_a_figure():
