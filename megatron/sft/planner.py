@@ -154,6 +154,8 @@ def _lead(
     ]
     if layout.batch_size % layout.dp:
         lines.append(f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}")
+    if count > 1:
+        lines.append(f"table     means of the {batches}; pictures show the first")
     return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
 
 

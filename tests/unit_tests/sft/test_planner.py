@@ -54,7 +54,11 @@ def test_whole_command_without_torch(lengths, tmp_path):
     assert "dp 4, tp 2, pp 2, cp 2 = 32 devices" in done.stdout
     assert "8B (32 layers" in done.stdout
     assert "- default trains" in done.stdout
-    assert page.read_text().count("<svg") == 3
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert text.count("<h2>default: batch 1 of 8, 64 sequences</h2>") == 1
+    for where in (done.stdout, text):
+        assert "table     means of the 8 global batches; pictures show the first" in where
     assert not png or picture.read_bytes()[:4] == b"\x89PNG"
 
 

@@ -68,6 +68,13 @@ def test_several_batches_are_averaged():
     assert found.fill == pytest.approx((19 + 2) / (32 + 16))
 
 
+def test_a_picture_says_which_batch_it_shows():
+    """Its figures are of one batch, those of the table are means: they look like a contradiction."""
+    titles = [record.title for record in outcomes(batches=(BATCH, BATCH))[1].records]
+    assert titles == ["batch 1 of 2, 6 sequences"] * len(SCHEDULERS)
+    assert outcomes()[1].records[0].title == "6 sequences"
+
+
 def broken(request):
     raise KeyError("oops")
 
