@@ -79,15 +79,17 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
         )
     if path.suffix in SOURCES:
         return _chats(path, tokenization)
-    return Lengths(lengths=_without_flag(lambda: read_lengths(path, LONGEST)), described=str(path))
+    return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
 
 
 def _mock(config: str, seq_length: int | None, seed: int, needed: int) -> Lengths:
     found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
     if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
         raise ValueError('a mock config without "type" follows --seq-length; pass it')
-    dataset = MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40)
-    return Lengths(lengths=dataset.lengths(np.arange(needed)), described=f"mock data {config}")
+    lengths = _in_own_words(
+        lambda: MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40).lengths(np.arange(needed))
+    )
+    return Lengths(lengths=lengths, described=f"mock data {config}")
 
 
 def _run(folder: Path) -> Lengths:
@@ -170,9 +172,10 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
 
 
-def _without_flag(read: Callable[[], IntArray]) -> IntArray:
-    """Errors of mock data name its flag, which is not the planner's."""
+def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
+    """Errors of mock data name its flag, which is not the planner's, and a --seq-length, which may not be given."""
     try:
         return read()
     except ValueError as error:
-        raise ValueError(str(error).removeprefix(f"{FLAG}: ")) from error
+        said = str(error).removeprefix(f"{FLAG}: ")
+        raise ValueError(said.replace(f"--seq-length {LONGEST}", f"{LONGEST}, the most that is believed")) from error

@@ -11,12 +11,15 @@ from typing import Any, Literal
 from megatron.packing.layout import Alignment
 from megatron.packing.planning.step_record import StepLayout, read_cost
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.schedule import Scheduler
+from megatron.packing.scheduling.schedulers import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.flags import flag_of
+from megatron.sft.options.packing import imported_scheduler
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
+_PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +234,30 @@ class PlanOptions:
     def __post_init__(self) -> None:
         _positive(self, "num_batches", "tflops_per_device")
         for name in self.names:
-            get_scheduler(name)
+            scheduler_of(name)
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--png needs matplotlib; pip install matplotlib, or use --html, which needs nothing")
+        if self.png is not None and Path(self.png).suffix.lower() not in _PICTURES:
+            raise ValueError(f"--png {self.png}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
         for name in ("png", "html"):
             value = getattr(self, name)
             if value is not None and not Path(value).resolve().parent.is_dir():
                 raise ValueError(f"{flag_of(name)} {value}: no such folder; make it first")
+            if value is not None and Path(value).is_dir():
+                raise ValueError(f"{flag_of(name)} {value}: is a folder; name a file in it")
 
     @property
     def names(self) -> tuple[str, ...]:
         """Schedulers to compare."""
         return self.scheduler or tuple(SCHEDULERS)
+
+
+def scheduler_of(name: str) -> Scheduler:
+    """The scheduler that the planner's own flag names."""
+    try:
+        return imported_scheduler(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--sequence-packing-scheduler", "--scheduler")) from error
 
 
 def read_pack_cost(path: Path) -> tuple[PackCost, dict[str, Any]]:

@@ -15,11 +15,10 @@ from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Out
 from megatron.packing.planning.step_page import Table, page
 from megatron.packing.planning.step_picture import picture_of
 from megatron.packing.planning.step_record import StepLayout, StepRecord
-from megatron.packing.scheduling.schedulers import get_scheduler
 from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
 from megatron.sft.plan_checks import check_layout, shape_of
-from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions
+from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -54,7 +53,7 @@ def plan(arguments: Sequence[str]) -> None:
     )
     given = [flag for group in (lengths, model, layout, options) for flag in given_flags(group, arguments)]
     found = _plan(lengths, model, layout, options, given)
-    schedulers = {name: get_scheduler(name) for name in options.names}
+    schedulers = {name: scheduler_of(name) for name in options.names}
     comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)

@@ -105,7 +105,7 @@ def compare(
     for name, scheduler in schedulers.items():
         try:
             ran = [_run(name, scheduler, layout, each) for each in asked]
-        except Exception as error:  # a scheduler may be the user's
+        except (Exception, SystemExit) as error:  # a scheduler may be the user's
             failed.append(Failed(name, f"{type(error).__name__}: {error}"))
             continue
         outcomes.append(_outcome(name, [account for account, _ in ran]))

@@ -119,8 +119,14 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--tp", "2", "--num-experts", "4"], "with --tp 2 needs --sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--swiglu"], "also needs --num-layers, --hidden-size, --num-attention-heads"),
+        (["LENGTHS", "--scheduler", "defualt"], "error: --scheduler must be one of"),
         (["LENGTHS", "--scheduler", "defualt"], "did you mean default?"),
-        (["LENGTHS", "--scheduler", "no.such:thing"], "can't be imported"),
+        (["LENGTHS", "--scheduler", "no.such:thing"], "--scheduler 'no.such:thing' can't be imported"),
+        (["LENGTHS", "--scheduler", "EXITS:f"], "EXITS:f' can't be imported: its module raises SystemExit(4)"),
+        (["HUGE"], "huge.csv:1: length must be 1 to 16777216, the most that is believed, but is 16777217"),
+        (["LENGTHS", "--png", "x.txt"], "--png x.txt: must end in .png, .pdf, .svg or .jpg"),
+        (["LENGTHS", "--png", "x"], "--png x: must end in .png"),
+        (["LENGTHS", "--html", "."], "--html .: is a folder; name a file in it"),
         (["LENGTHS", "--max-seqlen-per-dp-cp-rank", "100"], "the longest 400; raise --max-seqlen-per-dp-cp-rank"),
         (["LENGTHS", "--cp", "4", "--max-seqlen-per-dp-cp-rank", "1"], "must be at least 2 in this layout, but is 1"),
         (["LENGTHS", "--html", "no/such/folder/x.html"], "--html no/such/folder/x.html: no such folder"),
@@ -136,7 +142,10 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
     from megatron.packing.plan import main
 
     (tmp_path / "cost.json").write_text(json.dumps(COST))
-    paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json")}
+    (tmp_path / "huge.csv").write_text("16777217\n")
+    (tmp_path / "EXITS.py").write_text("raise SystemExit(4)")
+    monkeypatch.syspath_prepend(tmp_path)
+    paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json"), "HUGE": str(tmp_path / "huge.csv")}
     monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -79,6 +79,10 @@ def broken(request):
     raise KeyError("oops")
 
 
+def exiting(request):
+    raise SystemExit(3)
+
+
 def overfull(request):
     zeros = np.zeros_like(request.lengths)
     return Schedule(zeros, zeros, request.num_ranks, 1)
@@ -86,11 +90,14 @@ def overfull(request):
 
 def test_failing_schedulers_are_named():
     """A user's scheduler that is wrong must cost a line, not the table of the others."""
-    found, comparison = outcomes(schedulers={"mine": broken, "full": overfull, "default": SCHEDULERS["default"]})
+    found, comparison = outcomes(
+        schedulers={"mine": broken, "full": overfull, "exits": exiting, "default": SCHEDULERS["default"]}
+    )
     assert "default" in found
-    assert [failed.name for failed in comparison.failed] == ["mine", "full"]
+    assert [failed.name for failed in comparison.failed] == ["mine", "full", "exits"]
     assert "KeyError: 'oops'" in comparison.failed[0].reason
     assert "has 19 tokens, but a pack holds 8" in comparison.failed[1].reason
+    assert comparison.failed[2].reason == "SystemExit: 3"
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (8, 1), (2, 2), (4, 3)])
