@@ -35,6 +35,17 @@ LONGEST = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """A run whose packs the lengths are of, and how the last of them were made."""
+
+    folder: Path
+    num_ranks: int
+    """Data-parallel ranks."""
+    capacity: int | None
+    """Tokens that a pack could hold; None where it isn't written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lengths:
     """Lengths in the source's order, int64 [N], and what to say of them."""
 
@@ -44,6 +55,8 @@ class Lengths:
     """Records without a token to train on, or broken and skipped."""
     record: StepRecord | None = None
     """Where the source is one scheduled step."""
+    run: RunSource | None = None
+    """Where it is a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,8 @@ def _run(folder: Path) -> Lengths:
             "--sequence-packing, or a file of lengths"
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
-    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}")
+    run = RunSource(folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity"))
+    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}", run=run)
 
 
 def _packs_of(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.flags import flag_of
@@ -86,7 +85,7 @@ def _check_experts(shape: Shape, layout: LayoutOptions) -> None:
 
 
 def _measured_shape(path: str, num_experts: int | None) -> Shape:
-    model = read_pack_cost(Path(path))[1]
+    model = read_pack_cost(path)[1]
     names = ("num_layers", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "num_experts")
     said = {name: value for name in names if type(value := model.get(name)) is int and value > 0}
     if num_experts is not None:

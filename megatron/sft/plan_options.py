@@ -28,7 +28,7 @@ class LengthOptions:
 
     source: str | None = field(default=None, metadata={"positional": True})
     """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
-    run; a schedule that --dump-schedule wrote."""
+    run, which also tells model and layout; a schedule that --dump-schedule wrote."""
     tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
     """For chats."""
     tokenizer_model: str | None = None
@@ -54,7 +54,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Model: what a token and a pair of tokens cost. Without any, one of 8B parameters."""
+    """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B parameters."""
 
     num_layers: int | None = None
     """Transformer layers."""
@@ -121,7 +121,7 @@ class ModelOptions:
     def cost(self) -> PackCost:
         """Of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
-            return read_pack_cost(Path(self.pack_cost))[0]
+            return read_pack_cost(self.pack_cost)[0]
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
@@ -260,10 +260,10 @@ def scheduler_of(name: str) -> Scheduler:
         raise ValueError(str(error).replace("--sequence-packing-scheduler", "--scheduler")) from error
 
 
-def read_pack_cost(path: Path) -> tuple[PackCost, dict[str, Any]]:
+def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
     """The cost in a file, and what it says of the model, which may be nothing."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"must be a JSON object, but is {found!s:.40}")
         model = found.get("model")

@@ -19,6 +19,7 @@ from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
 from megatron.sft.plan_checks import check_layout, shape_of
 from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
+from megatron.sft.plan_run import as_in_run
 
 IntArray = npt.NDArray[np.int64]
 
@@ -70,8 +71,7 @@ def plan(arguments: Sequence[str]) -> None:
 def _plan(
     lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, options: PlanOptions, given: Sequence[str]
 ) -> Plan:
-    size = layout.batch_size
-    count = options.num_batches or max(1, min(8, _SEQUENCES // size))
+    needed = layout.batch_size * _num_batches(options, layout)
     tokenization = Tokenization(
         tokenizer_type=lengths.tokenizer_type,
         tokenizer_model=lengths.tokenizer_model,
@@ -79,7 +79,7 @@ def _plan(
         skip_bad_samples=lengths.skip_bad_samples,
     )
     assert lengths.source is not None, "checked by LengthOptions"
-    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, size * count)
+    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, needed)
     if found.record is not None:
         record = found.record
         if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
@@ -89,16 +89,24 @@ def _plan(
             )
         lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
         return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
+    remarks: list[str] = []
+    if found.run is not None:
+        model, layout, remarks = as_in_run(found.run, model, layout, given)
     check_layout(model, layout)
     found, notes = _fitted(found, lengths, layout)
     cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
     cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
     seconds = 1 / (per_second * layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
-    batches = list(drawn(found.lengths, size, count, lengths.seed))
+    count = _num_batches(options, layout)
+    batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
     beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
-    lead = [*_lead(found, model, layout, options, capacity, count), *notes]
+    lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
+
+
+def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
+    return options.num_batches or max(1, min(8, _SEQUENCES // layout.batch_size))
 
 
 def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:

@@ -16,6 +16,7 @@ from megatron.sft.json_lines import json_line, truncate_after
 from megatron.sft.metrics import StepMetrics
 from megatron.sft.metrics_file import METRICS_FILE, MetricsWriter
 from megatron.sft.options.output import OutputConfig
+from megatron.sft.plan_run import OPTIONS_FILE
 from megatron.sft.report import PACKS_FILE
 from megatron.sft.schedule_file import dump_schedule
 
@@ -78,7 +79,7 @@ class RunLog:
         self._dumped_steps = config.output.dump_schedule
         self._run_dir = run_dir
         self._in_seconds = config.packing.fitted_cost is not None
-        (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        (run_dir / OPTIONS_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         self.writer.event(
             "run" if resumed is None else "resumed",
             iteration=progress.iteration,
