@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for name in _AT_LEAST_ONE:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"{_flag(name)} must be at least 1, but is {getattr(options, name)}")
+    if not _is_writable(options.output):
+        parser.error(f"--output {options.output} must be a file that can be written to; give another place")
     return options
+
+
+def _is_writable(path: Path) -> bool:
+    return not path.is_dir() and os.access(path if path.exists() else path.resolve().parent, os.W_OK)
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -172,7 +172,7 @@ def schedule_global_batch(
             owned = schedule_drawn(draw, num_microbatches, settings, groups, queue)
         except GlobalBatchError as failure:
             error = str(failure)
-        except Exception as failure:  # a scheduler may be the user's; the other ranks are waiting
+        except (Exception, SystemExit) as failure:  # a scheduler may be the user's; the other ranks are waiting
             error = f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
     plan = _share_plan(owned, error, groups)
     if plan is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -70,8 +70,12 @@ class PackingSettings:
 
 
 def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
-    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out."""
-    return gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out.
+
+    Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for each of them.
+    """
+    cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+    return replace(cost, fixed=cost.fixed * config.context_parallel_size)
 
 
 def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:

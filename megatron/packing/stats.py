@@ -32,7 +32,7 @@ class PackingStats:
     num_dropped: int
     num_cut: int
     num_moved_tokens: int
-    """Of sequences that another rank computes than the one that drew them; padding included."""
+    """Of sequences that another rank computes than the one that drew them; without padding, which doesn't travel."""
     step_cost: float
     """Modelled time of the step (see `step_time`), in the cost model's unit: pipelines simulated."""
     step_cost_bound: float
@@ -107,7 +107,7 @@ def packing_stats(
         capacity=request.capacity,
         num_dropped=num_dropped,
         num_cut=num_cut,
-        num_moved_tokens=tokens_moved(request.lengths, request.source_rank, schedule.rank),
+        num_moved_tokens=tokens_moved(length, request.source_rank, schedule.rank),
         step_cost=time * work.unit / model.num_stages,
         step_cost_bound=request.bound.time * work.unit / model.num_stages,
         bubble=1 - int(costs.sum()) / (time * num_ranks) if time else 0.0,

@@ -31,5 +31,5 @@ Training:
 
 The planner of packing, with the trainer's sources of lengths:
 
-    planner          python -m megatron.packing.plan; plan_options, length_sources
+    planner          python -m megatron.packing.plan; plan_options, plan_checks, plan_run, length_sources
 """

@@ -135,6 +135,11 @@ class SFTConfig:
         seq_length = self.model.seq_length
         if self.output.dump_schedule and not self.packing.sequence_packing:
             raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
+        beyond = [step for step in self.output.dump_schedule if step > self.training.train_iters]
+        if beyond:
+            raise ValueError(
+                f"--dump-schedule {beyond[0]} must be at most --train-iters {self.training.train_iters}, the last step"
+            )
         if self.packing.sequence_packing and self.capacity_per_rank < self.smallest_capacity_per_rank:
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of --seq-length "

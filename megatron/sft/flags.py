@@ -208,6 +208,19 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; see --help"
 
 
+def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:
+    """The flags of `options`, an instance of `parse_flags`, that the user gave: those in `arguments`, and those that
+    are not at their default, as YAML may have them.
+    """
+    named = {argument.split("=", 1)[0].replace("--no-", "--", 1) for argument in arguments}
+    return [
+        flag_of(field.name)
+        for field in fields(options)
+        if not field.metadata.get("positional")
+        and (flag_of(field.name) in named or getattr(options, field.name) != field.default)
+    ]
+
+
 def flag_of(name: str) -> str:
     """`hidden_size -> --hidden-size`."""
     return "--" + name.replace("_", "-")

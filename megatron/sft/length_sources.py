@@ -35,6 +35,17 @@ LONGEST = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """A run whose packs the lengths are of, and how the last of them were made."""
+
+    folder: Path
+    num_ranks: int
+    """Data-parallel ranks."""
+    capacity: int | None
+    """Tokens that a pack could hold; None where it isn't written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lengths:
     """Lengths in the source's order, int64 [N], and what to say of them."""
 
@@ -44,6 +55,8 @@ class Lengths:
     """Records without a token to train on, or broken and skipped."""
     record: StepRecord | None = None
     """Where the source is one scheduled step."""
+    run: RunSource | None = None
+    """Where it is a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +92,17 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
         )
     if path.suffix in SOURCES:
         return _chats(path, tokenization)
-    return Lengths(lengths=_without_flag(lambda: read_lengths(path, LONGEST)), described=str(path))
+    return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
 
 
 def _mock(config: str, seq_length: int | None, seed: int, needed: int) -> Lengths:
     found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
     if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
         raise ValueError('a mock config without "type" follows --seq-length; pass it')
-    dataset = MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40)
-    return Lengths(lengths=dataset.lengths(np.arange(needed)), described=f"mock data {config}")
+    lengths = _in_own_words(
+        lambda: MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40).lengths(np.arange(needed))
+    )
+    return Lengths(lengths=lengths, described=f"mock data {config}")
 
 
 def _run(folder: Path) -> Lengths:
@@ -100,7 +115,8 @@ def _run(folder: Path) -> Lengths:
             "--sequence-packing, or a file of lengths"
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
-    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}")
+    run = RunSource(folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity"))
+    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}", run=run)
 
 
 def _packs_of(path: Path) -> list[dict[str, Any]]:
@@ -170,9 +186,10 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
 
 
-def _without_flag(read: Callable[[], IntArray]) -> IntArray:
-    """Errors of mock data name its flag, which is not the planner's."""
+def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
+    """Errors of mock data name its flag, which is not the planner's, and a --seq-length, which may not be given."""
     try:
         return read()
     except ValueError as error:
-        raise ValueError(str(error).removeprefix(f"{FLAG}: ")) from error
+        said = str(error).removeprefix(f"{FLAG}: ")
+        raise ValueError(said.replace(f"--seq-length {LONGEST}", f"{LONGEST}, the most that is believed")) from error

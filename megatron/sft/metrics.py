@@ -58,7 +58,7 @@ class StepMetrics:
     bubble: float
     """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
     moved_tokens: int
-    """Of sequences that another data-parallel rank computes than the one that drew them; padding included."""
+    """Of sequences that another data-parallel rank computes than the one that drew them."""
     tokens_per_second: float
     """Real tokens of all devices together."""
     tflops_per_device: float

@@ -6,17 +6,20 @@ import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.packing.layout import Alignment
 from megatron.packing.planning.step_record import StepLayout, read_cost
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.schedule import Scheduler
+from megatron.packing.scheduling.schedulers import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.flags import flag_of
+from megatron.sft.options.packing import imported_scheduler
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
+_PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class LengthOptions:
 
     source: str | None = field(default=None, metadata={"positional": True})
     """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
-    run; a schedule that --dump-schedule wrote."""
+    run, which also tells model and layout; a schedule that --dump-schedule wrote."""
     tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
     """For chats."""
     tokenizer_model: str | None = None
@@ -51,7 +54,7 @@ class LengthOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Model: what a token and a pair of tokens cost. Without any, one of 8B parameters."""
+    """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B parameters."""
 
     num_layers: int | None = None
     """Transformer layers."""
@@ -96,6 +99,15 @@ class ModelOptions:
                 f"--num-attention-heads {self.num_attention_heads} must be a multiple of --num-query-groups "
                 f"{self.num_query_groups}"
             )
+        if self.hidden_size and self.kv_channels is None and self.hidden_size % (self.num_attention_heads or 1):
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
+                f"{self.num_attention_heads}, or pass --kv-channels"
+            )
+        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}; lower it"
+            )
 
     def described(self) -> str:
         """The model in words."""
@@ -109,7 +121,7 @@ class ModelOptions:
     def cost(self) -> PackCost:
         """Of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
-            return _cost_in(Path(self.pack_cost))
+            return read_pack_cost(self.pack_cost)[0]
         default = self.num_layers is None
         hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
         swiglu = self.swiglu or default
@@ -119,7 +131,7 @@ class ModelOptions:
             hidden_size=hidden,
             num_attention_heads=heads,
             num_query_groups=8 if default else self.num_query_groups or heads,
-            kv_channels=self.kv_channels or max(hidden // heads, 1),
+            kv_channels=self.kv_channels or hidden // heads,
             ffn_hidden_size=14336 if default else ffn,
             vocab_size=self.vocab_size or (128256 if default else 0),
             swiglu=swiglu,
@@ -222,13 +234,17 @@ class PlanOptions:
     def __post_init__(self) -> None:
         _positive(self, "num_batches", "tflops_per_device")
         for name in self.names:
-            get_scheduler(name)
+            scheduler_of(name)
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--png needs matplotlib; pip install matplotlib, or use --html, which needs nothing")
+        if self.png is not None and Path(self.png).suffix.lower() not in _PICTURES:
+            raise ValueError(f"--png {self.png}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
         for name in ("png", "html"):
             value = getattr(self, name)
             if value is not None and not Path(value).resolve().parent.is_dir():
                 raise ValueError(f"{flag_of(name)} {value}: no such folder; make it first")
+            if value is not None and Path(value).is_dir():
+                raise ValueError(f"{flag_of(name)} {value}: is a folder; name a file in it")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -236,12 +252,22 @@ class PlanOptions:
         return self.scheduler or tuple(SCHEDULERS)
 
 
-def _cost_in(path: Path) -> PackCost:
+def scheduler_of(name: str) -> Scheduler:
+    """The scheduler that the planner's own flag names."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return imported_scheduler(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--sequence-packing-scheduler", "--scheduler")) from error
+
+
+def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
+    """The cost in a file, and what it says of the model, which may be nothing."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"must be a JSON object, but is {found!s:.40}")
-        return read_cost(found)
+        model = found.get("model")
+        return read_cost(found), model if isinstance(model, dict) else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"--pack-cost {path}: {error}; give a file of megatron.packing.calibrate") from error
 

@@ -10,15 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.planning.advice import Adviser
+from megatron.packing.planning.advice import Adviser, Beside
 from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.packing.planning.step_page import Table, page
 from megatron.packing.planning.step_picture import picture_of
 from megatron.packing.planning.step_record import StepLayout, StepRecord
-from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.sft.flags import parse_flags
+from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
-from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions
+from megatron.sft.plan_checks import check_layout, shape_of
+from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
+from megatron.sft.plan_run import as_in_run
 
 IntArray = npt.NDArray[np.int64]
 
@@ -26,6 +27,8 @@ AS_RUN = "as it ran"
 _SEQUENCES = 200_000
 """Scheduled by default, unless one global batch has more."""
 _MAX_PLOTTED = 3
+_BESIDE_A_STEP = ("--scheduler", "--png", "--html")
+"""What may be asked of a step that ran."""
 _MAX_OPERATIONS = 60_000
 """Of a rank, to be simulated and drawn in a second or two."""
 
@@ -36,7 +39,7 @@ class Plan(NamedTuple):
     lengths: Lengths
     batches: list[IntArray]
     layout: StepLayout
-    context_parallel_size: int
+    beside: Beside
     lead: list[str]
     """Lines that say what is assumed."""
 
@@ -49,12 +52,13 @@ def plan(arguments: Sequence[str]) -> None:
         "Compare packing schedulers on your lengths and layout, without a GPU.",
         program="python -m megatron.packing.plan",
     )
-    found = _plan(lengths, model, layout, options)
-    schedulers = {name: get_scheduler(name) for name in options.names}
+    given = [flag for group in (lengths, model, layout, options) for flag in given_flags(group, arguments)]
+    found = _plan(lengths, model, layout, options, given)
+    schedulers = {name: scheduler_of(name) for name in options.names}
     comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)
-    advice = Adviser(found.batches, found.layout, found.context_parallel_size).advice(comparison)
+    advice = Adviser(found.batches, found.layout, found.beside).advice(comparison)
     table = table_of(comparison, found.layout.seconds_per_unit)
     print("\n".join(found.lead), end="\n\n")
     print("\n".join(text_of(table)), end="\n\n")
@@ -64,9 +68,10 @@ def plan(arguments: Sequence[str]) -> None:
     _draw(options, comparison, table, advice, found.lead)
 
 
-def _plan(lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, options: PlanOptions) -> Plan:
-    size = layout.batch_size
-    count = options.num_batches or max(1, min(8, _SEQUENCES // size))
+def _plan(
+    lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, options: PlanOptions, given: Sequence[str]
+) -> Plan:
+    needed = layout.batch_size * _num_batches(options, layout)
     tokenization = Tokenization(
         tokenizer_type=lengths.tokenizer_type,
         tokenizer_model=lengths.tokenizer_model,
@@ -74,21 +79,34 @@ def _plan(lengths: LengthOptions, model: ModelOptions, layout: LayoutOptions, op
         skip_bad_samples=lengths.skip_bad_samples,
     )
     assert lengths.source is not None, "checked by LengthOptions"
-    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, size * count)
+    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, needed)
     if found.record is not None:
         record = found.record
+        if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
+            raise ValueError(
+                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the run's layout and model; "
+                "leave out, or plan the run's folder instead"
+            )
         lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
-        return Plan(found, [record.lengths], record.layout, max(record.layout.alignment.sequence // 2, 1), lead)
+        return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
+    remarks: list[str] = []
+    if found.run is not None:
+        model, layout, remarks = as_in_run(found.run, model, layout, given)
+    check_layout(model, layout)
     found, notes = _fitted(found, lengths, layout)
-    cost, seconds = model.cost(), 1 / (options.tflops_per_device * 1e12 * layout.tp * layout.cp)
-    if model.pack_cost is not None:  # context-parallel ranks share the work, but each moves the weights
-        cost, seconds = replace(cost, fixed=cost.fixed * layout.cp), 1 / (layout.tp * layout.cp)
+    cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
+    cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
+    seconds = 1 / (per_second * layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
-    batches = list(drawn(found.lengths, size, count, lengths.seed))
-    return Plan(
-        found, batches, layout.step_layout(capacity, cost, seconds), layout.cp,
-        [*_lead(found, model, layout, options, capacity, count), *notes],
-    )  # fmt: skip
+    count = _num_batches(options, layout)
+    batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
+    beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
+    lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
+    return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
+
+
+def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
+    return options.num_batches or max(1, min(8, _SEQUENCES // layout.batch_size))
 
 
 def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:
@@ -143,6 +161,8 @@ def _lead(
     ]
     if layout.batch_size % layout.dp:
         lines.append(f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}")
+    if count > 1:
+        lines.append(f"table     means of the {batches}; pictures show the first")
     return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
 
 

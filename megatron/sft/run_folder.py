@@ -16,6 +16,7 @@ from megatron.sft.json_lines import json_line, truncate_after
 from megatron.sft.metrics import StepMetrics
 from megatron.sft.metrics_file import METRICS_FILE, MetricsWriter
 from megatron.sft.options.output import OutputConfig
+from megatron.sft.plan_run import OPTIONS_FILE
 from megatron.sft.report import PACKS_FILE
 from megatron.sft.schedule_file import dump_schedule
 
@@ -38,8 +39,11 @@ def prepare_output(output: OutputConfig) -> None:
         )
 
 
-def record_of(batch: GlobalBatch, title: str) -> StepRecord:
-    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data."""
+def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
+    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data.
+
+    in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
+    """
     settings = batch.settings
     layout = StepLayout(
         num_ranks=len(batch.pack_lengths),
@@ -48,6 +52,7 @@ def record_of(batch: GlobalBatch, title: str) -> StepRecord:
         cost=settings.cost,
         microbatch_multiple=settings.microbatch_multiple,
         model=settings.model,
+        seconds_per_unit=1.0 if in_seconds else None,
     )
     return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
 
@@ -73,7 +78,8 @@ class RunLog:
         self._log_interval = config.output.log_interval
         self._dumped_steps = config.output.dump_schedule
         self._run_dir = run_dir
-        (run_dir / "options.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        self._in_seconds = config.packing.fitted_cost is not None
+        (run_dir / OPTIONS_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         self.writer.event(
             "run" if resumed is None else "resumed",
             iteration=progress.iteration,
@@ -92,7 +98,8 @@ class RunLog:
             self._packs.write(json_line("packs", iteration=metrics.iteration, **packs) + "\n")
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self._run_dir}"
-            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record_of(batch, title))
+            record = record_of(batch, title, in_seconds=self._in_seconds)
+            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
             self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
 
     def say(self, text: str) -> None:

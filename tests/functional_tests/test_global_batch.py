@@ -195,7 +195,8 @@ def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any
 def outcome(layout: Layout, case: str) -> str:
     """What this rank gets to hear in a case that cannot work."""
     policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
-    config = start(layout, "empty" if case == "over capacity" else "default", sequence_packing_over_length=policy)
+    scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
+    config = start(layout, scheduler, sequence_packing_over_length=policy)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "cp"])
     last_data, last_stage = groups.dp.size() - 1, groups.pp.size() - 1
 
@@ -246,6 +247,7 @@ CASES = [
     (PIPELINED, "truncate", f"{20 + CAPACITY + 20} tokens"),
     (CONTEXT, "drop", f"{10 + 10 + 20} tokens"),
     (PIPELINED, "over capacity", "scheduler 'empty'"),
+    (PIPELINED, "scheduler exits", "scheduler 'sys:exit': SystemExit: ScheduleRequest("),
     (PIPELINED, "stages differ", "the first and the last pipeline stage drew different samples"),
     (CONTEXT, "context differs", "context-parallel ranks of data-parallel rank 0 drew different samples"),
     (PIPELINED, "no iterator", "must have a data iterator, but has none"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from megatron.packing.planning.compare import PADDED_TO_LONGEST, Comparison, Out
 from megatron.packing.planning.step_record import StepLayout
 from megatron.packing.scheduling.balance import default
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
 
 IntArray = npt.NDArray[np.int64]
 
@@ -25,13 +27,24 @@ _MANY_SEQUENCES = 30_000
 """As many are scheduled anew for each figure, but at least one global batch."""
 
 
+class Beside(NamedTuple):
+    """What advice on another layout depends on and a `StepLayout` does not tell."""
+
+    context_parallel_size: int
+    num_layers: int | None = None
+    """None where it isn't known."""
+    meet_below: int | None = None
+    """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do not meet; None where
+    it isn't known."""
+
+
 class Adviser:
     """Schedules the same global batches under other layouts."""
 
-    def __init__(self, batches: Sequence[IntArray], layout: StepLayout, context_parallel_size: int) -> None:
+    def __init__(self, batches: Sequence[IntArray], layout: StepLayout, beside: Beside) -> None:
         self._batches = batches[: max(1, min(len(batches), _MANY_SEQUENCES // batches[0].size))]
         self._layout = layout
-        self._context = context_parallel_size
+        self._beside, self._context = beside, beside.context_parallel_size
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
@@ -116,37 +129,55 @@ class Adviser:
         longest = f"the longest sequence, {int(work.length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
         if layout.num_ranks % 2:
             return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
-        saved = self._change(_with_twice_the_context(layout, self._context))
+        other = _with_twice_the_context(layout, self._beside)
+        saved = self._change(other)
         if share <= 1 and saved < _WORTH_SAYING:
             return []
         dp, cp = layout.num_ranks // 2, self._context * 2
         reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
-        return [f"{reason}--cp {cp} with --dp {dp}, on as many devices, would {_percent(saved)}."]
+        flags = f"--cp {cp} with --dp {dp} and --max-seqlen-per-dp-cp-rank {other.capacity // cp}"
+        return [f"{reason}{flags}, on as many devices, would {_percent(saved)}."]
 
     def _on_bubble(self, best: Outcome) -> list[str]:
         """Remedies for devices that wait."""
         layout, model = self._layout, self._layout.model
-        doubled = [np.concatenate((batch, batch)) for batch in self._batches]
-        saved = 1 - modelled_cost(doubled, layout, default) / (2 * self._now)
-        size = f"--global-batch-size {doubled[0].size}"
-        remedies = [f"{size} would {_percent(saved)} per token"]
-        if model.num_stages > 1 and not model.ranks_meet:
-            chunks = model.num_virtual_stages * 2
+        size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks  # as training needs it
+        larger = [np.resize(batch, size) for batch in self._batches]
+        times_tokens = sum(int(batch.sum()) for batch in larger) / sum(int(batch.sum()) for batch in self._batches)
+        saved = 1 - modelled_cost(larger, layout, default) / (times_tokens * self._now)
+        remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
+        chunks = _more_chunks(model, self._beside.num_layers)
+        if chunks is not None:
             interleaved = replace(model, num_virtual_stages=chunks, stage_group=model.num_stages)
             saved = self._change(replace(layout, model=interleaved, microbatch_multiple=model.num_stages))
-            remedies.append(f"--vpp {chunks} would {_percent(saved)}")
+            needs = model.num_stages * chunks
+            unsure = f", if the layers are a multiple of {needs}," if self._beside.num_layers is None else ""
+            remedies.append(f"--vpp {chunks}{unsure} would {_percent(saved)}")
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
 
-def _with_twice_the_context(layout: StepLayout, context: int) -> StepLayout:
+def _more_chunks(model: StepModel, num_layers: int | None) -> int | None:
+    """The next larger number of virtual stages that the layers of a stage can be shared by; None without one."""
+    if model.num_stages == 1 or model.ranks_meet:
+        return None
+    if num_layers is None:
+        return model.num_virtual_stages * 2
+    per_stage = num_layers // model.num_stages
+    return next((more for more in range(model.num_virtual_stages + 1, per_stage + 1) if per_stage % more == 0), None)
+
+
+def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
     """Half the ranks, each with twice the devices for every sequence; a microbatch moves the weights as before."""
-    alignment = layout.alignment
-    sequence = 4 * context
+    alignment, num_ranks = layout.alignment, layout.num_ranks // 2
+    context = 2 * beside.context_parallel_size
+    sequence = 2 * context
+    meet = layout.model.ranks_meet and num_ranks > 1 and (beside.meet_below is None or context < beside.meet_below)
     alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
     cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)
     return replace(
         layout,
-        num_ranks=layout.num_ranks // 2,
+        num_ranks=num_ranks,
+        model=replace(layout.model, ranks_meet=meet),
         capacity=2 * layout.capacity // alignment.pack * alignment.pack,
         alignment=alignment,
         cost=cost,

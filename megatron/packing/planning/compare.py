@@ -64,6 +64,14 @@ class Comparison(NamedTuple):
     records: list[StepRecord]
 
 
+class _Asked(NamedTuple):
+    """A global batch, and what schedulers are asked of it."""
+
+    title: str
+    batch: IntArray
+    request: ScheduleRequest
+
+
 class _Account(NamedTuple):
     """One scheduled batch, summed up."""
 
@@ -81,22 +89,23 @@ def compare(
     batches: Sequence[IntArray], layout: StepLayout, schedulers: Mapping[str, Scheduler], longest: int
 ) -> Comparison:
     """Schedule each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what padding pads to."""
-    requests = [layout.request(batch) for batch in batches]
+    asked = [
+        _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
+        for number, batch in enumerate(batches, start=1)
+    ]
     padded = {
         PADDED_TO_LONGEST: [
             _padded_to(np.full((layout.num_ranks, request.num_draws), longest), 1, request, batch, layout)
-            for request, batch in zip(requests, batches)
+            for _, batch, request in asked
         ],
-        PADDED_PER_MICROBATCH: [
-            _padded_per_microbatch(request, batch, layout) for request, batch in zip(requests, batches)
-        ],
+        PADDED_PER_MICROBATCH: [_padded_per_microbatch(request, batch, layout) for _, batch, request in asked],
     }
     outcomes = [_outcome(name, accounts) for name, accounts in padded.items()]
     failed, records = [], []
     for name, scheduler in schedulers.items():
         try:
-            ran = [_run(name, scheduler, layout, *pair) for pair in zip(requests, batches)]
-        except Exception as error:  # a scheduler may be the user's
+            ran = [_run(name, scheduler, layout, each) for each in asked]
+        except (Exception, SystemExit) as error:  # a scheduler may be the user's
             failed.append(Failed(name, f"{type(error).__name__}: {error}"))
             continue
         outcomes.append(_outcome(name, [account for account, _ in ran]))
@@ -120,14 +129,18 @@ def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Sc
     return total
 
 
-def _run(
-    name: str, scheduler: Scheduler, layout: StepLayout, request: ScheduleRequest, batch: IntArray
-) -> tuple[_Account, StepRecord]:
+def _title_of(number: int, count: int, size: int) -> str:
+    """Of a batch in pictures, where it is one of several that the table's figures are means of."""
+    sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
+    return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
+
+
+def _run(name: str, scheduler: Scheduler, layout: StepLayout, asked: _Asked) -> tuple[_Account, StepRecord]:
     start = time.perf_counter()
-    schedule = scheduler(request)
+    schedule = scheduler(asked.request)
     seconds = time.perf_counter() - start
-    check_schedule(request, schedule)
-    record = StepRecord.of(f"{batch.size:,} sequences", name, layout, batch, schedule)
+    check_schedule(asked.request, schedule)
+    record = StepRecord.of(asked.title, name, layout, asked.batch, schedule)
     return _account(record.stats, seconds), record
 
 

@@ -125,7 +125,7 @@ class _Shapes:
             self._y += row
 
     def axis(self) -> None:
-        """Modelled time under all, and where the lower bound and the end of the step are."""
+        """Modelled time under all, and where the bound and the end of the step are."""
         top, self._y = 34.0, self._y + 4
         for share, label in ticks(self._picture, self._scale):
             x = _LEFT + _WIDTH * share * self._scale
@@ -133,10 +133,10 @@ class _Shapes:
         for share, colour, dash in ((self._picture.bound, "#c0392b", "4 3"), (1.0, "#1b2733", "none")):
             if share <= 1.0:
                 x = _LEFT + _WIDTH * share * self._scale
+                name = self._picture.bound_name if dash != "none" else "end"
                 self._parts.append(
                     f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{self._y:.1f}" stroke="{colour}" '
-                    f'stroke-dasharray="{dash}" stroke-width="1.2"><title>{"lower bound" if dash != "none" else "end"}'
-                    "</title></line>"
+                    f'stroke-dasharray="{dash}" stroke-width="1.2"><title>{name}</title></line>'
                 )
         self._y += 18
 
@@ -183,7 +183,7 @@ class _Shapes:
 
 def _section(picture: StepPicture, scale: float) -> str:
     of_what = "of the modelled step" if picture.seconds is None else "modelled time"
-    line = "" if picture.bound > 1 else "red line: lower bound; "
+    line = "" if picture.bound > 1 else f"red line: {picture.bound_name}; "
     notes = [f"scale: {of_what}; {line}hover over a block for its pack", *picture.notes]
     return (
         f'<section><h2>{escape(picture.title)}</h2><p class="muted">{escape(picture.facts)}</p>'

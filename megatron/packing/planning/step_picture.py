@@ -44,7 +44,8 @@ class StepPicture:
     cost: float
     """The same in units of the cost model."""
     bound: float
-    """The lower bound as a share of the step."""
+    """As a share of the step: its lower bound, of pipelines that of even packs."""
+    bound_name: str
     ranks: list[Lane]
     stages: list[Lane]
     """Of the slowest rank; none without a pipeline."""
@@ -98,6 +99,7 @@ def picture_of(record: StepRecord) -> StepPicture:
         seconds=None if seconds is None else stats.step_cost * seconds,
         cost=stats.step_cost,
         bound=stats.step_cost_bound / stats.step_cost if stats.step_cost else 1.0,
+        bound_name="lower bound" if model.num_stages == 1 else "bound of even packs",
         ranks=scene.ranks(drawn),
         stages=scene.stages(slowest),
         slowest_rank=slowest,
@@ -125,10 +127,11 @@ def facts_of(record: StepRecord) -> str:
     microbatches = "1 microbatch" if stats.num_microbatches == 1 else f"{stats.num_microbatches:,} microbatches"
     ranks = "1 rank" if stats.num_ranks == 1 else f"{stats.num_ranks:,} ranks"
     stages = f" x {model.num_stages} stages" if model.num_stages > 1 else ""
+    bound = "even packs" if model.num_stages > 1 else "the bound"
     stages += f" x {model.num_virtual_stages} chunks" if model.num_virtual_stages > 1 else ""
     return (
         f"{stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens on {ranks}{stages}; {microbatches}; "
-        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of the bound, "
+        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of {bound}, "
         f"bubble {stats.bubble:.1%}"
     )
 

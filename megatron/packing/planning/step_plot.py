@@ -105,4 +105,5 @@ def _time_axis(axes: Any, picture: StepPicture, longest: float, *, last: bool) -
         return
     marks = ticks(picture, picture.cost / longest if picture.cost else 1.0)
     axes.set_xticks([share for share, _ in marks], [label for _, label in marks])
-    axes.set_xlabel("modelled time; dashed red: lower bound of the step", loc="left")
+    bound = f"; dashed red: {picture.bound_name}" if picture.bound <= 1 else ""
+    axes.set_xlabel(f"modelled time{bound}", loc="left")

@@ -35,6 +35,8 @@ def test_yaml_of_a_training_run(tmp_path):
         ([*NEEDED, "--repeats", "0"], "--repeats must be at least 1, but is 0"),
         ([*NEEDED, "--tensor-model-parallel-size", "2"], "unrecognized arguments: --tensor-model-parallel-size 2"),
         ([*NEEDED, "--config", "absent.yaml"], "--config absent.yaml: "),
+        ([*NEEDED, "--output", "no/such/folder/x.json"], "--output no/such/folder/x.json must be a file that can be"),
+        ([*NEEDED, "--output", "."], "--output . must be a file that can be written to; give another place"),
     ],
 )
 def test_wrong_options_are_named(arguments, words, capsys):

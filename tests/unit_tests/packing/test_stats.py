@@ -69,7 +69,7 @@ def test_literal_account():
         capacity=16,
         num_dropped=6,
         num_cut=7,
-        num_moved_tokens=4,
+        num_moved_tokens=2,
         step_cost=12.0 + 40.0 + 2 * 2.0,
         step_cost_bound=40.0 + 2.0,  # one microbatch would do
         bubble=stats.bubble,
@@ -78,7 +78,12 @@ def test_literal_account():
     assert stats.fill == 10 / (2 * 2 * 16)
     assert stats.padding == 1 - 10 / 40
     assert stats.balance == 56 / 42
-    assert stats.moved == 4 / 10
+    assert stats.moved == 2 / 10
+
+
+def test_no_more_is_moved_than_there_is():
+    """Padding of short sequences, counted as moved, came to several times the tokens of the batch."""
+    assert account([1, 2, 3], rank=[1, 1, 1], microbatch=[0, 0, 1]).moved == 1
 
 
 def test_pipelines_are_accounted_for_by_simulation():

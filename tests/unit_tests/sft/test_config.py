@@ -100,6 +100,7 @@ def test_defaults():
 # Arguments, world size, and words that the message must hold: the flags that contradict, and what to do.
 CONTRADICTIONS = [
     ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "needs --sequence-packing"]),
+    ("--sequence-packing --dump-schedule 3 11", 1, ["--dump-schedule 11 must be at most --train-iters 10"]),
     (
         "--micro-batch-size 3",
         1,

@@ -248,6 +248,13 @@ def test_sequence_cost_does_not_depend_on_the_layout():
     assert sequence_cost(config_of(layout), 1000) == sequence_cost(config_of(), 1000)
 
 
+def test_each_context_parallel_rank_moves_the_weights():
+    """Microbatches would seem as much cheaper as ranks share a sequence, and packs be made too small."""
+    alone, shared = sequence_cost(config_of(), 1000), sequence_cost(config_of("--context-parallel-size 4"), 1000)
+    assert (shared.linear, shared.quadratic) == (alone.linear, alone.quadratic)
+    assert shared.fixed == 4 * alone.fixed > 0
+
+
 @pytest.fixture
 def fitted_file(tmp_path):
     """A file as calibrate writes it for the model of `config_of()` with a vocabulary of 1000."""

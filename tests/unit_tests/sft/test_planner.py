@@ -31,6 +31,8 @@ def lengths(tmp_path):
     return str(path)
 
 
+SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
+COST = {"linear": 1, "quadratic": 0, "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None}}
 EMPTY = "megatron.packing.scheduling.schedulers:empty"
 
 
@@ -52,7 +54,11 @@ def test_whole_command_without_torch(lengths, tmp_path):
     assert "dp 4, tp 2, pp 2, cp 2 = 32 devices" in done.stdout
     assert "8B (32 layers" in done.stdout
     assert "- default trains" in done.stdout
-    assert page.read_text().count("<svg") == 3
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert text.count("<h2>default: batch 1 of 8, 64 sequences</h2>") == 1
+    for where in (done.stdout, text):
+        assert "table     means of the 8 global batches; pictures show the first" in where
     assert not png or picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -83,6 +89,10 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
     assert "as it ran (empty)" in printed
     assert "step 12, scheduled by empty" in printed
     assert "as it ran (empty): step 12" in page.read_text()
+    with pytest.raises(ValueError, match=r"--vocab-size, --dp, --max-seqlen-per-dp-cp-rank cannot change .*leave out"):
+        plan([str(path), "--dp=4", "--max-seqlen-per-dp-cp-rank", "5000", "--vocab-size", "8", "--scheduler", "empty"])
+    with pytest.raises(ValueError, match="--dp cannot change"):  # though it is what is there without it
+        plan([str(path), "--dp", "1"])
 
 
 @pytest.mark.parametrize(
@@ -95,10 +105,28 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--dq", "2"], "unknown option --dq; did you mean --"),
         (["LENGTHS", "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
         (["LENGTHS", "--ep", "3"], "--ep 3 must divide"),
+        (["LENGTHS", *SHAPE, "--num-layers", "3", "--pp", "8"], "--num-layers 3 must be a multiple of --pp 8: stages"),
+        (["LENGTHS", "--pp", "3"], "--num-layers 32 (the default model's) must be a multiple of --pp 3"),
+        (["LENGTHS", "--pp", "4", "--vpp", "3"], "multiple of --pp 4 times --vpp 3; give a --vpp that divides the 8"),
+        (["LENGTHS", "--pack-cost", "COST", "--pp", "4"], "--num-layers 6 (of --pack-cost"),
+        (["LENGTHS", *SHAPE, "--num-attention-heads", "7"], "--hidden-size 64 must be a multiple of --num-attention-h"),
+        (["LENGTHS", "--num-experts", "4", "--moe-router-topk", "8"], "--moe-router-topk 8 must be at most --num-exp"),
+        (["LENGTHS", "--dp", "8", "--ep", "8"], "--ep 8 needs a model of experts; pass --num-experts, or leave out"),
+        (["LENGTHS", "--dp", "8", "--ep", "8", "--pack-cost", "COST"], "--ep 8 needs a model of experts"),
+        (["LENGTHS", "--dp", "8", "--ep", "8", "--num-experts", "4"], "--num-experts 4 must be a multiple of --ep 8"),
+        (["LENGTHS", "--tp", "16"], "--num-query-groups 8 (the default model's) must be a multiple of --tp 16; lower"),
+        (["LENGTHS", *SHAPE, "--tp", "3"], "--num-attention-heads 8 must be a multiple of --tp 3; lower --tp"),
+        (["LENGTHS", "--tp", "2", "--num-experts", "4"], "with --tp 2 needs --sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--swiglu"], "also needs --num-layers, --hidden-size, --num-attention-heads"),
+        (["LENGTHS", "--scheduler", "defualt"], "error: --scheduler must be one of"),
         (["LENGTHS", "--scheduler", "defualt"], "did you mean default?"),
-        (["LENGTHS", "--scheduler", "no.such:thing"], "can't be imported"),
+        (["LENGTHS", "--scheduler", "no.such:thing"], "--scheduler 'no.such:thing' can't be imported"),
+        (["LENGTHS", "--scheduler", "EXITS:f"], "EXITS:f' can't be imported: its module raises SystemExit(4)"),
+        (["HUGE"], "huge.csv:1: length must be 1 to 16777216, the most that is believed, but is 16777217"),
+        (["LENGTHS", "--png", "x.txt"], "--png x.txt: must end in .png, .pdf, .svg or .jpg"),
+        (["LENGTHS", "--png", "x"], "--png x: must end in .png"),
+        (["LENGTHS", "--html", "."], "--html .: is a folder; name a file in it"),
         (["LENGTHS", "--max-seqlen-per-dp-cp-rank", "100"], "the longest 400; raise --max-seqlen-per-dp-cp-rank"),
         (["LENGTHS", "--cp", "4", "--max-seqlen-per-dp-cp-rank", "1"], "must be at least 2 in this layout, but is 1"),
         (["LENGTHS", "--html", "no/such/folder/x.html"], "--html no/such/folder/x.html: no such folder"),
@@ -109,11 +137,16 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (['{"mode": "distribution", "type": "pareto"}'], "type must be one of"),
     ],
 )
-def test_mistakes_are_one_line(lengths, capsys, monkeypatch, arguments, said):
+def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments, said):
     """A traceback says where our code is, not what the user can do."""
     from megatron.packing.plan import main
 
-    monkeypatch.setattr(sys, "argv", ["plan", *(lengths if each == "LENGTHS" else each for each in arguments)])
+    (tmp_path / "cost.json").write_text(json.dumps(COST))
+    (tmp_path / "huge.csv").write_text("16777217\n")
+    (tmp_path / "EXITS.py").write_text("raise SystemExit(4)")
+    monkeypatch.syspath_prepend(tmp_path)
+    paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json"), "HUGE": str(tmp_path / "huge.csv")}
+    monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -121,6 +154,25 @@ def test_mistakes_are_one_line(lengths, capsys, monkeypatch, arguments, said):
     assert error.startswith("plan: error: ")
     assert error.count("\n") == 1
     assert said in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--dp 8 --ep 8 --num-experts 8",
+        "--pp 4 --vpp 8 --dp 4",
+        f"{' '.join(SHAPE)} --num-attention-heads 7 --kv-channels 9",
+        "--pack-cost COST --dp 8 --ep 8 --pp 5",
+    ],
+)
+def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments):
+    """What a cost written by hand doesn't say of its model is the user's matter. No advice that would be refused."""
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear": 1, "quadratic": 0}')
+    plan([lengths, "--scheduler", "default", *arguments.replace("COST", str(cost)).split()])
+    printed = capsys.readouterr().out
+    assert "- default trains" in printed
+    assert "--vpp 16" not in printed
 
 
 def test_over_length_policies(lengths, capsys):
@@ -131,6 +183,28 @@ def test_over_length_policies(lengths, capsys):
     Path(lengths).write_text("5\n6\n")
     with pytest.raises(ValueError, match="all sequences are longer than 4 tokens"):
         plan([lengths, "--seq-length", "4", "--over-length-policy", "drop"])
+
+
+@pytest.mark.parametrize("cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1}])
+def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(lengths, tmp_path, capsys, cost):
+    """The advice and the table would each have their own idea of what a microbatch costs a context-parallel rank."""
+    measured = tmp_path / "cost.json"
+    measured.write_text(json.dumps(cost))
+    given = [lengths, "--scheduler", "default", "--pp", "2", "--global-batch-size", "64"]
+    given += ["--pack-cost", str(measured)] * (cost is not None)
+
+    def planned(layout):
+        plan([*given, *layout.split()])
+        printed = capsys.readouterr().out
+        row = next(line.split() for line in printed.splitlines() if line.startswith("default"))
+        return float(row[6].replace(",", "")), printed
+
+    before, printed = planned("--dp 8 --cp 2")
+    advised = next(line for line in printed.splitlines() if "on as many devices" in line)
+    flags, _, change = advised.partition("--cp ")[2].partition(", on as many devices, would ")
+    after, _ = planned("--cp " + flags.replace(" with ", " ").replace(" and ", " "))
+    share, sign = float(change.split()[1].rstrip("%")), 1 if change.startswith("save") else -1
+    assert after / before == pytest.approx(1 - sign * share / 100, abs=0.001)
 
 
 def test_batches_are_drawn_without_replacement():

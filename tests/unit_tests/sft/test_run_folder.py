@@ -1,9 +1,19 @@
-"""The folders of a run: what is refused before any work."""
+"""The folders of a run: what is refused before any work, and what a step leaves in them."""
+
+import json
+from typing import Any
 
 import pytest
 
+from megatron.packing.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.sft.checkpoint import Progress
 from megatron.sft.options.output import OutputConfig
+from megatron.sft.planner import plan
 from megatron.sft.run_folder import prepare_output
+from tests.unit_tests.sft.command_line import parse
+from tests.unit_tests.sft.steps import STEP
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
@@ -18,3 +28,42 @@ def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="must be a folder that can be written to"):
         prepare_output(OutputConfig(run_dir=str(tmp_path / "file")))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("is_measured", "head", "time"), [(True, "time, ms", "10.0"), (False, "time, units", "0.01")])
+def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured, head, time):
+    """Scheduled by seconds and drawn without them, a step of 10 ms would be one of 0.01 of nobody knows what."""
+    from megatron.packing.data_schedule import GlobalBatch
+    from megatron.packing.settings import PackingSettings
+    from megatron.sft import run_folder
+
+    measured = tmp_path / "cost.json"
+    measured.write_text('{"linear": 0.001, "quadratic": 0, "fixed": 0, "model": {}}')
+    monkeypatch.setattr(run_folder.dist, "get_world_size", lambda: 2)
+    settings = PackingSettings(
+        scheduler="default",
+        alignment=Alignment(),
+        capacity=10,
+        over_length_policy="error",
+        microbatch_multiple=1,
+        cost=PackCost(0.001, 0.0),
+        model=StepModel(),
+    )
+    config = parse(f"--sequence-packing --dump-schedule {STEP.iteration}" + f" --pack-cost {measured}" * is_measured)
+    log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
+    packs = [[[10]], [[4, 2]]]
+    unread: Any = None
+    batch = GlobalBatch(
+        microbatches=[], stats=unread, pack_lengths=packs, settings=settings, delays=[], num_waiting=0, seconds=0.0
+    )  # fmt: skip
+    log.step(STEP, batch)
+    log.close()
+    path = tmp_path / f"schedule_{STEP.iteration}.json"
+    assert json.loads(path.read_text())["packs"] == packs
+    capsys.readouterr()
+    plan([str(path), "--scheduler", "default"])
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("as it ran (default)"))
+    assert head in printed
+    assert row[9] == time

@@ -68,8 +68,19 @@ def test_several_batches_are_averaged():
     assert found.fill == pytest.approx((19 + 2) / (32 + 16))
 
 
+def test_a_picture_says_which_batch_it_shows():
+    """Its figures are of one batch, those of the table are means: they look like a contradiction."""
+    titles = [record.title for record in outcomes(batches=(BATCH, BATCH))[1].records]
+    assert titles == ["batch 1 of 2, 6 sequences"] * len(SCHEDULERS)
+    assert outcomes()[1].records[0].title == "6 sequences"
+
+
 def broken(request):
     raise KeyError("oops")
+
+
+def exiting(request):
+    raise SystemExit(3)
 
 
 def overfull(request):
@@ -79,11 +90,14 @@ def overfull(request):
 
 def test_failing_schedulers_are_named():
     """A user's scheduler that is wrong must cost a line, not the table of the others."""
-    found, comparison = outcomes(schedulers={"mine": broken, "full": overfull, "default": SCHEDULERS["default"]})
+    found, comparison = outcomes(
+        schedulers={"mine": broken, "full": overfull, "exits": exiting, "default": SCHEDULERS["default"]}
+    )
     assert "default" in found
-    assert [failed.name for failed in comparison.failed] == ["mine", "full"]
+    assert [failed.name for failed in comparison.failed] == ["mine", "full", "exits"]
     assert "KeyError: 'oops'" in comparison.failed[0].reason
     assert "has 19 tokens, but a pack holds 8" in comparison.failed[1].reason
+    assert comparison.failed[2].reason == "SystemExit: 3"
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (8, 1), (2, 2), (4, 3)])

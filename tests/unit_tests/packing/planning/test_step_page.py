@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_page_needs_nothing_and_escapes():
     assert text.count('class="best"') == 1
 
 
+def test_bound_is_drawn_by_its_name():
+    """What a pipeline may fall below is no lower bound."""
+    text = page("plan", "", [replace(PICTURE, bound=0.9)], None, [])
+    assert "red line: bound of even packs" in text
+    assert "<title>bound of even packs</title>" in text
+    assert "lower bound" not in text
+    assert "red line" not in page("plan", "", [replace(PICTURE, bound=1.1)], None, [])
+
+
 def test_shorter_steps_are_drawn_shorter():
     """Side by side, half the time must be half the width."""
     short = picture_of(StepRecord(title="x", scheduler="y", layout=LAYOUT, packs=[[[1], [1]], [[1], [1]]]))
@@ -66,5 +76,7 @@ def test_plot_has_as_many_panels(tmp_path):
 
     figure = figure_of([PICTURE, PICTURE])
     assert len(figure.axes) == 2 * 3
+    labels = [figure_of([replace(PICTURE, bound=bound)]).axes[-1].get_xlabel() for bound in (0.9, 1.1)]
+    assert labels == ["modelled time; dashed red: bound of even packs", "modelled time"]
     figure.savefig(tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"

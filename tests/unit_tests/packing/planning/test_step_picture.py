@@ -67,6 +67,16 @@ def test_pipeline_stages_show_bubbles():
     assert picture.busy.mean() == pytest.approx(12 / 18, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("stages", "name", "said"), [(1, "lower bound", "of the bound, "), (2, "bound of even packs", "of even packs, ")]
+)
+def test_the_bound_has_the_name_that_the_log_gives_it(stages, name, said):
+    """Pipelines may end before it: a lower bound to the left of the end would be a contradiction."""
+    picture = picture_of(record([[[3], [3]]], num_stages=stages))
+    assert picture.bound_name == name
+    assert said in picture.facts
+
+
 def test_many_ranks_are_thinned_out_and_told():
     """4096 lines of a pixel's fraction show nothing; those left must hold the slowest and the quickest."""
     picture = picture_of(record([[[1 + rank % 10]] for rank in range(500)]))

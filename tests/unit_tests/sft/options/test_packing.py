@@ -19,6 +19,14 @@ CONTRADICTIONS = [
 ]
 
 
+def test_a_scheduler_whose_module_ends_the_program(tmp_path, monkeypatch):
+    """Training would end with its exit status, before any work and without a word."""
+    (tmp_path / "ends_the_program.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--sequence-packing-scheduler 'ends_the_program:f'", "raises SystemExit(0); guard"]
+    assert_refused("--sequence-packing --sequence-packing-scheduler ends_the_program:f", 1, words)
+
+
 @pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
     """An option that is passed over without a word is believed to work."""
