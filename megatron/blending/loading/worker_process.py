@@ -138,6 +138,9 @@ class ProcessWorker:
         """Where the process stands, by its own account."""
         try:
             before = os.path.getsize(self._stack_file)
+            if not before:
+                # It has not said yet that it can take the signal, which until then would end it.
+                return ": it is still starting; its imports may be slow"
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             for _ in range(20):
                 time.sleep(0.02)
@@ -168,6 +171,8 @@ def _process_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # From now on this process may be asked where it stands.
+    print("started", file=stacks, flush=True)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

@@ -177,3 +177,25 @@ def test_workers_work_ahead():
         next(loader)
     assert time.monotonic() - started < 0.4
     loader.close()
+
+
+def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
+    """Asked for its stack before it could give one, a worker whose imports took longer than
+    slow_worker_seconds was killed by the question.
+    """
+    script = tmp_path / "slow_start.py"
+    script.write_text(
+        "import logging, time\n"
+        "if __name__ == '__mp_main__':\n"
+        "    time.sleep(2)\n"
+        "from megatron.blending import WorkerConfig, get_loader\n"
+        "from tests.unit_tests.blending.number_streams import leaf\n"
+        "if __name__ == '__main__':\n"
+        "    logging.basicConfig()\n"
+        "    config = WorkerConfig(num_workers=1, start_method='spawn', slow_worker_seconds=0.3)\n"
+        "    with get_loader(leaf('a', 5), config) as loader:\n"
+        "        print(len(list(loader)))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout == "5\n", done.stderr
+    assert "has given nothing for 0 seconds: it is still starting" in done.stderr
