@@ -49,6 +49,16 @@ def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
     return Seeded(function) if getattr(function, "__restore_seeds__", False) else function
 
 
+def seeded_function_of(node: Any) -> Any:
+    """Return a function of a node of a stream that is called with seeds, or None."""
+    held = [*vars(node).values(), getattr(getattr(node, "load", None), "cook", None)]
+    for function in held:
+        function = getattr(function, "func", function)
+        if isinstance(function, Seeded):
+            return function.function
+    return None
+
+
 class Seeded:
     """Calls a function with generators that are seeded from its first argument, and puts them back."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from megatron.blending.loading.crew import Crew, warn_of_shared_lanes
+from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
 from megatron.blending.loading.loader_state import (
     VERSION,
     State,
@@ -54,6 +54,8 @@ class Loader(Generic[T_co]):
         if prefetch_factor < 1:
             raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
         self.config = worker_config or dataset.found_config() or WorkerConfig()
+        if self.config.num_workers and self.config.worker_kind == "thread":
+            check_threads(dataset)
         self._dataset = dataset
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor

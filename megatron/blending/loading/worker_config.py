@@ -37,7 +37,8 @@ class WorkerConfig:
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
     """Called with (error, sample, place) in place of the log, for a sample that failed; what it raises is fatal."""
     worker_kind: str = "process"
-    """"process" or "thread"."""
+    """"process" or "thread". Threads share the generators of random numbers with the training loop, so that functions
+    marked `@stateless(restore_seeds=True)` are refused there."""
     start_method: str | None = None
     """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
