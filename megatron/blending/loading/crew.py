@@ -80,7 +80,8 @@ class Crew:
         patience = Patience(config.slow_worker_seconds, config.worker_timeout_seconds)
         if config.worker_kind == "thread":
             return ThreadWorker(name, make, ahead, patience)
-        return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers)
+        seed = config.seed + config.seed_offset
+        return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers, seed)
 
 
 def make_server(

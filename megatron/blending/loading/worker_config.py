@@ -25,7 +25,8 @@ class WorkerConfig:
     data_parallel_group: Any = None
     """Process group that rank and world size are taken from; None: all processes."""
     seed: int = 0
-    """Of the order of everything."""
+    """Of the order of everything; and, with rank, worker and where it begins, of the random numbers that a worker
+    process draws in functions that are not `@stateless(restore_seeds=True)`."""
     seed_offset: int = 0
     """Is added to the seed."""
     num_lanes: int = 960

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Server
 from megatron.blending.loading.transport import Sender, receive
 from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
+from megatron.blending.streams.order import salted_seed
 
 logger = logging.getLogger("megatron.blending")
 
@@ -35,7 +37,9 @@ class ProcessWorker:
         patience: Patience,
         start_method: str | None,
         others: "list[ProcessWorker]",
+        seed: int = 0,
     ) -> None:
+        """`seed`: of the random numbers of functions that are not seeded for each sample, together with the name."""
         self.name = name
         self._slow, self._timeout = patience
         self._generation = -1
@@ -50,7 +54,16 @@ class ProcessWorker:
         to_close = inherited if context.get_start_method() == "fork" else []
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_process_main,
-            args=(make_server, their_commands, their_outputs, to_close, ahead, self._stack_file, os.getpid()),
+            args=(
+                make_server,
+                their_commands,
+                their_outputs,
+                to_close,
+                ahead,
+                self._stack_file,
+                os.getpid(),
+                (seed, name),
+            ),
             name=name,
             daemon=True,
         )
@@ -161,6 +174,7 @@ def _process_main(
     ahead: int,
     stack_file: str,
     parent: int,
+    salt: tuple[int, str],
 ) -> None:
     # The end of the pipe must be seen when the parent is gone, so no other process may hold it open.
     for inherited in to_close:
@@ -186,7 +200,13 @@ def _process_main(
             if os.getppid() != parent:
                 return "stop"
         command = commands.recv_bytes()
-        return pickle.loads(command) if command else "more"
+        told = pickle.loads(command) if command else "more"
+        if isinstance(told, Start):
+            # Else forked workers would all draw what their parent was about to.
+            seed, name = salt
+            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            seed_generators(salted_seed(seed, place) % 2**32)
+        return told
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):
