@@ -137,6 +137,9 @@ class BatchPlan:
     def child(self, number: int) -> Plan:
         return self._child
 
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(self.span(start)[0], self.span(end - 1)[1])
+
     def span(self, place: int) -> tuple[int, int]:
         """Where in the child's plan a batch starts and ends."""
         return self._ends[place] - self._sizes[place], self._ends[place]

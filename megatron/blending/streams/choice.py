@@ -180,6 +180,10 @@ class ChoicePlan:
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)
 
+    def sources(self, start: int, end: int) -> set[int]:
+        places = map(self.at, range(start, end))
+        return set().union(*(self._plans[child].sources(rank, rank + 1) for child, rank in places))
+
     def at(self, place: int) -> tuple[int, int]:
         """Return (child, place in the child's plan)."""
         if self._ranks is None:
@@ -190,7 +194,21 @@ class ChoicePlan:
 
 
 class ChoiceLane(CursorNode):
+    """In step with its parent also where a child is not: which child comes next is not touched by what it left out."""
+
     node: ChoiceDataset
+    _last: tuple[int, Any] | None = None
+    """Number and child of the last output."""
+
+    def pull_same(self) -> tuple[Any, Any]:
+        if self._last is not None:
+            number, child = self._last
+            self._children[number] = child
+            try:
+                return child.pull_same()
+            except LaneEnd:
+                pass
+        return super().pull_same()
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
         while True:
@@ -207,6 +225,7 @@ class ChoiceLane(CursorNode):
                 self.passed_over(block, within)
                 continue
             self.passed(block, within)
+            self._last = number, child
             if len(self._children) > _FEW_CHILDREN and not child.collect():
                 del self._children[number]
             return found

@@ -105,6 +105,9 @@ class LimitPlan:
     def child(self, number: int) -> Plan:
         return self._child
 
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(start, end)
+
 
 class LimitLane(CursorNode):
     """Gives as many as there are places; where the child left some out, from behind the limit."""
