@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.blending.encoding.leaves import Reading, open_leaf
+from megatron.blending.encoding.leaves import Reading, file_of, open_leaf
 from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
 from megatron.blending.formats.nv_meta import read_split_names
 from megatron.blending.metadatasets.metadataset import (
@@ -20,7 +20,7 @@ from megatron.blending.metadatasets.metadataset import (
     multiplied,
 )
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
-from megatron.blending.metadatasets.paths import is_folder, is_metadataset, read_text
+from megatron.blending.metadatasets.paths import is_metadataset, read_text
 from megatron.blending.metadatasets.yaml_place import nearest
 from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
 from megatron.blending.streams.span import RepeatDataset
@@ -101,7 +101,7 @@ def split_names(path: str) -> set[str]:
     """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
     if is_metadataset(path):
         return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
-    return set(read_split_names(path)) if is_folder(path) else set()
+    return set(read_split_names(path)) if file_of(path) is None else set()
 
 
 def _endless(dataset: Any, repeat: bool) -> Any:
