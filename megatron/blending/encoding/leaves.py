@@ -21,7 +21,8 @@ from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
 from megatron.blending.formats import files
 from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
-from megatron.blending.formats.files import is_file
+from megatron.blending.formats.field_map import FieldMap
+from megatron.blending.formats.files import is_file, local_path
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.formats.webdataset import WebDataset, open_webdataset
@@ -85,11 +86,36 @@ def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
     if not webdataset.sample_type.is_crude:
         if leaf.aux:
             raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
+        _check_parts(webdataset)
         return source, TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode)
     stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
     primary = LazyStore(leaf.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, leaf.where)
     return source, CrudeLoad(webdataset, subflavors, leaf.path, decode, cook)
+
+
+def _check_parts(dataset: WebDataset) -> None:
+    """ValueError if a field comes from a part that neither the first, the middle nor the last sample has.
+
+    Most often it is the first that is read, and no other. Of remote data none is.
+    """
+    if local_path(dataset.path) is None or not dataset.sample_type.field_map:
+        return
+    kind, found = dataset.sample_type, dict[str, None]()
+    for index in (0, len(dataset) // 2, len(dataset) - 1):
+        try:
+            found.update(dict.fromkeys(dataset[index]))
+        except (ValueError, OSError):
+            # What is wrong with a sample is said when it is used.
+            return
+        missing = [name for name, text in kind.field_map.items() if not FieldMap({name: text}).parts & found.keys()]
+        if not missing:
+            return
+    parts = [part for part in found if not part.startswith("__")]
+    text = kind.field_map[missing[0]]
+    raise ValueError(
+        f"{kind.where}: field_map: {missing[0]}: no sample has a part {text!r}; {nearest(text, parts, 'parts')}"
+    )
 
 
 def file_of(path: str) -> str | None:

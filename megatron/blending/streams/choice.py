@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class BlendDataset(ChoiceDataset):
         self._sizes = [child.size for child in self.children]
         self._sequence: Any = None
         integer_weights(self.weights)
+        if schedule is not None and not isinstance(schedule, WeightSchedule):
+            raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
         num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
         if num_weights != len(self.children):
             raise ValueError(
@@ -250,6 +253,13 @@ def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
             raise ValueError(f"{kind} takes pairs (data set, weight), but argument {number} is {type(pair).__name__}")
     check_datasets(kind, [pair[0] for pair in given])
     return [(pair[0], pair[1]) for pair in given]
+
+
+def check_count(kind: str, name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{kind}: {name} must be a whole number, but is {value!r}")
+    if value < 1:
+        raise ValueError(f"{kind}: {name} must be at least 1, but is {value}")
 
 
 def check_datasets(kind: str, datasets: Sequence[Any]) -> None:

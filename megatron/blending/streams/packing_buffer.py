@@ -8,6 +8,7 @@ from types import GeneratorType
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.streams.choice import check_count
 from megatron.blending.streams.dataset import origin_tag
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holding import HoldingDataset, HoldingLane
@@ -43,8 +44,7 @@ class PackingDataset(HoldingDataset):
         **ignored: Any,
     ) -> None:
         check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
-        if buffer_size < 1:
-            raise ValueError(f"PackingDataset: buffer_size must be at least 1, but is {buffer_size}")
+        check_count("PackingDataset", "buffer_size", buffer_size)
         if over_long not in OVER_LONG:
             raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
         super().__init__(dataset, buffer_size, worker_config)

@@ -180,6 +180,19 @@ def test_mistakes_in_dataset_yaml_are_named(tmp_path):
     assert "unknown class 'TextSampel'; did you mean 'TextSample'?" in refused(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "txt: txt"))
     assert "field_map: TextSample has no field 'txt'; did you mean 'text'?" in refused(folder)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
+    assert "dataset.yaml:1: field_map: text: no sample has a part 'tx'; did you mean 'txt'?" in refused(folder)
+
+
+def test_a_part_that_some_samples_lack_is_no_mistake(tmp_path):
+    """What the first sample lacks may be in others; and what one cannot read is said when it is used."""
+    samples = [("a", {"other": b"y"}), ("b", {"txt": b"y"})]
+    reading = Reading(encoder=DefaultTaskEncoder())
+    source, load = records_of(str(write_folder(tmp_path / "c", {"s.tar": samples}, TEXT)), "train", reading)
+    assert load(source[1], ("0", 7, 1)).text == "y"
+    folder = write_folder(tmp_path / "d", {"s.tar": [("k", {"txt": b"y"})]}, TEXT)
+    (folder / "s.tar").unlink()
+    records_of(str(folder), "train", reading)
 
 
 class Both(TextSample):

@@ -211,11 +211,15 @@ def smallish(sample):
     return ("a", 5 if sample[1] == 7 else 30)
 
 
-def test_select_must_return_lists():
-    for given in (None, [("a", 1), 3], 5):
-        tree = PackingDataset(endless(), 4, lambda samples, given=given: given, list)
-        with pytest.raises(FatalSampleError, match="select_samples_to_pack must return a list of lists"):
-            listed(tree, 1)
+@pytest.mark.parametrize("given", [None, [("a", 1), 3], 5])
+def test_select_must_return_lists(given):
+    """A function that forgets to return ended in a TypeError of a line in here."""
+
+    def select(samples):
+        return given
+
+    with pytest.raises(FatalSampleError, match="select_samples_to_pack must return a list of lists"):
+        listed(PackingDataset(endless(), 4, select, list), 1)
 
 
 def test_select_must_return_what_it_was_given():
