@@ -90,7 +90,7 @@ class ChatSource:
     def _leave_out(self, failure: ValueError, place: str, sample: Any) -> Dropped:
         fault = SampleError(str(failure).removeprefix(f"{place}: "))
         if self._failures is None:
-            raise ValueError(f"{place}: {fault}") from None
+            raise ValueError(f"{place}: {fault}; or pass --skip-bad-samples") from None
         try:
             self._failures.leave_out(fault, 0, self._task.encode_sample, lambda: f"{self.name}: {place}", sample)
         except FatalSampleError as fatal:

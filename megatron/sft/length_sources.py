@@ -173,7 +173,7 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
         except (RecordError, SampleError) as error:
             if not tokenization.skip_bad_samples:
                 where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
-                raise ValueError(f"{where}{error}") from error
+                raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1
             continue
         if isinstance(sample, EncodedSample):

@@ -19,13 +19,15 @@ from megatron.blending.encoding.loads import CrudeLoad, FileLoad, TypedLoad
 from megatron.blending.encoding.samples import SAMPLE_TYPES
 from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
+from megatron.blending.formats import files
 from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
-from megatron.blending.formats.files import is_file
+from megatron.blending.formats.field_map import FieldMap
+from megatron.blending.formats.files import is_file, local_path
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.formats.webdataset import WebDataset, open_webdataset
 from megatron.blending.metadatasets.metadataset import Join, Leaf
-from megatron.blending.metadatasets.paths import is_folder
+from megatron.blending.metadatasets.paths import URL, is_folder
 from megatron.blending.metadatasets.yaml_place import nearest
 from megatron.blending.streams.leaf import LeafDataset
 
@@ -76,13 +78,15 @@ def open_records(leaf: Leaf | Join, reading: Reading) -> tuple[RecordSource, Loa
 
 def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
     decode = _decoder(reading)
-    if not is_folder(leaf.path):
-        return _open_file(leaf, reading, decode)
+    path = file_of(leaf.path)
+    if path is not None:
+        return _open_file(leaf, path, reading, decode)
     webdataset, subflavors = _open_webdataset(leaf, reading)
     source = part_of(webdataset, leaf.subset)
     if not webdataset.sample_type.is_crude:
         if leaf.aux:
             raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
+        _check_parts(webdataset)
         return source, TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode)
     stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
     primary = LazyStore(leaf.path, decode)
@@ -90,9 +94,47 @@ def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
     return source, CrudeLoad(webdataset, subflavors, leaf.path, decode, cook)
 
 
-def _open_file(leaf: Leaf, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
-    is_named = os.path.splitext(leaf.path)[1] in SOURCES or not is_file(leaf.path + _TOKENS_SUFFIX)
-    path = leaf.path if is_named else leaf.path + _TOKENS_SUFFIX
+def _check_parts(dataset: WebDataset) -> None:
+    """ValueError if a field comes from a part that neither the first, the middle nor the last sample has.
+
+    Most often it is the first that is read, and no other. Of remote data none is.
+    """
+    if local_path(dataset.path) is None or not dataset.sample_type.field_map:
+        return
+    kind, found = dataset.sample_type, dict[str, None]()
+    for index in (0, len(dataset) // 2, len(dataset) - 1):
+        try:
+            found.update(dict.fromkeys(dataset[index]))
+        except (ValueError, OSError):
+            # What is wrong with a sample is said when it is used.
+            return
+        missing = [name for name, text in kind.field_map.items() if not FieldMap({name: text}).parts & found.keys()]
+        if not missing:
+            return
+    parts = [part for part in found if not part.startswith("__")]
+    text = kind.field_map[missing[0]]
+    raise ValueError(
+        f"{kind.where}: field_map: {missing[0]}: no sample has a part {text!r}; {nearest(text, parts, 'parts')}"
+    )
+
+
+def file_of(path: str) -> str | None:
+    """Return the file of records that a path or URL means, None if it means a prepared folder.
+
+    Token sequences may be named by either of their files, or by what these have in common; of a URL without suffix,
+    which else is a folder, this asks the storage.
+    """
+    stem, suffix = os.path.splitext(path)
+    if suffix == ".idx" and is_file(stem + _TOKENS_SUFFIX):
+        return stem + _TOKENS_SUFFIX
+    if is_folder(path) and (URL not in path or files.is_folder(path)):
+        return None
+    if suffix not in SOURCES and is_file(path + _TOKENS_SUFFIX):
+        return path + _TOKENS_SUFFIX
+    return None if is_folder(path) else path
+
+
+def _open_file(leaf: Leaf, path: str, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
     whole = open_source(path)
     stores = {name: open_store(store, decode, leaf.where) for name, store in leaf.aux.items()}
     primary = SystemFileStore(os.path.dirname(path), decode)

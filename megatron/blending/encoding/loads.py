@@ -56,7 +56,7 @@ class CrudeLoad:
         self._subflavors = subflavors
         self._path = path
         self._decode = decode
-        self._cook = cook
+        self.cook = cook
         self.__failure_tolerance__ = failure_tolerance_of(cook)
 
     def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
@@ -64,7 +64,7 @@ class CrudeLoad:
         sample["__restore_key__"] = restore_key
         sample["__subflavors__"] = self._subflavors
         sample["__sources__"] = (SourceInfo(self._path, restore_key[-1], sample["__shard__"]),)
-        return sample if self._cook is None else self._cook(sample)
+        return sample if self.cook is None else self.cook(sample)
 
 
 class FileLoad:
@@ -80,7 +80,7 @@ class FileLoad:
         self._first = first
         self._is_json = is_json
         self._subflavors = subflavors
-        self._cook = cook
+        self.cook = cook
         self.__failure_tolerance__ = failure_tolerance_of(cook)
 
     def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
@@ -89,7 +89,7 @@ class FileLoad:
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Return the samples of many records: in one loop, as calls would cost a fifth more."""
         path, name, first, is_json = self._path, self._name, self._first, self._is_json
-        subflavors, cook, samples = self._subflavors, self._cook, []
+        subflavors, cook, samples = self._subflavors, self.cook, []
         for record, restore_key in zip(records, restore_keys):
             number = restore_key[-1]
             sample = CrudeSample()

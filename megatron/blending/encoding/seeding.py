@@ -49,6 +49,16 @@ def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
     return Seeded(function) if getattr(function, "__restore_seeds__", False) else function
 
 
+def seeded_function_of(node: Any) -> Any:
+    """Return a function of a node of a stream that is called with seeds, or None."""
+    held = [*vars(node).values(), getattr(getattr(node, "load", None), "cook", None)]
+    for function in held:
+        function = getattr(function, "func", function)
+        if isinstance(function, Seeded):
+            return function.function
+    return None
+
+
 class Seeded:
     """Calls a function with generators that are seeded from its first argument, and puts them back."""
 
@@ -70,16 +80,21 @@ def seed_of(sample: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(origin).encode(), digest_size=4).digest(), "little")
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, with 32 bits."""
+    random.seed(seed)
+    np.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators of random, numpy and (if it was imported) torch on the CPU, for as long as it is entered."""
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
     try:
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch:
-            torch.default_generator.manual_seed(seed)
+        seed_generators(seed)
         yield
     finally:
         random.setstate(states[0])

@@ -34,8 +34,7 @@ class JsonArraySource:
         item = self._items[index]
         if not isinstance(item, dict):
             raise RecordError(
-                f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; "
-                "fix the item or pass --skip-bad-samples"
+                f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; fix the item"
             )
         return item
 

@@ -127,7 +127,7 @@ class JsonlSource:
             fault = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         except (ValueError, RecursionError) as error:
             fault = f"not JSON that can be read: {error}"
-        return RecordError(f"{self.describe(index)}: {fault}; fix the line or pass --skip-bad-samples")
+        return RecordError(f"{self.describe(index)}: {fault}; fix the line")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_path": self._path}

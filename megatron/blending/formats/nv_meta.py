@@ -51,6 +51,7 @@ class SplitPart:
     shards: tuple[tuple[str, int], ...]
     excluded: tuple[tuple[str, str], ...]
     """(shard, key) of samples."""
+    name: str = ""
 
 
 def read_info(root: str) -> dict[str, int]:
@@ -88,6 +89,7 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
     return SplitPart(
         tuple((shard, counts[shard]) for shard in shards if shard in kept),
         tuple(sample for entry in sorted(excluded) if (sample := _excluded_sample(entry, kept))),
+        part,
     )
 
 

@@ -94,7 +94,7 @@ class WebDataset:
         self._start_of_file: list[int | None] | None = None
         self._prepare_parts()
         if len(self) == 0:
-            raise ValueError(f"{path}: this part of the data set has no samples; name another, or leave it out")
+            raise ValueError(f"{path}: split {part.name!r} has no samples; name another, or leave it out")
 
     def __len__(self) -> int:
         return (int(self._ends[-1]) if len(self._ends) else 0) - len(self._skipped)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.blending.encoding.seeding import seeded_function_of
 from megatron.blending.loading.server import Server
 from megatron.blending.loading.worker import Message, Patience, Start, Worker
 from megatron.blending.loading.worker_config import WorkerConfig
@@ -79,7 +80,8 @@ class Crew:
         patience = Patience(config.slow_worker_seconds, config.worker_timeout_seconds)
         if config.worker_kind == "thread":
             return ThreadWorker(name, make, ahead, patience)
-        return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers)
+        seed = config.seed + config.seed_offset
+        return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers, seed)
 
 
 def make_server(
@@ -87,6 +89,21 @@ def make_server(
 ) -> Server:
     """Make a server where it works."""
     return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling))
+
+
+def check_threads(dataset: SavableDataset[Any]) -> None:
+    """ValueError if a function is to be seeded: the generators are those of the process, so that threads would draw
+    from one another's, and from the training loop's.
+    """
+    function = seeded_function_of(dataset)
+    if function is not None:
+        name = getattr(function, "__qualname__", function)
+        raise ValueError(
+            f"{name} is marked @stateless(restore_seeds=True), which threads cannot keep apart; "
+            "use worker_kind='process', or num_workers=0"
+        )
+    for child in dataset.children:
+        check_threads(child)
 
 
 def warn_of_shared_lanes(num_lanes: int, config: WorkerConfig) -> None:

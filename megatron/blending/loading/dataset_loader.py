@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.blending.encoding.leaves import Reading, open_leaf
+from megatron.blending.encoding.leaves import Reading, file_of, open_leaf
 from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
 from megatron.blending.formats.nv_meta import read_split_names
 from megatron.blending.metadatasets.metadataset import (
@@ -20,7 +20,7 @@ from megatron.blending.metadatasets.metadataset import (
     multiplied,
 )
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
-from megatron.blending.metadatasets.paths import is_folder, is_metadataset, read_text
+from megatron.blending.metadatasets.paths import is_metadataset, read_text
 from megatron.blending.metadatasets.yaml_place import nearest
 from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
 from megatron.blending.streams.span import RepeatDataset
@@ -101,7 +101,7 @@ def split_names(path: str) -> set[str]:
     """Return the splits that a metadataset, or a prepared folder, says it has; a file has none."""
     if is_metadataset(path):
         return set(parse_metadataset(path, read_yaml(path, read_text(path, ""))))
-    return set(read_split_names(path)) if is_folder(path) else set()
+    return set(read_split_names(path)) if file_of(path) is None else set()
 
 
 def _endless(dataset: Any, repeat: bool) -> Any:
@@ -109,6 +109,11 @@ def _endless(dataset: Any, repeat: bool) -> Any:
 
 
 def _repeated(dataset: Any, repetitions: Any, leaf: Leaf | Join) -> LoadedDataset:
+    if not int(len(dataset) * repetitions):
+        raise ValueError(
+            f"{leaf.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is none; "
+            "raise it, or leave the source out"
+        )
     if repetitions != 1:
         dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)
     return LoadedDataset(dataset, len(dataset), leaf, float(repetitions))
@@ -127,6 +132,8 @@ class DatasetLoader(DatasetLoaderInterface):
         dataset_config: str | None = None,
         split_config: str | None = None,
     ) -> None:
+        if subflavors is not None and not isinstance(subflavors, Mapping):
+            raise ValueError(f"subflavors must be a dict of names and values, but is {subflavors!r}")
         self.path = os.fspath(path)
         self.split_part = split_part
         self._subflavors = dict(subflavors or {})
@@ -172,12 +179,17 @@ class MetadatasetV2(_Metadataset):
 def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:
     """Return what gives the sources at `path`. `options`: those of DatasetLoader, where it is data."""
     location = os.fspath(path)
-    known = [name for name in inspect.signature(DatasetLoader).parameters if name != "path"]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"unknown option {name!r}; {nearest(name, known, 'options')}")
+    check_options(options)
     if options or not is_metadataset(location):
         return DatasetLoader(path=location, **options)
     content = read_yaml(location, read_text(location, ""))
     is_second = isinstance(content, dict) and content.get("__class__") == MetadatasetV2.__name__
     return (MetadatasetV2 if is_second else Metadataset)(location, content)
+
+
+def check_options(options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """ValueError for one that DatasetLoader does not have. `others`: what may have been meant as well."""
+    known = [name for name in inspect.signature(DatasetLoader).parameters if name != "path"]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"unknown option {name!r}; {nearest(name, dict.fromkeys([*others, *known]), 'options')}")

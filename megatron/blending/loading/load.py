@@ -24,8 +24,10 @@ from megatron.blending.loading.dataset_loader import (
     DatasetLoaderInterface,
     LoadedDataset,
     LoadedDatasetList,
+    check_options,
     load_dataset,
 )
+from megatron.blending.loading.worker_config import check_worker_config
 from megatron.blending.streams.weights import WeightSchedule
 
 Path = str | os.PathLike[str]
@@ -64,7 +66,7 @@ def get_train_dataset(
     ValueError for anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size)
+    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
     _whole_number("virtual_epoch_length", virtual_epoch_length, 0)
     _one_of("proportions", proportions, ("exact", "random"))
     _one_of("weights_by", weights_by, ("samples", "tokens"))
@@ -74,7 +76,7 @@ def get_train_dataset(
         shuffle_window=_whole_number("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
         allow_code=allow_code,
     )
-    loaded = _loader(path, options).get_datasets(
+    loaded = _loader(path, options, get_train_dataset).get_datasets(
         training=True,
         split_part=split_part,
         worker_config=worker_config,
@@ -116,7 +118,7 @@ def get_val_dataset(
 ) -> Any:
     """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size)
+    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
     loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
     return _build_val(encoder, loaded.datasets, worker_config, batch_size, batch_drop_last, packing_buffer_size, limit)
 
@@ -136,7 +138,7 @@ def get_val_datasets(
 ) -> list[tuple[Any, Any]]:
     """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size)
+    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
     loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
     return [
         (
@@ -155,7 +157,7 @@ def _val_sources(
     allow_code: bool,
     options: Mapping[str, Any],
 ) -> LoadedDatasetList:
-    return _loader(path, options).get_datasets(
+    return _loader(path, options, get_val_dataset).get_datasets(
         training=False,
         split_part=split_part,
         worker_config=worker_config,
@@ -187,6 +189,8 @@ def _weighted(
     path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
     """The sources and the schedule, with weights in samples."""
+    if schedule is not None and not isinstance(schedule, WeightSchedule):
+        raise ValueError(f"weight_schedule must be a WeightSchedule, but is {schedule!r}")
     if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
         raise ValueError(f"{path}: weight_schedule is for a 'blend' of several sources; remove it")
     if weights_by == "samples":
@@ -196,7 +200,12 @@ def _weighted(
     return by_tokens(loaded.datasets, schedule, encoder)
 
 
-def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> DatasetLoaderInterface:
+def _loader(
+    path: Path | DatasetLoaderInterface, options: Mapping[str, Any], function: Callable[..., Any]
+) -> DatasetLoaderInterface:
+    """What gives the sources; `options`: what `function` was given besides its own arguments."""
+    own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    check_options(options, own)
     if isinstance(path, DatasetLoaderInterface):
         if options:
             raise ValueError(f"option {next(iter(options))!r} is for a path; give it to load_dataset")
@@ -206,8 +215,14 @@ def _loader(path: Path | DatasetLoaderInterface, options: Mapping[str, Any]) -> 
     return load_dataset(path, **options)
 
 
-def _check(encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None) -> None:
+def _check(
+    encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None, split_part: Any, worker_config: Any
+) -> None:
     check_encoder(encoder, packing_buffer_size)
+    if not isinstance(split_part, str) or not split_part:
+        raise ValueError(f"split_part must be the name of a split, but is {split_part!r}")
+    if worker_config is not None:
+        check_worker_config(worker_config)
     _whole_number("batch_size", batch_size)
     _whole_number("packing_buffer_size", packing_buffer_size)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from megatron.blending.loading.crew import Crew, warn_of_shared_lanes
+from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
 from megatron.blending.loading.loader_state import (
     VERSION,
     State,
@@ -26,7 +26,7 @@ from megatron.blending.loading.loader_state import (
 from megatron.blending.loading.pinning import may_pin, pinned
 from megatron.blending.loading.server import END
 from megatron.blending.loading.worker import Message
-from megatron.blending.loading.worker_config import WorkerConfig
+from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
 from megatron.blending.streams.dataset import Binding, SavableDataset
 
 logger = logging.getLogger("megatron.blending")
@@ -53,7 +53,11 @@ class Loader(Generic[T_co]):
             raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
         if prefetch_factor < 1:
             raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
-        self.config = worker_config or dataset.found_config() or WorkerConfig()
+        found = dataset.found_config() if worker_config is None else worker_config
+        self.config: WorkerConfig = WorkerConfig() if found is None else found
+        check_worker_config(self.config)
+        if self.config.num_workers and self.config.worker_kind == "thread":
+            check_threads(dataset)
         self._dataset = dataset
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
@@ -127,7 +131,7 @@ class Loader(Generic[T_co]):
         """
         if on_change not in ("error", "remap"):
             raise ValueError(f"on_change must be 'error' or 'remap', but is {on_change!r}")
-        states = [state] if isinstance(state, dict) else list(state)
+        states = [state] if isinstance(state, dict) else list(state or ())
         if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
             raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)

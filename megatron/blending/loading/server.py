@@ -87,7 +87,7 @@ class Server:
                 self._lanes[number] = self._lane(number, [slot // self.num_lanes, 0])
                 continue
             self._slot += self._step
-            self.failures.succeeded()
+            self.failures.succeeded(self._sources if lane is None else lane.sources)
             if slot >= self._first_wanted and slot % self._num_seats == self._seat:
                 return Output(slot, value)
 
@@ -129,6 +129,11 @@ class Server:
         self._at += 1
         self._taken = self._at
         return value
+
+    def _sources(self) -> set[int]:
+        """Those of the output that was just made by arithmetic."""
+        assert self._plan is not None
+        return self._plan.sources(self._at - 1, self._at)
 
     def _plan_from(self, slot: int) -> None:
         """Plan the next slots whose lanes are in step: few at first, so that the first output comes soon."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from megatron.blending.metadatasets.yaml_place import nearest
@@ -25,7 +26,8 @@ class WorkerConfig:
     data_parallel_group: Any = None
     """Process group that rank and world size are taken from; None: all processes."""
     seed: int = 0
-    """Of the order of everything."""
+    """Of the order of everything; and, with rank, worker and where it begins, of the random numbers that a worker
+    process draws in functions that are not `@stateless(restore_seeds=True)`."""
     seed_offset: int = 0
     """Is added to the seed."""
     num_lanes: int = 960
@@ -37,7 +39,8 @@ class WorkerConfig:
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
     """Called with (error, sample, place) in place of the log, for a sample that failed; what it raises is fatal."""
     worker_kind: str = "process"
-    """"process" or "thread"."""
+    """"process" or "thread". Threads share the generators of random numbers with the training loop, so that functions
+    marked `@stateless(restore_seeds=True)` are refused there."""
     start_method: str | None = None
     """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
@@ -52,6 +55,14 @@ class WorkerConfig:
         if self.rank is None:
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
+        for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_lanes", "failure_tolerance"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, but is {value!r}")
+        for name in ("slow_worker_seconds", "worker_timeout_seconds"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, but is {value!r}")
         if not 0 <= self.this_rank < self.num_ranks:
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         for name, least in (("num_workers", 0), ("num_lanes", 1), ("failure_tolerance", 0)):
@@ -80,6 +91,11 @@ class WorkerConfig:
 
     def seat_of(self, worker: int) -> int:
         return self.this_rank + self.num_ranks * worker
+
+
+def check_worker_config(value: Any) -> None:
+    if not isinstance(value, WorkerConfig):
+        raise ValueError(f"worker_config must be a WorkerConfig, but is {value!r}; write WorkerConfig(num_workers=...)")
 
 
 def _distributed(group: Any) -> tuple[int, int]:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Server
 from megatron.blending.loading.transport import Sender, receive
 from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
+from megatron.blending.streams.order import salted_seed
 
 logger = logging.getLogger("megatron.blending")
 
@@ -35,7 +37,9 @@ class ProcessWorker:
         patience: Patience,
         start_method: str | None,
         others: "list[ProcessWorker]",
+        seed: int = 0,
     ) -> None:
+        """`seed`: of the random numbers of functions that are not seeded for each sample, together with the name."""
         self.name = name
         self._slow, self._timeout = patience
         self._generation = -1
@@ -50,7 +54,16 @@ class ProcessWorker:
         to_close = inherited if context.get_start_method() == "fork" else []
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_process_main,
-            args=(make_server, their_commands, their_outputs, to_close, ahead, self._stack_file, os.getpid()),
+            args=(
+                make_server,
+                their_commands,
+                their_outputs,
+                to_close,
+                ahead,
+                self._stack_file,
+                os.getpid(),
+                (seed, name),
+            ),
             name=name,
             daemon=True,
         )
@@ -138,6 +151,9 @@ class ProcessWorker:
         """Where the process stands, by its own account."""
         try:
             before = os.path.getsize(self._stack_file)
+            if not before:
+                # It has not said yet that it can take the signal, which until then would end it.
+                return ": it is still starting; its imports may be slow"
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             for _ in range(20):
                 time.sleep(0.02)
@@ -158,6 +174,7 @@ def _process_main(
     ahead: int,
     stack_file: str,
     parent: int,
+    salt: tuple[int, str],
 ) -> None:
     # The end of the pipe must be seen when the parent is gone, so no other process may hold it open.
     for inherited in to_close:
@@ -168,6 +185,8 @@ def _process_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # From now on this process may be asked where it stands.
+    print("started", file=stacks, flush=True)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 
@@ -181,7 +200,13 @@ def _process_main(
             if os.getppid() != parent:
                 return "stop"
         command = commands.recv_bytes()
-        return pickle.loads(command) if command else "more"
+        told = pickle.loads(command) if command else "more"
+        if isinstance(told, Start):
+            # Else forked workers would all draw what their parent was about to.
+            seed, name = salt
+            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            seed_generators(salted_seed(seed, place) % 2**32)
+        return told
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):

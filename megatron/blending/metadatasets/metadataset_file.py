@@ -123,6 +123,8 @@ def _parse_v2_node(place: Place, value: Any) -> Entry:
     if kinds and kinds[0] in ("blend", "blend_epochized"):
         place.check_keys(table, (kinds[0], "subset"))
         return _parse_group(place, table, kinds[0], ())
+    if not kinds:
+        place.check_keys(table, ("path", "blend", "blend_epochized", *_JOIN[:2], *_REFERENCE[1:]))
     return _parse_leg(place, table, "")
 
 

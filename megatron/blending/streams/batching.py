@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.choice import BlendDataset, check_datasets
+from megatron.blending.streams.choice import BlendDataset, check_count, check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset, origin_tag
 from megatron.blending.streams.lane import LaneEnd, LaneNode, Place
 from megatron.blending.streams.mapping import check_function, check_no_more, nth
@@ -33,8 +33,7 @@ class BatchDataset(SavableDataset[Any]):
         kind = type(self).__name__
         check_datasets(kind, [dataset])
         check_no_more(kind, ignored, ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance"))
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"{kind}: batch_size must be at least 1, but is {batch_size}")
+        check_count(kind, "batch_size", batch_size)
         if batcher is not None:
             check_function(kind, "batcher", batcher)
         self.children = (dataset,)
@@ -136,6 +135,9 @@ class BatchPlan:
 
     def child(self, number: int) -> Plan:
         return self._child
+
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(self.span(start)[0], self.span(end - 1)[1])
 
     def span(self, place: int) -> tuple[int, int]:
         """Where in the child's plan a batch starts and ends."""

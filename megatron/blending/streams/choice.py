@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class BlendDataset(ChoiceDataset):
         self._sizes = [child.size for child in self.children]
         self._sequence: Any = None
         integer_weights(self.weights)
+        if schedule is not None and not isinstance(schedule, WeightSchedule):
+            raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
         num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
         if num_weights != len(self.children):
             raise ValueError(
@@ -182,6 +185,10 @@ class ChoicePlan:
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)
 
+    def sources(self, start: int, end: int) -> set[int]:
+        places = map(self.at, range(start, end))
+        return set().union(*(self._plans[child].sources(rank, rank + 1) for child, rank in places))
+
     def at(self, place: int) -> tuple[int, int]:
         """Return (child, place in the child's plan)."""
         if self._ranks is None:
@@ -192,7 +199,21 @@ class ChoicePlan:
 
 
 class ChoiceLane(CursorNode):
+    """In step with its parent also where a child is not: which child comes next is not touched by what it left out."""
+
     node: ChoiceDataset
+    _last: tuple[int, Any] | None = None
+    """Number and child of the last output."""
+
+    def pull_same(self) -> tuple[Any, Any]:
+        if self._last is not None:
+            number, child = self._last
+            self._children[number] = child
+            try:
+                return child.pull_same()
+            except LaneEnd:
+                pass
+        return super().pull_same()
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
         while True:
@@ -209,6 +230,7 @@ class ChoiceLane(CursorNode):
                 self.passed_over(block, within)
                 continue
             self.passed(block, within)
+            self._last = number, child
             if len(self._children) > _FEW_CHILDREN and not child.collect():
                 del self._children[number]
             return found
@@ -233,6 +255,13 @@ def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
             raise ValueError(f"{kind} takes pairs (data set, weight), but argument {number} is {type(pair).__name__}")
     check_datasets(kind, [pair[0] for pair in given])
     return [(pair[0], pair[1]) for pair in given]
+
+
+def check_count(kind: str, name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{kind}: {name} must be a whole number, but is {value!r}")
+    if value < 1:
+        raise ValueError(f"{kind}: {name} must be at least 1, but is {value}")
 
 
 def check_datasets(kind: str, datasets: Sequence[Any]) -> None:

@@ -40,6 +40,9 @@ class Plan(Protocol):
     def child(self, number: int) -> "Plan | None":
         """What this plan asks of a child, in this order; None if nothing."""
 
+    def sources(self, start: int, end: int) -> set[int]:
+        """Numbers of the leaves that some of its outputs are made of."""
+
 
 class LeafOrder(Protocol):
     order: ReadingOrder
@@ -193,3 +196,10 @@ def first_leaf(origin: Any) -> int:
     while isinstance(origin[0], (list, tuple)) or origin[0] < 0:
         origin = origin[0] if isinstance(origin[0], (list, tuple)) else origin[1]
     return origin[0]
+
+
+def sources_of(origin: Any) -> set[int]:
+    """Return the numbers of all leaves that an output is made of."""
+    if isinstance(origin[0], (list, tuple)):
+        return set().union(*map(sources_of, origin))
+    return {origin[0]} if origin[0] >= 0 else sources_of(origin[1])

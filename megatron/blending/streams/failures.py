@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
@@ -24,7 +24,10 @@ class FatalSampleError(RuntimeError):
 
 
 class Failures:
-    """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never."""
+    """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
+
+    A row is of one source: what comes of the others does not end it.
+    """
 
     def __init__(
         self, tolerance: int = DEFAULT_TOLERANCE, handler: Callable[[Exception, Any, Any], None] | None = None
@@ -32,20 +35,29 @@ class Failures:
         """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run."""
         self._tolerance = tolerance
         self._handler = handler
-        self._in_a_row: dict[int, int] = {}
+        self._in_a_row: dict[tuple[int, int | None], int] = {}
+        """By node, and source where it is but one."""
         self._logged: set[tuple[int, str]] = set()
         self.num_failed = 0
         self.num_skipped = 0
         self._silent_in_a_row = 0
 
-    def succeeded(self) -> None:
-        """A sample came out at the end: failures from here on are a new row."""
-        if self._in_a_row or self._silent_in_a_row:
-            self._in_a_row.clear()
-            self._silent_in_a_row = 0
+    def succeeded(self, sources: Callable[[], Set[int]] | None = None) -> None:
+        """Something came out at the end: failures of its sources (None: of any) are a new row from here on."""
+        self._silent_in_a_row = 0
+        if self._in_a_row:
+            ended = None if sources is None else {None, *sources()}
+            for row in [row for row in self._in_a_row if ended is None or row[1] in ended]:
+                del self._in_a_row[row]
 
     def leave_out(
-        self, error: Exception | None, node: int, function: Any, where: Callable[[], str], sample: Any
+        self,
+        error: Exception | None,
+        node: int,
+        function: Any,
+        where: Callable[[], str],
+        sample: Any,
+        source: int | None = None,
     ) -> None:
         """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
 
@@ -57,7 +69,8 @@ class Failures:
         if isinstance(error, FatalSampleError):
             raise error
         self.num_failed += 1
-        in_a_row = self._in_a_row[node] = self._in_a_row.get(node, 0) + 1
+        row = (node, source)
+        in_a_row = self._in_a_row[row] = self._in_a_row.get(row, 0) + 1
         own = failure_tolerance_of(function)
         tolerance = self._tolerance if own is None else own
         is_fatal = isinstance(error, _FATAL) or bool(tolerance and in_a_row >= tolerance)

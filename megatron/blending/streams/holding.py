@@ -62,6 +62,9 @@ class HoldingPlan:
     def child(self, number: int) -> Plan:
         return self._child
 
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(0, self._child.length)
+
 
 class HoldingLane(LaneNode):
     """Its state begins with how many it drew."""

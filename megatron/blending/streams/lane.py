@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.dataset import Block, Plan, SavableDataset, first_leaf
+from megatron.blending.streams.dataset import Block, Plan, SavableDataset, first_leaf, sources_of
 from megatron.blending.streams.failures import Failures
 
 Place = tuple[int, int]
@@ -55,17 +55,23 @@ class Lane:
         self._block_length = block_length(root)
         self._blocks: dict[int, Plan | None] = {}
         self._top = root.in_lane(self, None, 0)
+        self._origin: Any = None
+        """Of the last output."""
 
     def next(self) -> Any:
         """Make the next output; LaneEnd after the last."""
         if self.is_over:
             raise LaneEnd
         try:
-            _, value = self.pull()
+            self._origin, value = self.pull()
         except LaneEnd:
             self.is_over = True
             raise
         return value
+
+    def sources(self) -> set[int]:
+        """Numbers of the leaves that the last output is made of."""
+        return sources_of(self._origin)
 
     def pull(self) -> tuple[Any, Any]:
         """Return (origin, value) of the next output."""
@@ -121,6 +127,11 @@ class LaneNode:
         """
         raise NotImplementedError
 
+    def pull_same(self) -> tuple[Any, Any]:
+        """Return (origin, value) in place of the last output, which failed: of the same source, if it has more."""
+        self.detach()
+        return self.pull(None)
+
     def detach(self) -> None:
         """Take a cursor, behind the last output: the parent will go on without places."""
         self.child(0).detach()
@@ -168,8 +179,14 @@ class LaneNode:
         return self._plan
 
     def fail(self, error: Exception | None, function: Any, origin: Any, value: Any) -> None:
+        sources = sources_of(origin)
         self.lane.failures.leave_out(
-            error, self.node.number, function, lambda: describe_origin(self.lane.root, origin), value
+            error,
+            self.node.number,
+            function,
+            lambda: describe_origin(self.lane.root, origin),
+            value,
+            sources.pop() if len(sources) == 1 else None,
         )
 
 
@@ -184,6 +201,9 @@ class _Nothing:
 
     def child(self, number: int) -> None:
         return None
+
+    def sources(self, start: int, end: int) -> set[int]:
+        return set()
 
 
 _NOTHING = _Nothing()

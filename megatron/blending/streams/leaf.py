@@ -146,6 +146,9 @@ class LeafPlan:
     def child(self, number: int) -> None:
         return None
 
+    def sources(self, start: int, end: int) -> set[int]:
+        return {self._leaf.number}
+
 
 class LeafLane(CursorNode):
     node: LeafDataset

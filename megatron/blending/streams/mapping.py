@@ -4,9 +4,13 @@ from collections.abc import Callable
 from types import GeneratorType
 from typing import Any
 
+from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.streams.choice import check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset, origin_tag
 from megatron.blending.streams.lane import LaneNode, Place
+
+_MOST_OF_SAME = 100
+"""So many samples of a source are tried in place of one that failed; then it is whichever sample comes next."""
 
 
 class SameOutputs(SavableDataset[Any]):
@@ -27,7 +31,11 @@ class SameOutputs(SavableDataset[Any]):
 
 
 class MapDataset(SameOutputs):
-    """`map_fn` of each output. It may raise SkipSample, and give several outputs by being a generator."""
+    """`map_fn` of each output. It may raise SkipSample, and give several outputs by being a generator.
+
+    In place of a sample that fails comes the next of its source, so that shares of a blend below stay; in place of one
+    that is skipped, the next of all.
+    """
 
     def __init__(
         self, dataset: Any, map_fn: Callable[[Any], Any] | None = None, *, worker_config: Any = None, **ignored: Any
@@ -67,6 +75,9 @@ class MapPlan:
     def child(self, number: int) -> Plan:
         return self._child
 
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(start, end)
+
 
 class MapLane(LaneNode):
     node: MapDataset
@@ -76,18 +87,27 @@ class MapLane(LaneNode):
     """Of what a generator gives, while it does: what it was made from, the rest of it, how many were given."""
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
-        function = self.node.map_fn
+        return self._pull(place, 0)
+
+    def pull_same(self) -> tuple[Any, Any]:
+        return self._pull(None, 1)
+
+    def _pull(self, place: Place | None, num_failed: int) -> tuple[Any, Any]:
+        function, child = self.node.map_fn, self.child(0)
         while True:
             if self._origin is not None:
                 if (found := self._next_of_several()) is not None:
                     return found
                 place = None
-            origin, value = self.child(0).pull(place)
+            is_same = 0 < num_failed <= _MOST_OF_SAME
+            origin, value = child.pull_same() if is_same else child.pull(place)
             try:
                 made = function(value)
             except Exception as error:
                 self.fail(error, function, origin, value)
-                self.detach()
+                num_failed = 0 if isinstance(error, SkipSample) else num_failed + 1
+                if not 0 < num_failed <= _MOST_OF_SAME:
+                    self.detach()
                 place = None
                 continue
             if type(made) is not GeneratorType:
@@ -147,18 +167,24 @@ class FilterLane(LaneNode):
     node: FilterDataset
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
+        return self._first_passed(self.child(0).pull(place))
+
+    def pull_same(self) -> tuple[Any, Any]:
+        return self._first_passed(self.child(0).pull_same())
+
+    def _first_passed(self, found: tuple[Any, Any]) -> tuple[Any, Any]:
         function = self.node.filter_fn
         while True:
-            origin, value = self.child(0).pull(place)
+            origin, value = found
             fault = None
             try:
                 if function(value):
-                    return origin, value
+                    return found
             except Exception as error:
                 fault = error
             self.fail(fault, function, origin, value)
             self.detach()
-            place = None
+            found = self.child(0).pull(None)
 
 
 # What energon's MapDataset takes besides, and nothing here needs: functions are called as if they were stateless.

@@ -3,11 +3,12 @@
 Samples that are chosen for no pack stay in the buffer, in front, and are offered again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
+from megatron.blending.streams.choice import check_count
 from megatron.blending.streams.dataset import origin_tag
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holding import HoldingDataset, HoldingLane
@@ -16,6 +17,7 @@ from megatron.blending.streams.mapping import check_function, check_no_more, nth
 
 OVER_LONG = ("error", "alone", "drop")
 _MOST_OFFERS = 16
+_MOST_COPIES = 20_000
 
 
 class PackingDataset(HoldingDataset):
@@ -24,8 +26,9 @@ class PackingDataset(HoldingDataset):
     `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
     `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
     its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
-    dropped and counted; the latter two also befall a sample that is not chosen from 16 full buffers. At the end of
-    finite data what is left makes packs by itself.
+    dropped and counted. So is one that was not chosen from two full buffers and does not fit; but for "error" any that
+    was not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
+    over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
     """
 
     def __init__(
@@ -41,8 +44,7 @@ class PackingDataset(HoldingDataset):
         **ignored: Any,
     ) -> None:
         check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
-        if buffer_size < 1:
-            raise ValueError(f"PackingDataset: buffer_size must be at least 1, but is {buffer_size}")
+        check_count("PackingDataset", "buffer_size", buffer_size)
         if over_long not in OVER_LONG:
             raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
         super().__init__(dataset, buffer_size, worker_config)
@@ -104,7 +106,7 @@ class PackingLane(HoldingLane):
         is_full = self._fill(place)
         if not self._buffer:
             raise LaneEnd
-        chosen = self.node.pre_packer([value for _, value, _ in self._buffer])
+        chosen = self._selected([value for _, value, _ in self._buffer])
         # One object may stand there for several samples.
         by_id: dict[int, list[tuple[Any, Any, int]]] = {}
         for held in reversed(self._buffer):
@@ -122,14 +124,65 @@ class PackingLane(HoldingLane):
             if by_id[id(held[1])] and by_id[id(held[1])][-1] is held:
                 by_id[id(held[1])].pop()
                 left.append((*held[:2], held[2] + 1))
+        if not is_full and not self._groups:
+            self._end_with(left)
+            return
         self._buffer = []
+        is_stuck = not self._groups
         for number, (origin, value, offers) in enumerate(left):
-            is_stuck = not self._groups and (number == 0 or not is_full)
-            is_late = is_full and offers >= _MOST_OFFERS and self.node.over_long != "error"
-            if is_stuck or is_late:
-                self._over_long(origin, value, is_full)
+            is_late = is_full and self._is_late(value, offers)
+            if (is_stuck and number == 0) or is_late:
+                self._over_long(origin, value)
             else:
                 self._buffer.append((origin, value, offers if is_full else 0))
+
+    def _is_late(self, value: Any, offers: int) -> bool:
+        if offers >= _MOST_OFFERS and self.node.over_long != "error":
+            return True
+        return offers > 1 and offers & (offers - 1) == 0 and id(value) not in self._fit([value])
+
+    def _end_with(self, left: list[tuple[Any, Any, int]]) -> None:
+        """The data is at its end, and nothing more is chosen of these."""
+        self._buffer = []
+        fitting = self._fit([value for _, value, _ in left])
+        for origin, value, _ in left:
+            if id(value) in fitting:
+                self._groups.append([(origin, value)])
+            else:
+                self._over_long(origin, value)
+
+    def _fit(self, values: list[Any]) -> set[int]:
+        """The ids of those that fit in a pack. Most often one call for all of them."""
+        if self.node.over_long == "alone":
+            return set(map(id, values))
+        fitting = self._chosen_of_copies(values)
+        for value in values:
+            if id(value) not in fitting:
+                fitting |= self._chosen_of_copies([value])
+        return fitting
+
+    def _chosen_of_copies(self, values: list[Any]) -> set[int]:
+        count = self.node.buffer_size
+        while count < _MOST_COPIES:
+            try:
+                groups = self._selected(values * -(-count // len(values)))
+            except Exception:
+                # It does not take copies, so there is no telling.
+                return set(map(id, values))
+            if any(groups):
+                return {id(value) for group in groups for value in group}
+            count *= 8
+        return set()
+
+    def _selected(self, values: list[Any]) -> list[list[Any]]:
+        groups = self.node.pre_packer(values)
+        if isinstance(groups, Iterable):
+            groups = list(groups)
+            if all(isinstance(group, (list, tuple)) for group in groups):
+                return groups
+        raise FatalSampleError(
+            f"select_samples_to_pack must return a list of lists of samples, but gave {groups!r:.80}"
+        )
 
     def _fill(self, place: Place | None) -> bool:
         while len(self._buffer) < self.node.buffer_size:
@@ -140,8 +193,8 @@ class PackingLane(HoldingLane):
             self._buffer.append((origin, value, 0))
         return True
 
-    def _over_long(self, origin: Any, value: Any, is_full: bool) -> None:
-        if not is_full or self.node.over_long == "alone":
+    def _over_long(self, origin: Any, value: Any) -> None:
+        if self.node.over_long == "alone":
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
             self.fail(SkipSample(), self.node.pre_packer, origin, value)

@@ -2,11 +2,12 @@
 
 import math
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.choice import check_datasets
+from megatron.blending.streams.choice import check_count, check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
 from megatron.blending.streams.lane import CursorNode, Lane, LaneEnd, Place
 from megatron.blending.streams.order import ReadingOrder, records_at
@@ -34,8 +35,8 @@ class RepeatDataset(SpanDataset):
     def __init__(self, dataset: Any, repeats: float | None = None, *, worker_config: Any = None) -> None:
         """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
         super().__init__(dataset, worker_config)
-        if repeats is not None and not (repeats > 0 and math.isfinite(repeats)):
-            raise ValueError(f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats}")
+        if repeats is not None and not (isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)):
+            raise ValueError(f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats!r}")
         self.repeats = repeats
         if repeats is not None and dataset.size is not None:
             exact = repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
@@ -62,8 +63,7 @@ class LimitDataset(SpanDataset):
         self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
     ) -> None:
         super().__init__(dataset, worker_config)
-        if length < 1:
-            raise ValueError(f"LimitDataset: length must be at least 1, but is {length}")
+        check_count("LimitDataset", "length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
         self.goes_on = dataset.size is None or dataset.goes_on
@@ -104,6 +104,9 @@ class LimitPlan:
 
     def child(self, number: int) -> Plan:
         return self._child
+
+    def sources(self, start: int, end: int) -> set[int]:
+        return self._child.sources(start, end)
 
 
 class LimitLane(CursorNode):
@@ -164,8 +167,8 @@ class EpochizeDataset(SpanDataset):
     ) -> None:
         super().__init__(dataset, worker_config)
         for name, value in (("length", length), ("num_epochs", num_epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"EpochizeDataset: {name} must be at least 1, but is {value}")
+            if value is not None:
+                check_count("EpochizeDataset", name, value)
         if length is None and num_epochs is None:
             raise ValueError("EpochizeDataset: length or num_epochs must be given")
         self.length = length
@@ -188,8 +191,7 @@ class ShuffleBufferDataset(SpanDataset):
 
     def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
         super().__init__(dataset, worker_config)
-        if size < 1:
-            raise ValueError(f"ShuffleBufferDataset: size must be at least 1, but is {size}")
+        check_count("ShuffleBufferDataset", "size", size)
         self.window = size
         self.size = dataset.size
         self._seed = 0

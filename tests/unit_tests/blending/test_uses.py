@@ -502,6 +502,11 @@ def test_weights_by_tokens_of_lengths_that_differ_wildly(tmp_path):
         ({"packing_buffer_size": 8}, "packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to_pack"),
         ({"split_part": "trian"}, "split_parts has no 'trian'; did you mean 'train'?"),
         ({"dataset_confg": "x"}, "unknown option 'dataset_confg'; did you mean 'dataset_config'?"),
+        ({"bacth_size": 4}, "unknown option 'bacth_size'; did you mean 'batch_size'?"),
+        ({"split_part": None}, "split_part must be the name of a split, but is None"),
+        ({"subflavors": 3}, "subflavors must be a dict of names and values, but is 3"),
+        ({"weight_schedule": 5}, "weight_schedule must be a WeightSchedule, but is 5"),
+        ({"worker_config": 4}, "worker_config must be a WorkerConfig, but is 4; write WorkerConfig(num_workers=...)"),
         ({"proportions": "even"}, "proportions must be one of exact, random, but is 'even'"),
         ({"weights_by": "words"}, "weights_by must be one of samples, tokens, but is 'words'"),
         ({"max_samples_per_sequence": 1.5}, "max_samples_per_sequence must be a whole number"),
@@ -513,6 +518,25 @@ def test_misuse_raises_at_construction(data, options, fault):
         get_train_dataset(data / "a", **options)
     assert fault in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_arguments_of_another_type_are_named(data):
+    """They were taken as they are, or ended in an AttributeError of some line within."""
+    dataset = get_train_dataset(data / "a", batch_size=2)
+    for call, fault in (
+        (lambda: get_loader(dataset, 4), "worker_config must be a WorkerConfig, but is 4"),
+        (lambda: WorkerConfig(num_workers=2.5), "num_workers must be a whole number, but is 2.5"),
+        (lambda: WorkerConfig(seed="x"), "seed must be a whole number, but is 'x'"),
+        (lambda: WorkerConfig(slow_worker_seconds=0), "slow_worker_seconds must be a number above 0, but is 0"),
+        (lambda: EpochizeDataset(dataset, length=2.5), "length must be a whole number, but is 2.5"),
+        (lambda: LimitDataset(dataset, "3"), "length must be a whole number, but is '3'"),
+        (lambda: RepeatDataset(dataset, "3"), "repeats must be above 0, or None for ever, but is '3'"),
+        (lambda: BlendDataset((dataset, 1), schedule=5), "schedule of a blend must be a WeightSchedule, but is 5"),
+        (lambda: get_savable_loader(dataset).load_state_dict(None), "load_state_dict takes what state_dict"),
+    ):
+        with pytest.raises(ValueError, match=r".") as error:
+            call()
+        assert fault in str(error.value)
 
 
 def test_paths_that_are_not_there(data):

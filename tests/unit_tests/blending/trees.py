@@ -24,6 +24,18 @@ def skip_thirds(sample):
     return sample
 
 
+def fail_fifths(sample):
+    if sample[1] % 5 == 0:
+        raise ValueError("fifth")
+    return sample
+
+
+def fail_sixths(sample):
+    if sample[1] % 6 == 5:
+        raise ValueError("sixth")
+    return sample
+
+
 def is_odd(sample):
     return sample[1] % 2 == 1
 
@@ -54,6 +66,11 @@ def first_fit(samples):
     return packs or [pack]
 
 
+def first_fit_of_two(samples):
+    """As `first_fit`, of samples that may have more than two parts."""
+    return first_fit(samples) if all(len(sample) == 2 for sample in samples) else [samples[:3]]
+
+
 def parity(sample):
     return sample[1] % 2, None
 
@@ -75,6 +92,14 @@ ENDLESS = {
     "epochs": lambda: EpochizeDataset(BatchDataset(leaf(), 4), num_epochs=1000),
     "bad records": lambda: BatchDataset(shares(endless("a", 50, [3, 7, 9]), endless("b", 30)), 5),
     "skips": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds), 5),
+    "failures": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), fail_fifths), 5),
+    "failures of samples": lambda: MapDataset(
+        FilterDataset(MapDataset(shares(shares(endless("a"), endless("b", 30)), endless("c", 7)), fail_fifths), is_odd),
+        fail_sixths,
+    ),
+    "failures before packs": lambda: PackingDataset(
+        MapDataset(MapDataset(shares(endless("a"), endless("b", 30)), several), fail_fifths), 10, first_fit_of_two, list
+    ),
     "filters": lambda: FilterDataset(
         BatchDataset(MapDataset(shares(endless("a"), FilterDataset(endless("b"), is_odd)), skip_thirds), 5),
         is_not_fifth,
@@ -102,6 +127,8 @@ FINITE = {
     "limit": lambda: ConcatDataset(LimitDataset(BatchDataset(leaf("a", 200), 3), 25)),
     "shuffled": lambda: ShuffleBufferDataset(leaf("a", shuffle=False), 7),
     "skips": lambda: BatchDataset(MapDataset(ConcatDataset(leaf("a"), leaf("b", 30)), skip_thirds), 5),
+    "failures": lambda: BatchDataset(MapDataset(shares(leaf("a"), leaf("b", 30)), fail_fifths), 5),
+    "failures in concat": lambda: MapDataset(ConcatDataset(leaf("a"), leaf("b", 30)), fail_fifths),
     "bad records": lambda: BatchDataset(ConcatDataset(leaf("a", bad=range(3, 40, 3)), leaf("b", 30)), 5),
     "filtered children": lambda: shares(BatchDataset(FilterDataset(leaf("a", 90), is_odd), 2), leaf("b", 60, range(9))),
     "several in children": lambda: ConcatDataset(MapDataset(leaf("a"), several), leaf("b", 30)),

@@ -39,6 +39,7 @@ def test_error_names_file_and_line(task, write_lines, line, words):
         source[1]
     assert str(failure.value).startswith(f"{path}:3: ")
     assert str(failure.value).count(path) == 1
+    assert str(failure.value).endswith("; or pass --skip-bad-samples")
 
 
 def test_over_long_sample_names_file_and_line(task, write_lines):
@@ -66,8 +67,11 @@ def test_a_broken_source_is_an_error(task, write_lines):
     path = write_lines("a.jsonl", *[BROKEN, text_line("good")] * 5, *[BROKEN] * 5)
     source = chats(task, path, Failures(3))
     assert [isinstance(source[i], Dropped) for i in range(12)] == [True, False] * 5 + [True, True]
-    with pytest.raises(ValueError, match=r"a\.jsonl:13.*3 samples in a row failed.*--max-bad-samples-in-a-row"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:13.*3 samples in a row failed.*--max-bad-samples-in-a-row"
+    ) as failure:
         source[12]
+    assert "--skip-bad-samples" not in str(failure.value), "that is given already"
     never = chats(task, path, Failures(0))
     assert [never[i] for i in range(10, 15)] == [Dropped("bad sample")] * 5
 

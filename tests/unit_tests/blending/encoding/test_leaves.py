@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
-from megatron.blending.encoding.leaves import Reading, open_records
+from megatron.blending.encoding.leaves import Reading, file_of, open_records
 from megatron.blending.encoding.samples import (
     CaptioningSample,
     CrudeSample,
@@ -20,9 +20,11 @@ from megatron.blending.encoding.samples import (
 )
 from megatron.blending.encoding.seeding import stateless
 from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
+from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
+from tests.unit_tests.blending.formats.test_indexed import write as write_sequences
 
 V2 = "__class__: MetadatasetV2\nsplits:\n"
 
@@ -178,6 +180,19 @@ def test_mistakes_in_dataset_yaml_are_named(tmp_path):
     assert "unknown class 'TextSampel'; did you mean 'TextSample'?" in refused(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "txt: txt"))
     assert "field_map: TextSample has no field 'txt'; did you mean 'text'?" in refused(folder)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
+    assert "dataset.yaml:1: field_map: text: no sample has a part 'tx'; did you mean 'txt'?" in refused(folder)
+
+
+def test_a_part_that_some_samples_lack_is_no_mistake(tmp_path):
+    """What the first sample lacks may be in others; and what one cannot read is said when it is used."""
+    samples = [("a", {"other": b"y"}), ("b", {"txt": b"y"})]
+    reading = Reading(encoder=DefaultTaskEncoder())
+    source, load = records_of(str(write_folder(tmp_path / "c", {"s.tar": samples}, TEXT)), "train", reading)
+    assert load(source[1], ("0", 7, 1)).text == "y"
+    folder = write_folder(tmp_path / "d", {"s.tar": [("k", {"txt": b"y"})]}, TEXT)
+    (folder / "s.tar").unlink()
+    records_of(str(folder), "train", reading)
 
 
 class Both(TextSample):
@@ -232,3 +247,26 @@ def test_fields_that_a_data_set_lacks_have_their_defaults(tmp_path):
     assert repr(sample) == repr(same)
     (folder / ".nv-meta" / "dataset.yaml").write_text(text.replace("image: txt, ", ""))
     assert "field_map: VQASample needs a field 'image'" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["t", "t.bin", "t.idx"])
+def test_token_sequences_are_named_by_either_file_or_what_both_have_in_common(tmp_path, name):
+    """Of a URL without suffix it was said that it is not prepared, and of an .idx that it should be renamed."""
+    system = pytest.importorskip("fsspec").filesystem("memory")
+    write_sequences(tmp_path)
+    system.put(str(tmp_path), "/sequences", recursive=True)
+    for place in (tmp_path, f"file://{tmp_path}", "memory://sequences"):
+        found = opened(f"{place}/{name}")
+        assert [sample["tokens"].tolist() for sample in found] == [[7, 65535, 9], [], [4, 5]]
+        assert found[0]["__shard__"] == "t.bin"
+    assert split_names("memory://sequences/t") == set()
+    system.rm("/sequences", recursive=True)
+
+
+def test_a_folder_stays_a_folder(tmp_path):
+    """Also beside a .bin of its name."""
+    (tmp_path / "t").mkdir()
+    write_sequences(tmp_path)
+    assert file_of(str(tmp_path / "t")) is file_of(f"file://{tmp_path}/t") is None
+    assert file_of("memory://nothing/there") is None
+    assert file_of("memory://nothing/there.jsonl") == "memory://nothing/there.jsonl"

@@ -68,7 +68,7 @@ def test_jsonl_faulty_line_is_named_by_file_and_line(tmp_path, line, fault):
     """The user would search a file of millions of lines; and a faulty line must not spoil its neighbours."""
     path = write(tmp_path / "a.ndjson", b'{"a": 0}\n\n' + line + b'\n\n{"a": 2}\n')
     source = open_source(path)
-    expected = f"{path}:3: {fault}; fix the line or pass --skip-bad-samples"
+    expected = f"{path}:3: {fault}; fix the line"
     with pytest.raises(RecordError, match=f"^{re.escape(expected)}$"):
         source[1]
     assert [source[0], source[2]] == [{"a": 0}, {"a": 2}]

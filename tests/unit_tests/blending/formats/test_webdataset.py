@@ -116,7 +116,7 @@ def test_a_part_without_samples_is_refused(folder):
     """A validation set that is empty evaluates to nothing, silently."""
     for split in ("split_parts: {train: []}", "split_parts: {train: [s/a_1.tar]}\nexclude: [s/a_1.tar/e]"):
         set_split(folder, split)
-        with pytest.raises(ValueError, match=r"data: this part of the data set has no samples"):
+        with pytest.raises(ValueError, match=r"data: split 'train' has no samples; name another"):
             opened(folder)
 
 

@@ -237,3 +237,14 @@ def test_what_a_hook_does_not_take_is_not_lost(data):
         get_train_dataset(load_dataset(data / "a"), subflavors={})
     with pytest.raises(ValueError, match="virtual_epoch_length must be a whole number of at least 0, but is -1"):
         get_train_dataset(data / "a", virtual_epoch_length=-1)
+
+
+def test_repetitions_that_come_to_nothing_are_named(data):
+    """It was said of a RepeatDataset, in no file."""
+    path = data / "few.yaml"
+    path.write_text(
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n      - {path: a, repetitions: 0.0001}\n"
+    )
+    told = r"few\.yaml:5: splits\.train\.blend_epochized\[0\]: repetitions: 0\.0001 times \d+ samples is none; raise it"
+    with pytest.raises(ValueError, match=told):
+        get_train_dataset(path, batch_size=2)

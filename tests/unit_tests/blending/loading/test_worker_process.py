@@ -6,6 +6,8 @@ import itertools
 import logging
 import multiprocessing
 import os
+import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from tests.unit_tests.blending.number_streams import config, drawn, endless, lea
 from tests.unit_tests.blending.trees import ENDLESS
 
 SECONDS = 60
+ROOT = pathlib.Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -177,3 +180,47 @@ def test_workers_work_ahead():
         next(loader)
     assert time.monotonic() - started < 0.4
     loader.close()
+
+
+def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
+    """Asked for its stack before it could give one, a worker whose imports took longer than
+    slow_worker_seconds was killed by the question.
+    """
+    script = tmp_path / "slow_start.py"
+    script.write_text(
+        "import logging, time\n"
+        "if __name__ == '__mp_main__':\n"
+        "    time.sleep(2)\n"
+        "from megatron.blending import WorkerConfig, get_loader\n"
+        "from tests.unit_tests.blending.number_streams import leaf\n"
+        "if __name__ == '__main__':\n"
+        "    logging.basicConfig()\n"
+        "    config = WorkerConfig(num_workers=1, start_method='spawn', slow_worker_seconds=0.3)\n"
+        "    with get_loader(leaf('a', 5), config) as loader:\n"
+        "        print(len(list(loader)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, env=environment
+    )
+    assert done.stdout == "5\n", done.stderr
+    assert "has given nothing for 0 seconds: it is still starting" in done.stderr
+
+
+def draw(sample):
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_draw_random_numbers_of_their_own(method):
+    """Forked, they inherited torch's generator: in a function that is not seeded by sample, all drew the same."""
+
+    def drawn_by(seed):
+        with get_loader(MapDataset(leaf("a", 8), draw), processes(2, start_method=method, seed=seed)) as loader:
+            return list(loader)
+
+    first = drawn_by(3)
+    for numbers in zip(*first):
+        assert len(set(numbers)) == 8
+    assert drawn_by(3) == first
+    assert all(a != b for one, other in zip(first, drawn_by(4)) for a, b in zip(one, other))

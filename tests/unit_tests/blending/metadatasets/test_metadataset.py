@@ -228,6 +228,11 @@ def test_adjoining_subsets_share_nothing_and_leave_nothing_out(size, cuts, start
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
+        (V2 + "  train: {blnd: [{path: coyo}]}\n", "4: splits.train: unknown key 'blnd'; did you mean 'blend'?"),
+        (
+            V2 + "  train: {zzz: 1}\n",
+            "4: splits.train: unknown key 'zzz'; the keys here are path, blend, blend_epochized",
+        ),
         (V2 + "  train: {pth: coyo}\n", "4: splits.train: unknown key 'pth'; did you mean 'path'?"),
         (V2 + "  train:\n    blend:\n      - path: coyo\n        wieght: 3\n", "7: splits.train.blend[0]: unknown key"),
         (V2 + "  train: {path: coyo, weight: 2}\n", "4: splits.train: unknown key 'weight'; the keys here are path"),

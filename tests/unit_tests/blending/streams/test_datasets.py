@@ -159,6 +159,69 @@ def test_over_long_samples():
     assert alone == set(range(50))
 
 
+def packs_of_80(samples):
+    """Longest first; the last pack waits for more, and what is over 80 is never chosen."""
+    packs: list[list[tuple[str, int]]] = []
+    pack: list[tuple[str, int]] = []
+    for sample in sorted(samples, key=lambda sample: -sample[1]):
+        if sample[1] > 80:
+            continue
+        if sum(size for _, size in pack) + sample[1] > 80:
+            packs.append(pack)
+            pack = []
+        pack.append(sample)
+    return packs
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3, 40])
+def test_over_long_samples_of_finite_data(num_lanes):
+    """They became packs over capacity, whatever was asked for: at the end of the data buffers are not full."""
+
+    def tree(count, over_long="error"):
+        longer = MapDataset(in_order("a", count), lambda sample: ("a", sample[1] + 1))
+        return PackingDataset(longer, 30, packs_of_80, list, over_long=over_long)
+
+    with pytest.raises(FatalSampleError, match=r"a:8\d: select_samples_to_pack does not choose this sample"):
+        listed(tree(90), num_lanes=num_lanes)
+    for over_long, count, longest in (("drop", 90, 80), ("alone", 90, 90), ("error", 80, 80)):
+        packs = listed(tree(count, over_long), num_lanes=num_lanes)
+        assert sorted(size for pack in packs for _, size in pack) == list(range(1, longest + 1))
+        over = [pack for pack in packs if sum(size for _, size in pack) > 80]
+        assert len(over) == (10 if over_long == "alone" else 0)
+        assert all(len(pack) == 1 for pack in over)
+
+
+def test_an_over_long_sample_is_found_while_others_are_chosen():
+    """It stayed in the buffer for ever, one place the less: the rule asked for a buffer of which nothing is chosen."""
+
+    def tree(**options):
+        return PackingDataset(MapDataset(endless("a", 400), long_or_short), 10, packs_of_80, list, **options)
+
+    with pytest.raises(FatalSampleError, match="a:7: select_samples_to_pack does not choose this sample"):
+        listed(tree(), 400, num_lanes=1)
+    # Small ones wait for long, as the longest are packed first, but they do fit.
+    assert listed(PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list), 400, num_lanes=1)
+
+
+def long_or_short(sample):
+    return ("a", 100 if sample[1] == 7 else 30)
+
+
+def smallish(sample):
+    return ("a", 5 if sample[1] == 7 else 30)
+
+
+@pytest.mark.parametrize("given", [None, [("a", 1), 3], 5])
+def test_select_must_return_lists(given):
+    """A function that forgets to return ended in a TypeError of a line in here."""
+
+    def select(samples):
+        return given
+
+    with pytest.raises(FatalSampleError, match="select_samples_to_pack must return a list of lists"):
+        listed(PackingDataset(endless(), 4, select, list), 1)
+
+
 def test_select_must_return_what_it_was_given():
     tree = PackingDataset(endless(), 4, lambda samples: [[(name, index) for name, index in samples]], list)
     with pytest.raises(FatalSampleError, match="must return lists of the samples that it was given, each at most once"):

@@ -1,5 +1,6 @@
 """Samples that fail: left out, logged once, counted, and fatal when it is no longer a few."""
 
+import itertools
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.encoding.seeding import stateless
 from megatron.blending.loading.loader import get_loader
-from megatron.blending.streams.datasets import BatchDataset, FilterDataset, MapDataset, PackingDataset
+from megatron.blending.streams.datasets import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.streams.failures import FatalSampleError
 from tests.unit_tests.blending.number_streams import config, endless, leaf
 from tests.unit_tests.blending.trees import first_fit, is_odd
@@ -156,3 +157,66 @@ def test_a_filter_that_fails():
     loader = get_loader(FilterDataset(leaf("a", 10), odd_but_seven), config())
     assert sorted(index for _, index in loader) == [1, 3, 5, 9]
     assert (loader.num_failed, loader.num_skipped) == (1, 5)
+
+
+def fail_b(sample):
+    if sample[0] == "b":
+        raise ValueError("b")
+    return sample
+
+
+def fail_thirds_of_a(sample):
+    if sample[0] == "a" and sample[1] % 3 == 0:
+        raise ValueError("third")
+    return sample
+
+
+def fail_most_of_b(sample):
+    if sample[0] == "b" and sample[1] % 10:
+        raise ValueError("most of b")
+    return sample
+
+
+def blend_of(weight, **options):
+    return BlendDataset((endless("a", 300), weight), (endless("b", 100), 1), **options)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_source_that_only_fails_is_fatal(batch_size):
+    """What came of the other sources ended the row each time: a dead source went unnoticed, and its share to others."""
+    tree = BatchDataset(MapDataset(blend_of(3), fail_b), batch_size)
+    told = r"b:\d+: fail_b: ValueError: b .*; 5 samples in a row failed, the limit"
+    with pytest.raises(FatalSampleError, match=told):
+        list(itertools.islice(get_loader(tree, config(failure_tolerance=5)), 400))
+
+
+@pytest.mark.parametrize(("num_lanes", "batch_size"), [(1, 8), (12, 1), (960, 1), (960, 8)])
+def test_other_sources_and_other_lanes_end_no_row_but_their_own(num_lanes, batch_size):
+    """A rare source of which most fail, in many lanes: what came of it by arithmetic counts as well."""
+    tree = BatchDataset(MapDataset(blend_of(9), fail_most_of_b), batch_size)
+    loader = get_loader(tree, config(failure_tolerance=95, num_lanes=num_lanes))
+    seen = {sample for _ in range(6000 // batch_size) for sample in next(loader)}
+    assert loader.num_failed > 95
+    assert {index for name, index in seen if name == "b"} == set(range(0, 100, 10))
+
+
+@pytest.mark.parametrize("num_lanes", [1, 12, 960])
+def test_failures_leave_the_shares_of_a_blend(num_lanes):
+    """In place of a sample that failed came whichever was next: a third of `a` failing, 75 % became 65 %."""
+    tree = MapDataset(MapDataset(blend_of(3), fail_thirds_of_a), tuple)
+    loader = get_loader(tree, config(num_lanes=num_lanes))
+    names = [next(loader)[0] for _ in range(4000)]
+    assert names.count("a") == 3000
+    assert loader.num_failed > 1000
+
+
+def test_a_source_that_only_fails_is_passed_over_where_nothing_is_fatal():
+    loader = get_loader(MapDataset(blend_of(3), fail_b), config(failure_tolerance=0))
+    assert {next(loader)[0] for _ in range(100)} == {"a"}
+
+
+def test_failures_of_finite_sources_leave_all_that_does_not_fail():
+    tree = MapDataset(BlendDataset((leaf("a", 300), 1), (leaf("b", 20), 1)), fail_thirds_of_a)
+    for num_lanes in (1, 12, 960):
+        found = list(get_loader(tree, config(num_lanes=num_lanes)))
+        assert sorted(found) == [("a", i) for i in range(300) if i % 3] + [("b", i) for i in range(20)]
