@@ -34,6 +34,7 @@ class Start(NamedTuple):
     pass_number: int
     slot: int
     lanes: dict[int, Any]
+    base: int
 
 
 class Patience(NamedTuple):

@@ -24,6 +24,8 @@ from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, 
 LENGTH = 60
 # 5, 7 and 8 do not divide the 12 lanes.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
+# Of the finite streams, those in which lanes end at different places.
+UNEVEN = ("filtered children", "several in children", "several", "packs")
 MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
 
 
@@ -71,8 +73,7 @@ def test_restored_at_every_batch(name):
         state = json.loads(json.dumps(made[0].state_dict()))
         num_ranks = 1 + at % 3
         found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
-        # Where the number of ranks does not divide the position, the first to go on is not rank 0.
-        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks]))
+        assert found == stream[at : at + 2 * num_ranks]
         assert next(made[0]) == stream[at]
 
 
@@ -87,6 +88,25 @@ def test_restored_on_other_ranks_and_workers(name, before, after):
     middle, again = drawn(loaders(tree, after[0], after[1], states), 20 // after[0])
     tail, _ = drawn(loaders(tree, before[0], before[1], again), 20 // before[0])
     assert head + middle + tail == stream
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_restored_where_no_number_of_ranks_divides_the_position(name):
+    """Positions 3, 5, 13, 28, 30, 42: ranks that drew as many are at one point, wherever the restore before was."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, LENGTH).values())
+    found: list[Any] = []
+    states = None
+    for num_ranks, num_workers, count in ((3, 0, 1), (2, 2, 1), (4, 0, 2), (5, 2, 3), (2, 0, 1), (4, 2, 3)):
+        part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
+        found += part
+        # Each rank by itself, too.
+        made = loaders(tree, num_ranks, num_workers)
+        for loader, state in zip(made, states):
+            loader.load_state_dict(state)
+        more, _ = drawn(made, 2)
+        assert more == stream[len(found) : len(found) + 2 * num_ranks]
+    assert found == stream[:42]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -116,6 +136,25 @@ def test_restored_within_a_pass(name):
         again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
         assert head + list(again) == stream
         assert list(again) == later
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_restored_on_other_ranks_within_a_pass(name):
+    """Lanes that ended early leave outputs out, so that ranks which drew as many stand at different places."""
+    tree = FINITE[name]()
+    stream = sorted(map(str, loaders(tree)[0]))
+    num_uneven = 0
+    for layout in ((2, 0), (3, 2), (5, 0)):
+        for at in range(max(1, len(stream) // layout[0] - 4), len(stream) // layout[0] + 1):
+            found, states = drawn(loaders(tree, *layout), at)
+            num_uneven += len({state["slot"] - state["rank"] for state in states}) > 1
+            # Twice, the second time soon after the first; 5 ranks share lanes.
+            for num_ranks, num_workers, count in ((4, 0, 1), (5, 2, 0), (1, 2, 1)):
+                part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
+                found += part
+            found += drawn(loaders(tree, 3, 0, states), len(stream))[0]
+            assert sorted(map(str, found)) == stream
+    assert num_uneven or name not in UNEVEN
 
 
 def test_every_pass_has_an_order_of_its_own():
@@ -174,6 +213,33 @@ def test_epochs_survive_a_restore():
     again.load_state_dict(loader.state_dict())
     assert [index for _, index in head + list(again)] == [3, 4, 5, 6, 0]
     assert [index for _, index in again] == [1, 2, 3, 4, 5]
+
+
+def test_epochs_are_even_after_a_restore_on_other_ranks():
+    """A rank with one batch more than the others waits in a collective for ever."""
+    tree = EpochizeDataset(endless("a", 70), length=12)
+    _, states = drawn(loaders(tree, 3), 1)
+    for num_ranks in (2, 4, 5):
+        made = loaders(tree, num_ranks, 0, states)
+        assert [[len(list(loader)) for loader in made] for _ in range(2)] == [[11] * num_ranks, [12] * num_ranks]
+        made = loaders(tree, num_ranks, 2, states)
+        _, again = drawn(made, 4)
+        assert [len(list(loader)) for loader in loaders(tree, 3, 0, again)] == [7] * 3
+    # 24 outputs of the whole stream: 13 are drawn, 2 ranks get 5 more each, and the last comes first in the next epoch.
+    tree = EpochizeDataset(BatchDataset(endless("a", 24), 2), num_epochs=2)
+    head, states = drawn(loaders(tree, 3), 3)
+    middle, states = drawn(loaders(tree, 4, 0, states), 1)
+    made = loaders(tree, 2, 0, states)
+    assert [[len(list(loader)) for loader in made] for _ in range(2)] == [[5, 5], [12, 12]]
+    assert head + middle == list(outputs(tree, 13).values())
+
+
+def test_restored_at_the_end_of_an_epoch_that_not_all_ranks_noticed():
+    tree = EpochizeDataset(endless("a", 70), length=4)
+    made = loaders(tree, 2)
+    assert [len(list(made[0])), len(list(itertools.islice(made[1], 4)))] == [4, 4]
+    states = [loader.state_dict() for loader in made]
+    assert [len(list(loader)) for loader in loaders(tree, 3, 0, states)] == [4] * 3
 
 
 def test_restored_twice_without_a_batch_in_between():
