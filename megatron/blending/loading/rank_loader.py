@@ -70,7 +70,7 @@ class Loader(Generic[T_co]):
         self._stream: State | None = None
         self._crew: Crew | None = None
         self._bind({}, {}, [])
-        self._num_lanes = lanes_of(self._binding, self.config.num_lanes)
+        self._num_lanes = lanes_of(self._root, self._binding, self.config.num_lanes)
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:

@@ -13,13 +13,14 @@ from megatron.blending.streams.datasets import (
     ConcatDataset,
     EpochizeDataset,
     FilterDataset,
+    GroupBatchDataset,
     LimitDataset,
     MapDataset,
     MixBatchDataset,
     PackingDataset,
 )
 from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
-from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, skip_thirds
+from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
 LENGTH = 60
 # 5, 7 and 8 do not divide the 12 lanes.
@@ -508,6 +509,83 @@ def test_finite_packs_are_full():
     tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
     packs = list(get_loader(tree, config(num_lanes=960)))
     assert len(packs) < 1.1 * 1000 / 6
+
+
+def first_samples(tree, num_outputs):
+    """The samples of the first outputs, with the number of lanes that the data asks for, and that number."""
+    loader = get_savable_loader(tree, config(num_lanes=None))
+    samples = [sample for output in itertools.islice(loader, num_outputs) for sample in output]
+    return samples, loader.state_dict()["num_lanes"]
+
+
+def in_fours(samples):
+    return [samples[at : at + 4] for at in range(0, len(samples) - 3, 4)]
+
+
+def longest_first(samples):
+    """Packs of at most 300, of samples by length: short ones stay for long."""
+    packs: list[list[tuple[str, int]]] = []
+    for sample in sorted(samples, key=lambda sample: -(sample[1] % 150)):
+        room = next((pack for pack in packs if sum(size % 150 for _, size in [*pack, sample]) <= 300), None)
+        packs.append([sample]) if room is None else room.append(sample)
+    return packs
+
+
+def test_packs_read_each_sample_once_per_epoch():
+    """960 buffers of 40 are 48 epochs of 800 samples: half of them would not be in the first packs, one 48 times."""
+    samples, num_lanes = first_samples(PackingDataset(endless("a", 800), 40, in_fours, list), 200)
+    assert (len(samples), len(set(samples)), num_lanes) == (800, 800, 2)
+    samples, _ = first_samples(PackingDataset(endless("a", 800), 40, longest_first, list), 1000)
+    counts = [samples.count(("a", index)) for index in range(800)]
+    assert max(counts) - min(counts) <= 3
+    assert min(counts) >= len(samples) // 800 - 1
+
+
+def test_groups_read_each_sample_once_per_epoch():
+    samples, num_lanes = first_samples(GroupBatchDataset(endless("a", 800), parity, fixed_batch_size=8), 100)
+    assert len(set(samples)) > 0.98 * len(samples) == 784
+    assert num_lanes == 2
+
+
+def test_replacements_come_from_the_same_epoch():
+    """Where samples are left out: 960 lanes of five samples each would miss a tenth of an epoch."""
+    tree = BatchDataset(FilterDataset(endless("a", 5000), lambda sample: sample[1] % 10 > 0), 8)
+    samples, num_lanes = first_samples(tree, 562)
+    assert len(set(samples)) > 0.98 * len(samples)
+    assert num_lanes == 64
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_lanes"),
+    [
+        (lambda: BatchDataset(endless("a", 100), 4), 8),
+        (lambda: BatchDataset(endless("a", 20_000), 4), 192),
+        (lambda: BatchDataset(shares(endless("a", 10**6), endless("b", 20)), 4), 960),
+        (lambda: EpochizeDataset(leaf("a", 20_000), length=9), 192),
+        (lambda: BatchDataset(leaf("a", 100), 4), 960),
+        (lambda: PackingDataset(endless("a", 100), 40, in_fours, list), 1),
+        (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 960),
+        (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 64),
+        (lambda: BatchDataset(PackingDataset(leaf("a", 800), 40, in_fours, list), 2), 4),
+    ],
+)
+def test_number_of_lanes(tree, num_lanes):
+    """By the data alone: any ranks and workers must find the same, and a state tells it where data grew."""
+    for layout in ((1, 0), (3, 2)):
+        assert {made.state_dict()["num_lanes"] for made in loaders(tree(), *layout, num_lanes=None)} == {num_lanes}
+    other = loaders(tree(), num_lanes=5)[0]
+    other.load_state_dict(get_savable_loader(tree(), config(num_lanes=None)).state_dict())
+    assert other.state_dict()["num_lanes"] == num_lanes
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_few_lanes_for_many_ranks_are_one_stream(name):
+    """Lanes by the data: 8, or 1 for packs. 16 workers share them."""
+    tree = ENDLESS[name]()
+    stream, _ = drawn(loaders(tree, num_lanes=None), 32)
+    head, states = drawn(loaders(tree, 16, num_lanes=None), 1)
+    tail, _ = drawn(loaders(tree, 3, 2, states), 5)
+    assert head + tail == stream[:31]
 
 
 def test_lanes_that_are_shared_are_told(caplog):
