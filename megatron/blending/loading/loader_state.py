@@ -197,6 +197,7 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
         "rank": rank,
         "slot": base + rank,
         "count": sum(state["count"] for state in states) // num_ranks,
+        "since": min(base, *(state["since"] for state in states)),
         "taken": taken,
         "is_over": base >= END or (lead["is_over"] and lead["slot"] < END),
         "lanes": _lanes_before_all(states, base),

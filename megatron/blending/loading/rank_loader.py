@@ -66,6 +66,7 @@ class Loader(Generic[T_co]):
         self._heads: dict[int, Message] = {}
         self._counts: dict[int, tuple[int, int]] = {}
         self._ahead: list[Any] = []
+        self._slot = self._start = 0
         self._is_over = self._has_drawn = self._is_started = False
         self._stream: State | None = None
         self._crew: Crew | None = None
@@ -118,6 +119,7 @@ class Loader(Generic[T_co]):
             "epoch_start": self._epoch_start,
             "slot": self._slot,
             "count": self._count,
+            "since": self._run_since(),
             "taken": [row for row in self._ahead if max(row[1]) > self._slot],
             "is_over": self._is_over,
             "lanes": dict(self._lanes),
@@ -158,6 +160,7 @@ class Loader(Generic[T_co]):
             turns = (self._base - self._epoch_start) // states[0]["world_size"]
             self._epoch_start = self._base - turns * self.config.num_ranks
         self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
+        self._since = merged["since"]
         self._lanes = {number: lane for number, lane in merged["lanes"].items() if self._runs(int(number))}
 
     def save_state_rank(self) -> State:
@@ -197,6 +200,7 @@ class Loader(Generic[T_co]):
     def close(self) -> None:
         """Stop the workers."""
         self._keep_lanes()
+        self._since, self._start = self._run_since(), self._slot
         if self._crew is not None:
             self._crew.close()
         self._crew = None
@@ -248,7 +252,8 @@ class Loader(Generic[T_co]):
     def _begin_pass(self, pass_number: int, base: int) -> None:
         self._pass = pass_number
         self._base = base
-        self._slot = base + self.config.this_rank
+        self._slot = self._start = base + self.config.this_rank
+        self._since = base
         self._epoch_start = self._count = 0
         self._ahead = []
         self._lanes, self._heads, self._counts = {}, {}, {}
@@ -294,7 +299,7 @@ class Loader(Generic[T_co]):
             self._crew = Crew(self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor)
         if not self._is_started:
             lanes = {int(number): lane for number, lane in self._lanes.items()}
-            self._crew.start(self._pass, self._slot, lanes, self._base)
+            self._crew.start(self._pass, self._slot, lanes, self._base, self._since)
             self._is_started = True
         return self._crew
 
@@ -302,6 +307,14 @@ class Loader(Generic[T_co]):
         states = self._crew.lane_states() if self._crew is not None and self._is_started else None
         if states is not None:
             self._lanes = {str(number): state for number, state in states.items()}
+
+    def _run_since(self) -> int:
+        """The first output that some worker may not have run in a lane which it shares: not before its own last one."""
+        seats = self.config.num_seats
+        have_all_given = self._slot - self._start >= seats
+        if self._num_lanes % seats == 0:
+            return self._turn if have_all_given else min(self._since, self._turn)
+        return max(0, self._turn - seats if have_all_given else self._since)
 
     def _runs(self, lane: int) -> bool:
         return (lane - self._slot) % math.gcd(self._num_lanes, self.config.num_ranks) == 0

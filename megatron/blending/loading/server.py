@@ -44,16 +44,15 @@ class Server:
         """Lanes whose state changed since it was last taken."""
         self.start(0, 0, {})
 
-    def start(self, pass_number: int, slot: int, lanes: dict[int, Any], base: int = 0) -> None:
+    def start(self, pass_number: int, slot: int, lanes: dict[int, Any], base: int = 0, since: int = END) -> None:
         """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step.
 
-        `base`: the slot that is seat 0's.
+        `base`: the slot that is seat 0's. `since`: slots from here on may not have been run by who made the states.
         """
         self._pass = pass_number
         self._seat = (self._first_seat + base) % self._num_seats
         self._lanes = {number: self._lane(number, state) for number, state in lanes.items() if self._runs(number)}
-        # Where lanes are shared, the slots since this seat's last one are other seats', and were not run here.
-        first = slot if self._step == self._num_seats else max(0, slot - self._num_seats + 1)
+        first = min(slot, since)
         self._slot = first + (self._seat - first) % self._step
         self._length = _FIRST_PLANNED
         self._slots: list[int] = []

@@ -35,6 +35,7 @@ class Start(NamedTuple):
     slot: int
     lanes: dict[int, Any]
     base: int
+    since: int
 
 
 class Patience(NamedTuple):

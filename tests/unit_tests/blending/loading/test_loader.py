@@ -124,6 +124,23 @@ def test_each_rank_from_its_own_state(name):
         assert (head + tail) == stream[: len(head + tail)]
 
 
+@pytest.mark.parametrize("name", ["skips", "packs", "bad records"])
+def test_each_rank_from_its_own_state_with_fewer_workers(name):
+    """5 ranks share lanes; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, 50).values())
+    head, states = drawn(loaders(tree, 5, 4), 3)
+    for num_workers, then in ((0, 2), (2, 0)):
+        found, now = [*head], states
+        for workers, count in ((num_workers, 1), (then, 3)):
+            made = loaders(tree, 5, workers)
+            for loader, state in zip(made, now):
+                loader.load_state_dict(state)
+            part, now = drawn(made, count)
+            found += part
+        assert found == stream[:35]
+
+
 @pytest.mark.parametrize("name", FINITE)
 def test_restored_within_a_pass(name):
     """energon cannot resume a ConcatDataset at all."""
