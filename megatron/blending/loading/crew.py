@@ -60,10 +60,10 @@ class Crew:
             self.close()
             raise
 
-    def start(self, pass_number: int, slot: int, lanes: dict[int, Any]) -> None:
+    def start(self, pass_number: int, slot: int, lanes: dict[int, Any], base: int, since: int) -> None:
         self._generation += 1
         for worker in self._workers:
-            worker.start(Start(self._generation, pass_number, slot, lanes))
+            worker.start(Start(self._generation, pass_number, slot, lanes, base, since))
 
     def next(self, worker: int) -> Message:
         return self._workers[worker].next()

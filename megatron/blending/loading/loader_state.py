@@ -2,25 +2,37 @@
 
 The state of a stream says which output comes next and which stream it is; then, for lanes that left samples out or hold
 some back, where they stand. Where there are none, it is the same for any number of ranks and workers.
+
+At the end of finite data outputs may be missing, and ranks that drew as many stand at different places. If others go
+on from there, it is from the first place on, and "taken" says what was drawn behind it: rows of (base, next output of
+each rank), by which output k >= base was drawn if it is below the next one of the rank whose it was.
 """
 
 import difflib
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.blending.loading.server import END
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.dataset import Binding, SavableDataset
 from megatron.blending.streams.holding import HoldingDataset
 from megatron.blending.streams.lane import block_length
 from megatron.blending.streams.leaf import LeafDataset
 
-VERSION = 1
+VERSION = 2
 
 State = dict[str, Any]
+
+_NUMBERS_OF_LANES = (1, 2, 4, 8, 16, 32, 64, 192, 320, 960)
+_LEAST_OF_LANE = 64
+_LEAST_UNHELD = 8
+_LEAST_HELD_TIMES = 8
+_MOST_HELD = 200_000
 
 
 def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
@@ -65,14 +77,30 @@ def position_of_blend(root: SavableDataset[Any], place: str, position: int, draw
     raise ValueError(f"there is no blend at place {place!r}; the outermost one is at ''")
 
 
-def lanes_of(binding: Binding, num_lanes: int) -> int:
-    """Return how many lanes a stream has: fewer where finite data is packed, for each holds back what it cannot fill.
+def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None) -> int:
+    """Return how many lanes a stream has, from its data and `num_lanes` alone.
 
-    A divisor of `num_lanes` that leaves each lane four buffers or more, if there is one.
+    None: the most of 1, 2, 4, ... 64, 192, 320, 960 that leave each lane 64 samples of an epoch of all sources, and
+    eight times what it holds back; for lanes that leave out or hold back drift apart, and few samples for each mean
+    that an epoch is read far into the next ones before all of it was. 8 where nothing is held back, however small the
+    data, as workers that share a lane make all of it. All lanes together hold at most 200,000 samples back, which are
+    part of a state. A pass over finite data reads each sample once with any number. They are powers of two, or
+    multiples of 64, as numbers of ranks times workers mostly are: fewer lanes than 960 are then seldom shared by more.
+
+    Where finite data is packed there are fewer, for each lane holds back what it cannot fill: a divisor that leaves
+    each four buffers or more, if there is one.
     """
     holding = [node for node in binding.nodes if isinstance(node, HoldingDataset)]
-    most = min((node.size // (4 * node.num_held) for node in holding if node.size is not None), default=num_lanes)
-    return max(lanes for lanes in range(1, num_lanes + 1) if num_lanes % lanes == 0 and lanes <= max(1, most))
+    most = [node.size // (4 * node.num_held) for node in holding if node.size is not None]
+    if num_lanes is None:
+        if holding:
+            most.append(_MOST_HELD // sum(node.num_under_way for node in holding))
+        if root.size is None or root.goes_on:
+            most.append(max(_LEAST_UNHELD, sum(map(len, _leaves(root))) // _LEAST_OF_LANE))
+            most += [len(node.children[0]) // (_LEAST_HELD_TIMES * node.num_under_way) for node in holding]
+        return max(lanes for lanes in _NUMBERS_OF_LANES if lanes <= max(1, min(most, default=_NUMBERS_OF_LANES[-1])))
+    least = max(1, min(most, default=num_lanes))
+    return max(lanes for lanes in range(1, num_lanes + 1) if num_lanes % lanes == 0 and lanes <= least)
 
 
 def total_drawn(lanes: dict[str, Any], num_lanes: int, binding: Binding) -> dict[int, int]:
@@ -147,22 +175,37 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
                 raise ValueError(f"states of different runs: {name} of rank {state['rank']} is not that of the others")
     if first["world_size"] == num_ranks and rank in by_rank:
         state = by_rank[rank]
-        shared = [other["lanes"] for other in states if _same_point(other, state)]
-        return {**state, "lanes": _latest([*shared, state["lanes"]])}
+        here = _turn(state)
+        shared = [other["lanes"] for other in states if other["pass"] == state["pass"] and _turn(other) <= here]
+        return {**state, "lanes": _latest(shared)}
     missing = [other for other in range(first["world_size"]) if other not in by_rank]
     if missing:
         raise ValueError(
             f"the state is of rank {first['rank']} of {first['world_size']}, but this is rank {rank} of {num_ranks}; "
             f"pass a list of the states of all ranks (missing: {', '.join(map(str, missing))})"
         )
-    for state in states:
-        if not _same_point(state, first):
-            raise ValueError(
-                f"rank {first['rank']} was saved after {_turn(first)} outputs of pass {first['pass']}, rank "
-                f"{state['rank']} after {_turn(state)} of pass {state['pass']}; save all ranks at one point"
-            )
-    lanes = _latest([state["lanes"] for state in states])
-    return {**first, "rank": rank, "slot": _turn(first) * first["world_size"], "lanes": lanes}
+    states = [by_rank[number] for number in range(first["world_size"])]
+    _check_point(states)
+    base = min(map(_turn, states))
+    taken = [list(row) for row in {(row[0], *row[1]): row for state in states for row in state["taken"]}.values()]
+    if any(_turn(state) != base for state in states):
+        taken.append([base, [state["slot"] for state in states]])
+    # Of data that goes on, the furthest has noticed that an epoch is over; finite data is over when all have.
+    lead = max(states, key=lambda state: (state["epoch_start"], state["is_over"] and state["slot"] < END))
+    return {
+        **lead,
+        "rank": rank,
+        "slot": base + rank,
+        "count": sum(state["count"] for state in states) // num_ranks,
+        "since": min(base, *(state["since"] for state in states)),
+        "taken": taken,
+        "is_over": base >= END or (lead["is_over"] and lead["slot"] < END),
+        "lanes": _lanes_before_all(states, base),
+    }
+
+
+def is_taken(taken: Sequence[Any], slot: int) -> bool:
+    return any(slot < following[(slot - base) % len(following)] for base, following in taken)
 
 
 def _leaves(root: SavableDataset[Any]) -> list[LeafDataset]:
@@ -172,13 +215,36 @@ def _leaves(root: SavableDataset[Any]) -> list[LeafDataset]:
 
 
 def _turn(state: State) -> int:
-    return state["slot"] // state["world_size"]
+    """The next output of rank 0, if it drew as many; END, and only then, if finite data is over."""
+    return state["slot"] - state["rank"]
 
 
-def _same_point(state: State, other: State) -> bool:
-    is_alike = (state["pass"], state["is_over"]) == (other["pass"], other["is_over"])
-    # At the end of finite data some ranks may have had one more.
-    return is_alike and (state["is_over"] or _turn(state) == _turn(other))
+def _check_point(states: Sequence[State]) -> None:
+    """ValueError if the ranks did not draw as many, but for those that had no more."""
+    first = max(states, key=lambda state: state["slot"] < END)
+    for state in states:
+        is_beyond = _turn(first) != END and _turn(state) == END and state["count"] <= first["count"]
+        is_there = state["count"] == first["count"] and (_turn(state) - _turn(first)) % state["world_size"] == 0
+        are_over = _turn(first) == _turn(state) == END
+        if state["pass"] != first["pass"] or not (is_there or is_beyond or are_over):
+            raise ValueError(
+                f"rank {first['rank']} was saved after {first['count']} outputs of pass {first['pass']}, rank "
+                f"{state['rank']} after {state['count']} of pass {state['pass']}; save all ranks at one point"
+            )
+
+
+def _lanes_before_all(states: Sequence[State], base: int) -> dict[str, Any]:
+    """The state of each lane where the hindmost of the ranks that run it stands: the others make some outputs again."""
+    num_lanes, num_ranks = states[0]["num_lanes"], len(states)
+    step = math.gcd(num_lanes, num_ranks)
+    merged: dict[str, Any] = {}
+    # Lanes of one residue are run by the same ranks.
+    for residue in range(step):
+        ranks = range((residue - base) % step, num_ranks, step)
+        limit = min(_turn(states[rank]) for rank in ranks)
+        at_limit = [states[rank]["lanes"] for rank in ranks if _turn(states[rank]) == limit]
+        merged.update({n: lane for n, lane in _latest(at_limit).items() if int(n) % step == residue})
+    return merged
 
 
 def _latest(lanes: Sequence[dict[str, Any]]) -> dict[str, Any]:

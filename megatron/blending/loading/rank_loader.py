@@ -1,8 +1,11 @@
 """pure. The stream as a training loop sees it: batches of this rank, from workers, to be saved and restored anywhere.
 
 Invariants, for any numbers of ranks and workers before and after:
-- output k of the stream is given by rank k % world_size, as its (k // world_size)-th;
-- a loader that is restored continues with the output after the last one that was drawn when the state was made.
+- a loader that begins, or is restored, at output g gives on rank r the outputs g + r, g + r + world_size, ...: so
+  ranks that drew as many stand at one point of the stream;
+- a loader that is restored continues with the output after the last one that was drawn when the state was made;
+- of data that goes on, every rank gets as many outputs per epoch. What is left of an epoch after a restore is dealt
+  out evenly: the remainder, fewer than there are ranks, comes first in the next epoch.
 """
 
 import logging
@@ -16,6 +19,7 @@ from megatron.blending.loading.loader_state import (
     State,
     check_stream,
     describe_stream,
+    is_taken,
     lanes_of,
     leaf_positions,
     merge_states,
@@ -65,11 +69,13 @@ class Loader(Generic[T_co]):
         self._lanes: dict[str, Any] = {}
         self._heads: dict[int, Message] = {}
         self._counts: dict[int, tuple[int, int]] = {}
+        self._ahead: list[Any] = []
+        self._slot = self._start = 0
         self._is_over = self._has_drawn = self._is_started = False
         self._stream: State | None = None
         self._crew: Crew | None = None
         self._bind({}, {}, [])
-        self._num_lanes = lanes_of(self._binding, self.config.num_lanes)
+        self._num_lanes = lanes_of(self._root, self._binding, self.config.num_lanes)
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
@@ -106,19 +112,22 @@ class Loader(Generic[T_co]):
     def state_dict(self) -> State:
         """Return where this rank stands: a few hundred bytes, about 70 per source, and what open buffers hold."""
         self._keep_lanes()
-        rank, ranks = self.config.this_rank, self.config.num_ranks
         drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
+        at = min(self._turn, self._root.size or 0) if self._is_finite else self._turn
         return {
             "version": VERSION,
-            "rank": rank,
-            "world_size": ranks,
+            "rank": self.config.this_rank,
+            "world_size": self.config.num_ranks,
             "num_lanes": self._num_lanes,
             "pass": self._pass,
             "epoch_start": self._epoch_start,
             "slot": self._slot,
+            "count": self._count,
+            "since": self._run_since(),
+            "taken": [row for row in self._ahead if max(row[1]) > self._slot],
             "is_over": self._is_over,
             "lanes": dict(self._lanes),
-            "positions": leaf_positions(self._root, self._slot // ranks * ranks, drawn),
+            "positions": leaf_positions(self._root, at, drawn),
             "stream": self._described(),
         }
 
@@ -148,9 +157,14 @@ class Loader(Generic[T_co]):
         changes = [tuple(change) for change in merged["stream"]["changes"]]
         self._bind({row[3]: row[4] for row in sources}, {row[3]: row[5] for row in sources}, changes)
         self._num_lanes = merged["num_lanes"]
-        self._begin_pass(merged["pass"], merged["slot"])
+        self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]
-        self._is_over = merged["is_over"]
+        if self._root.goes_on and self._binding.is_size_of_ranks:
+            # As many outputs of each rank are over as before, whatever the number of ranks.
+            turns = (self._base - self._epoch_start) // states[0]["world_size"]
+            self._epoch_start = self._base - turns * self.config.num_ranks
+        self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
+        self._since = merged["since"]
         self._lanes = {number: lane for number, lane in merged["lanes"].items() if self._runs(int(number))}
 
     def save_state_rank(self) -> State:
@@ -168,10 +182,9 @@ class Loader(Generic[T_co]):
         None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say the same on all.
         `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.
         """
-        rank = self.config.this_rank
-        here = self._slot - rank if output is None else output
-        if here < self._slot - rank:
-            raise ValueError(f"output must be at least {self._slot - rank}, but is {output}: it was drawn already")
+        here = self._turn if output is None else output
+        if here < self._turn:
+            raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()
         drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
         position = position_of_blend(self._root, blend, here, drawn)
@@ -191,6 +204,7 @@ class Loader(Generic[T_co]):
     def close(self) -> None:
         """Stop the workers."""
         self._keep_lanes()
+        self._since, self._start = self._run_since(), self._slot
         if self._crew is not None:
             self._crew.close()
         self._crew = None
@@ -202,6 +216,11 @@ class Loader(Generic[T_co]):
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+    @property
+    def _turn(self) -> int:
+        """The next output of rank 0, if it drew as many as this one."""
+        return self._slot - self.config.this_rank
 
     @property
     def _is_finite(self) -> bool:
@@ -231,26 +250,29 @@ class Loader(Generic[T_co]):
             self._begin_pass(self._pass + 1, 0)
             return
         # The stream just goes on: workers are not even told.
-        self._epoch_start = self._slot - self.config.this_rank
+        self._epoch_start = self._turn
         self._is_over = False
 
-    def _begin_pass(self, pass_number: int, slot: int) -> None:
-        rank, ranks = self.config.this_rank, self.config.num_ranks
+    def _begin_pass(self, pass_number: int, base: int) -> None:
         self._pass = pass_number
-        self._slot = slot + (rank - slot) % ranks
-        self._epoch_start = 0
+        self._base = base
+        self._slot = self._start = base + self.config.this_rank
+        self._since = base
+        self._epoch_start = self._count = 0
+        self._ahead = []
         self._lanes, self._heads, self._counts = {}, {}, {}
         self._is_over = self._has_drawn = self._is_started = False
 
     def _draw(self) -> Any:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
-        # Every rank gives as many: what does not go evenly belongs to the next epoch.
-        epoch = len(self) * ranks if self._root.goes_on else END
-        if self._slot - self._epoch_start >= epoch:
-            raise StopIteration
+        # Every rank gives as many, and one at least: what does not go evenly belongs to the next epoch.
+        if self._root.goes_on:
+            num_over = self._turn - self._epoch_start
+            if num_over and num_over + ranks > (self._root.size or 0):
+                raise StopIteration
         crew = self._started()
         while True:
-            worker = self._slot // ranks % num_workers
+            worker = (self._slot - self._base) // ranks % num_workers
             head = self._heads.get(worker)
             if head is None:
                 head = self._heads[worker] = crew.next(worker)
@@ -258,11 +280,15 @@ class Loader(Generic[T_co]):
                 del self._heads[worker]
                 self._take_state(worker, head)
                 self._slot += ranks
+                if self._ahead and is_taken(self._ahead, head.slot):
+                    continue
+                self._count += 1
                 return head.value
             # This slot was left empty; at the end all are.
             if len(self._heads) == num_workers and all(head.slot == END for head in self._heads.values()):
                 for number, head in self._heads.items():
                     self._take_state(number, head)
+                self._slot = END + self.config.this_rank
                 raise StopIteration
             self._slot += ranks
 
@@ -276,7 +302,8 @@ class Loader(Generic[T_co]):
             warn_of_shared_lanes(self._num_lanes, self.config)
             self._crew = Crew(self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor)
         if not self._is_started:
-            self._crew.start(self._pass, self._slot, {int(number): lane for number, lane in self._lanes.items()})
+            lanes = {int(number): lane for number, lane in self._lanes.items()}
+            self._crew.start(self._pass, self._slot, lanes, self._base, self._since)
             self._is_started = True
         return self._crew
 
@@ -285,6 +312,13 @@ class Loader(Generic[T_co]):
         if states is not None:
             self._lanes = {str(number): state for number, state in states.items()}
 
+    def _run_since(self) -> int:
+        """The first output that some worker may not have run in a lane which it shares: not before its own last one."""
+        seats = self.config.num_seats
+        have_all_given = self._slot - self._start >= seats
+        if self._num_lanes % seats == 0:
+            return self._turn if have_all_given else min(self._since, self._turn)
+        return max(0, self._turn - seats if have_all_given else self._since)
+
     def _runs(self, lane: int) -> bool:
-        seats = [self.config.seat_of(worker) for worker in range(max(1, self.config.num_workers))]
-        return any((lane - seat) % math.gcd(self._num_lanes, self.config.num_seats) == 0 for seat in seats)
+        return (lane - self._slot) % math.gcd(self._num_lanes, self.config.num_ranks) == 0

@@ -1,8 +1,8 @@
 """pure. The outputs that one of `num_seats` servers makes of a stream: those of its slots, whatever the others do.
 
-Seat s of S serves the slots k with k % S == s. Slots whose lane never left anything out are made in bulk, as arithmetic
-says; the others by their lanes. A lane has one server where S divides the number of lanes. Else several servers run it,
-each of which throws away what the others serve.
+Seat s of S serves the slots k with (k - base) % S == s. Slots whose lane never left anything out are made in bulk, as
+arithmetic says; the others by their lanes. A lane has one server where S divides the number of lanes. Else several
+servers run it, each of which throws away what the others serve.
 """
 
 import math
@@ -36,7 +36,7 @@ class Server:
         self.root = root
         self.failures = Failures() if failures is None else failures
         self.num_lanes = num_lanes
-        self._seat = seat
+        self._seat = self._first_seat = seat
         self._num_seats = num_seats
         self._step = math.gcd(num_lanes, num_seats)
         self._size = None if root.goes_on else root.size
@@ -44,12 +44,15 @@ class Server:
         """Lanes whose state changed since it was last taken."""
         self.start(0, 0, {})
 
-    def start(self, pass_number: int, slot: int, lanes: dict[int, Any]) -> None:
-        """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step."""
+    def start(self, pass_number: int, slot: int, lanes: dict[int, Any], base: int = 0, since: int = END) -> None:
+        """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step.
+
+        `base`: the slot that is seat 0's. `since`: slots from here on may not have been run by who made the states.
+        """
         self._pass = pass_number
+        self._seat = (self._first_seat + base) % self._num_seats
         self._lanes = {number: self._lane(number, state) for number, state in lanes.items() if self._runs(number)}
-        # Where lanes are shared, the slots since this seat's last one are other seats', and were not run here.
-        first = slot if self._step == self._num_seats else max(0, slot - self._num_seats + 1)
+        first = min(slot, since)
         self._slot = first + (self._seat - first) % self._step
         self._length = _FIRST_PLANNED
         self._slots: list[int] = []

@@ -34,6 +34,8 @@ class Start(NamedTuple):
     pass_number: int
     slot: int
     lanes: dict[int, Any]
+    base: int
+    since: int
 
 
 class Patience(NamedTuple):

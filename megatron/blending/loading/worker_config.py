@@ -30,9 +30,10 @@ class WorkerConfig:
     process draws in functions that are not `@stateless(restore_seeds=True)`."""
     seed_offset: int = 0
     """Is added to the seed."""
-    num_lanes: int = 960
-    """Part of what makes the stream, where samples are left out or packed: keep it through a run. A multiple of ranks
-    times workers costs least; with packing each lane has a buffer of its own.
+    num_lanes: int | None = None
+    """Part of what makes the stream, where samples are left out or packed: a state keeps it. A multiple of ranks times
+    workers costs least; but where a sample is left out the lane's own next one takes its place, and with packing each
+    lane has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under way: see `lanes_of`.
     """
     failure_tolerance: int = DEFAULT_TOLERANCE
     """So many failures of a function in a row are fatal; 0: none ever is. `@stateless(failure_tolerance=...)` wins."""
@@ -66,8 +67,9 @@ class WorkerConfig:
         if not 0 <= self.this_rank < self.num_ranks:
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         for name, least in (("num_workers", 0), ("num_lanes", 1), ("failure_tolerance", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, but is {value}")
         for name, known in (("worker_kind", WORKER_KINDS), ("start_method", START_METHODS)):
             value = getattr(self, name)
             if value is not None and value not in known:

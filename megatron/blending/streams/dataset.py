@@ -80,6 +80,8 @@ class Binding:
     """Places of leaves that do not begin at 0, and where they begin."""
     changes: list[tuple[str, int, list[float]]] = field(default_factory=list)
     """Blends whose weights changed on the way: place, from which output of the blend on, to what."""
+    is_size_of_ranks: bool = False
+    """Whether the size of a pass was given for each rank; told by the tree."""
 
     def again(self) -> "Binding":
         """The same, for another copy of the tree."""

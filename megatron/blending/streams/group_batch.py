@@ -10,6 +10,8 @@ from megatron.blending.streams.lane import LaneEnd, Place
 from megatron.blending.streams.mapping import check_function, check_no_more
 
 _ABOUT_HELD = 32
+# How many keys are there is not known before: half-filled batches of eight, say.
+_ABOUT_OPEN = 4
 
 
 class GroupBatchDataset(HoldingDataset):
@@ -36,6 +38,10 @@ class GroupBatchDataset(HoldingDataset):
         self.batcher: Any = list if batcher is None else batcher
         self.fixed_batch_size = fixed_batch_size
         self.drop_last = drop_last
+
+    @property
+    def num_under_way(self) -> int:
+        return _ABOUT_OPEN * self.num_held
 
     def in_lane(self, lane: Any, parent: Any, child_number: int) -> "GroupBatchLane":
         return GroupBatchLane(self, lane, parent, child_number)

@@ -23,6 +23,11 @@ class HoldingDataset(SavableDataset[Any]):
         """An upper bound."""
 
     @property
+    def num_under_way(self) -> int:
+        """About how many samples a lane holds back."""
+        return self.num_held
+
+    @property
     def num_consecutive(self) -> int:
         """How many consecutive outputs of the child belong to one lane: neighbours, for the sake of reading, where
         there is no end; of finite data each lane must get its share.

@@ -73,6 +73,7 @@ class LimitDataset(SpanDataset):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         total = self.length * binding.world_size if is_outermost else self.length
+        binding.is_size_of_ranks |= is_outermost
         inner = self.children[0].size
         self.size = total if inner is None else min(total, inner)
 
@@ -156,7 +157,8 @@ class EpochizeDataset(SpanDataset):
     """An epoch of `length` outputs, or of `num_epochs` times the data's own length; the next pass goes on from there.
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
-    virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long.
+    virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long. Every rank gets
+    as many: what an epoch of the whole stream does not divide into comes first in the next one.
     """
 
     goes_on = True
@@ -181,6 +183,7 @@ class EpochizeDataset(SpanDataset):
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         if is_outermost and self.length is not None:
             self.size = self.num_epochs * self.length * binding.world_size
+            binding.is_size_of_ranks = True
 
     def signature(self) -> list[Any]:
         return [type(self).__name__]

@@ -13,6 +13,7 @@ from megatron.blending.streams.datasets import (
     ConcatDataset,
     EpochizeDataset,
     FilterDataset,
+    GroupBatchDataset,
     LimitDataset,
     MapDataset,
     MixBatchDataset,
@@ -20,11 +21,13 @@ from megatron.blending.streams.datasets import (
 )
 from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
-from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, skip_thirds
+from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
 LENGTH = 60
 # 5, 7 and 8 do not divide the 12 lanes.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
+# Of the finite streams, those in which lanes end at different places.
+UNEVEN = ("filtered children", "several in children", "several", "packs")
 MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
 
 
@@ -72,8 +75,7 @@ def test_restored_at_every_batch(name):
         state = json.loads(json.dumps(made[0].state_dict()))
         num_ranks = 1 + at % 3
         found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
-        # Where the number of ranks does not divide the position, the first to go on is not rank 0.
-        assert sorted(map(str, found)) == sorted(map(str, stream[at : at + 2 * num_ranks]))
+        assert found == stream[at : at + 2 * num_ranks]
         assert next(made[0]) == stream[at]
 
 
@@ -91,6 +93,25 @@ def test_restored_on_other_ranks_and_workers(name, before, after):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
+def test_restored_where_no_number_of_ranks_divides_the_position(name):
+    """Positions 3, 5, 13, 28, 30, 42: ranks that drew as many are at one point, wherever the restore before was."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, LENGTH).values())
+    found: list[Any] = []
+    states = None
+    for num_ranks, num_workers, count in ((3, 0, 1), (2, 2, 1), (4, 0, 2), (5, 2, 3), (2, 0, 1), (4, 2, 3)):
+        part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
+        found += part
+        # Each rank by itself, too.
+        made = loaders(tree, num_ranks, num_workers)
+        for loader, state in zip(made, states):
+            loader.load_state_dict(state)
+        more, _ = drawn(made, 2)
+        assert more == stream[len(found) : len(found) + 2 * num_ranks]
+    assert found == stream[:42]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
 def test_each_rank_from_its_own_state(name):
     """Ranks that save and restore for themselves, without a gather, also where lanes are shared (5 ranks)."""
     tree = ENDLESS[name]()
@@ -102,6 +123,23 @@ def test_each_rank_from_its_own_state(name):
             loader.load_state_dict(state)
         tail, _ = drawn(made, 4)
         assert (head + tail) == stream[: len(head + tail)]
+
+
+@pytest.mark.parametrize("name", ["skips", "packs", "bad records"])
+def test_each_rank_from_its_own_state_with_fewer_workers(name):
+    """5 ranks share lanes; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
+    tree = ENDLESS[name]()
+    stream = list(outputs(tree, 50).values())
+    head, states = drawn(loaders(tree, 5, 4), 3)
+    for num_workers, then in ((0, 2), (2, 0)):
+        found, now = [*head], states
+        for workers, count in ((num_workers, 1), (then, 3)):
+            made = loaders(tree, 5, workers)
+            for loader, state in zip(made, now):
+                loader.load_state_dict(state)
+            part, now = drawn(made, count)
+            found += part
+        assert found == stream[:35]
 
 
 @pytest.mark.parametrize("name", FINITE)
@@ -117,6 +155,25 @@ def test_restored_within_a_pass(name):
         again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
         assert head + list(again) == stream
         assert list(again) == later
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_restored_on_other_ranks_within_a_pass(name):
+    """Lanes that ended early leave outputs out, so that ranks which drew as many stand at different places."""
+    tree = FINITE[name]()
+    stream = sorted(map(str, loaders(tree)[0]))
+    num_uneven = 0
+    for layout in ((2, 0), (3, 2), (5, 0)):
+        for at in range(max(1, len(stream) // layout[0] - 4), len(stream) // layout[0] + 1):
+            found, states = drawn(loaders(tree, *layout), at)
+            num_uneven += len({state["slot"] - state["rank"] for state in states}) > 1
+            # Twice, the second time soon after the first; 5 ranks share lanes.
+            for num_ranks, num_workers, count in ((4, 0, 1), (5, 2, 0), (1, 2, 1)):
+                part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
+                found += part
+            found += drawn(loaders(tree, 3, 0, states), len(stream))[0]
+            assert sorted(map(str, found)) == stream
+    assert num_uneven or name not in UNEVEN
 
 
 def test_every_pass_has_an_order_of_its_own():
@@ -175,6 +232,33 @@ def test_epochs_survive_a_restore():
     again.load_state_dict(loader.state_dict())
     assert [index for _, index in head + list(again)] == [3, 4, 5, 6, 0]
     assert [index for _, index in again] == [1, 2, 3, 4, 5]
+
+
+def test_epochs_are_even_after_a_restore_on_other_ranks():
+    """A rank with one batch more than the others waits in a collective for ever."""
+    tree = EpochizeDataset(endless("a", 70), length=12)
+    _, states = drawn(loaders(tree, 3), 1)
+    for num_ranks in (2, 4, 5):
+        made = loaders(tree, num_ranks, 0, states)
+        assert [[len(list(loader)) for loader in made] for _ in range(2)] == [[11] * num_ranks, [12] * num_ranks]
+        made = loaders(tree, num_ranks, 2, states)
+        _, again = drawn(made, 4)
+        assert [len(list(loader)) for loader in loaders(tree, 3, 0, again)] == [7] * 3
+    # 24 outputs of the whole stream: 13 are drawn, 2 ranks get 5 more each, and the last comes first in the next epoch.
+    tree = EpochizeDataset(BatchDataset(endless("a", 24), 2), num_epochs=2)
+    head, states = drawn(loaders(tree, 3), 3)
+    middle, states = drawn(loaders(tree, 4, 0, states), 1)
+    made = loaders(tree, 2, 0, states)
+    assert [[len(list(loader)) for loader in made] for _ in range(2)] == [[5, 5], [12, 12]]
+    assert head + middle == list(outputs(tree, 13).values())
+
+
+def test_restored_at_the_end_of_an_epoch_that_not_all_ranks_noticed():
+    tree = EpochizeDataset(endless("a", 70), length=4)
+    made = loaders(tree, 2)
+    assert [len(list(made[0])), len(list(itertools.islice(made[1], 4)))] == [4, 4]
+    states = [loader.state_dict() for loader in made]
+    assert [len(list(loader)) for loader in loaders(tree, 3, 0, states)] == [4] * 3
 
 
 def test_restored_twice_without_a_batch_in_between():
@@ -480,6 +564,83 @@ def test_finite_packs_are_full():
     tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
     packs = list(get_loader(tree, config(num_lanes=960)))
     assert len(packs) < 1.1 * 1000 / 6
+
+
+def first_samples(tree, num_outputs):
+    """The samples of the first outputs, with the number of lanes that the data asks for, and that number."""
+    loader = get_savable_loader(tree, config(num_lanes=None))
+    samples = [sample for output in itertools.islice(loader, num_outputs) for sample in output]
+    return samples, loader.state_dict()["num_lanes"]
+
+
+def in_fours(samples):
+    return [samples[at : at + 4] for at in range(0, len(samples) - 3, 4)]
+
+
+def longest_first(samples):
+    """Packs of at most 300, of samples by length: short ones stay for long."""
+    packs: list[list[tuple[str, int]]] = []
+    for sample in sorted(samples, key=lambda sample: -(sample[1] % 150)):
+        room = next((pack for pack in packs if sum(size % 150 for _, size in [*pack, sample]) <= 300), None)
+        packs.append([sample]) if room is None else room.append(sample)
+    return packs
+
+
+def test_packs_read_each_sample_once_per_epoch():
+    """960 buffers of 40 are 48 epochs of 800 samples: half of them would not be in the first packs, one 48 times."""
+    samples, num_lanes = first_samples(PackingDataset(endless("a", 800), 40, in_fours, list), 200)
+    assert (len(samples), len(set(samples)), num_lanes) == (800, 800, 2)
+    samples, _ = first_samples(PackingDataset(endless("a", 800), 40, longest_first, list), 1000)
+    counts = [samples.count(("a", index)) for index in range(800)]
+    assert max(counts) - min(counts) <= 3
+    assert min(counts) >= len(samples) // 800 - 1
+
+
+def test_groups_read_each_sample_once_per_epoch():
+    samples, num_lanes = first_samples(GroupBatchDataset(endless("a", 800), parity, fixed_batch_size=8), 100)
+    assert len(set(samples)) > 0.98 * len(samples) == 784
+    assert num_lanes == 2
+
+
+def test_replacements_come_from_the_same_epoch():
+    """Where samples are left out: 960 lanes of five samples each would miss a tenth of an epoch."""
+    tree = BatchDataset(FilterDataset(endless("a", 5000), lambda sample: sample[1] % 10 > 0), 8)
+    samples, num_lanes = first_samples(tree, 562)
+    assert len(set(samples)) > 0.98 * len(samples)
+    assert num_lanes == 64
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_lanes"),
+    [
+        (lambda: BatchDataset(endless("a", 100), 4), 8),
+        (lambda: BatchDataset(endless("a", 20_000), 4), 192),
+        (lambda: BatchDataset(shares(endless("a", 10**6), endless("b", 20)), 4), 960),
+        (lambda: EpochizeDataset(leaf("a", 20_000), length=9), 192),
+        (lambda: BatchDataset(leaf("a", 100), 4), 960),
+        (lambda: PackingDataset(endless("a", 100), 40, in_fours, list), 1),
+        (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 960),
+        (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 64),
+        (lambda: BatchDataset(PackingDataset(leaf("a", 800), 40, in_fours, list), 2), 4),
+    ],
+)
+def test_number_of_lanes(tree, num_lanes):
+    """By the data alone: any ranks and workers must find the same, and a state tells it where data grew."""
+    for layout in ((1, 0), (3, 2)):
+        assert {made.state_dict()["num_lanes"] for made in loaders(tree(), *layout, num_lanes=None)} == {num_lanes}
+    other = loaders(tree(), num_lanes=5)[0]
+    other.load_state_dict(get_savable_loader(tree(), config(num_lanes=None)).state_dict())
+    assert other.state_dict()["num_lanes"] == num_lanes
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_few_lanes_for_many_ranks_are_one_stream(name):
+    """Lanes by the data: 8, or 1 for packs. 16 workers share them."""
+    tree = ENDLESS[name]()
+    stream, _ = drawn(loaders(tree, num_lanes=None), 32)
+    head, states = drawn(loaders(tree, 16, num_lanes=None), 1)
+    tail, _ = drawn(loaders(tree, 3, 2, states), 5)
+    assert head + tail == stream[:31]
 
 
 def test_lanes_that_are_shared_are_told(caplog):
