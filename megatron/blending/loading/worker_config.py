@@ -58,6 +58,8 @@ class WorkerConfig:
             object.__setattr__(self, "world_size", world_size)
         for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_lanes", "failure_tolerance"):
             value = getattr(self, name)
+            if value is None and name == "num_lanes":
+                continue
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, but is {value!r}")
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
