@@ -95,11 +95,6 @@ def search(request: ScheduleRequest) -> list[Found]:
     return _Search(request).best_by_microbatches()
 
 
-def _time_and_number(found: Found, good_enough: float = 0.0) -> tuple[int, int]:
-    """To sort by; all times up to `good_enough` are equal."""
-    return (found.time if found.time > good_enough else 0), found.num_microbatches
-
-
 class _Begun(NamedTuple):
     """Placements with that many microbatches, of which the quick one has been tried."""
 
@@ -162,8 +157,9 @@ class _Search:
                 continue
             # In turn where capacity decides who gets anywhere; one after the other where placements take long.
             begun.insert(len(begun) if self._only_ranks_matter else 0, _Begun(bound, number, placements))
-        good_enough = min(found.time for found in self._found.values()) * _GOOD_ENOUGH
-        return sorted(self._found.values(), key=lambda found: _time_and_number(found, good_enough))
+        as_good = min(found.time for found in self._found.values()) * _GOOD_ENOUGH
+        by_number = sorted(self._found.values(), key=lambda found: found.num_microbatches)
+        return sorted(by_number, key=lambda found: found.time if found.time > as_good else 0)
 
     def _begin(self) -> list[_Begun]:
         """Try each promising number of microbatches once; what found a placement, the quickest first."""
@@ -199,8 +195,8 @@ class _Search:
         if pack is not None:
             _fill_empty_packs(pack, self._request.num_ranks * num_microbatches)
             found = Found(self._time_of(pack, num_microbatches), num_microbatches, pack)
-            best = self._found.get(num_microbatches, found)
-            self._found[num_microbatches] = min(best, found, key=_time_and_number)
+            best = self._found.get(num_microbatches)
+            self._found[num_microbatches] = found if best is None or found.time < best.time else best
         return True
 
     def _promising(self) -> list[MicrobatchBound]:
