@@ -35,10 +35,6 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
     return function
 
 
-def is_stateless(function: Any) -> bool:
-    return getattr(function, "__stateless__", False)
-
-
 def failure_tolerance_of(function: Any) -> int | None:
     """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
     return getattr(function, "__failure_tolerance__", None)

@@ -13,7 +13,7 @@ random where the bound allows it, as a short pattern would give one rank always 
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +39,6 @@ class Choices(NamedTuple):
 
     children: Ints
     numbers: Ints
-
-
-class Sequenced(Protocol):
-    def choose(self, positions: Ints) -> Choices: ...
-
-    def counts(self, position: int) -> list[int]:
-        """How many outputs of each child the first `position` outputs are."""
 
 
 class ExactSequence:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.encoding.samples import Batch, TextSample, edataclass
-from megatron.blending.encoding.seeding import failure_tolerance_of, is_stateless, stateless, with_seeds
+from megatron.blending.encoding.seeding import failure_tolerance_of, stateless, with_seeds
 from megatron.blending.encoding.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
 from megatron.blending.loading.load import call_hook
 from megatron.blending.streams.failures import FatalSampleError
@@ -164,7 +164,6 @@ def test_stateless_marks():
         def encode(self, sample):
             return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    assert is_stateless(plain)
     assert with_seeds(plain) is plain
     assert failure_tolerance_of(Mine().encode) == 3
     assert failure_tolerance_of(plain) is None
