@@ -17,6 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.blending.loading.compact import expanded
 from megatron.blending.loading.server import END
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.dataset import Binding, SavableDataset
@@ -24,7 +25,7 @@ from megatron.blending.streams.holding import HoldingDataset
 from megatron.blending.streams.lane import block_length
 from megatron.blending.streams.leaf import LeafDataset
 
-VERSION = 2
+VERSION = 3
 
 State = dict[str, Any]
 
@@ -32,7 +33,7 @@ _NUMBERS_OF_LANES = (1, 2, 4, 8, 16, 32, 64, 192, 320, 960)
 _LEAST_OF_LANE = 64
 _LEAST_UNHELD = 8
 _LEAST_HELD_TIMES = 8
-_MOST_HELD = 200_000
+_MOST_HELD = 2**16
 
 
 def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
@@ -83,7 +84,7 @@ def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None)
     None: the most of 1, 2, 4, ... 64, 192, 320, 960 that leave each lane 64 samples of an epoch of all sources, and
     eight times what it holds back; for lanes that leave out or hold back drift apart, and few samples for each mean
     that an epoch is read far into the next ones before all of it was. 8 where nothing is held back, however small the
-    data, as workers that share a lane make all of it. All lanes together hold at most 200,000 samples back, which are
+    data, as workers that share a lane make all of it. All lanes together hold at most 65,536 samples back, which are
     part of a state. A pass over finite data reads each sample once with any number. They are powers of two, or
     multiples of 64, as numbers of ranks times workers mostly are: fewer lanes than 960 are then seldom shared by more.
 
@@ -167,6 +168,7 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
 
     ValueError if ranks are missing, or were saved at different points.
     """
+    states = [{**state, "lanes": expanded(state["lanes"])} for state in states]
     by_rank = {state["rank"]: state for state in states}
     first = states[0]
     for state in states:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from megatron.blending.loading.compact import compact, expanded
 from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
 from megatron.blending.loading.loader_state import (
     VERSION,
@@ -72,7 +73,7 @@ class Loader(Generic[T_co]):
         self._ahead: list[Any] = []
         self._slot = self._start = 0
         self._is_over = self._has_drawn = self._is_started = False
-        self._stream: State | None = None
+        self._stream: str | None = None
         self._crew: Crew | None = None
         self._bind({}, {}, [])
         self._num_lanes = lanes_of(self._root, self._binding, self.config.num_lanes)
@@ -110,7 +111,10 @@ class Loader(Generic[T_co]):
     # Saving. A state is made of ints, strings, lists and dicts: JSON, or torch.load(weights_only=True), will do.
 
     def state_dict(self) -> State:
-        """Return where this rank stands: a few hundred bytes, about 70 per source, and what open buffers hold."""
+        """Return where this rank stands.
+
+        A few hundred bytes, some tens per source, and one to four for each sample that open buffers hold.
+        """
         self._keep_lanes()
         drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
         at = min(self._turn, self._root.size or 0) if self._is_finite else self._turn
@@ -126,7 +130,7 @@ class Loader(Generic[T_co]):
             "since": self._run_since(),
             "taken": [row for row in self._ahead if max(row[1]) > self._slot],
             "is_over": self._is_over,
-            "lanes": dict(self._lanes),
+            "lanes": compact(self._lanes),
             "positions": leaf_positions(self._root, at, drawn),
             "stream": self._described(),
         }
@@ -144,10 +148,10 @@ class Loader(Generic[T_co]):
         if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
             raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
+        merged["stream"] = expanded(merged["stream"])
         self.close()
-        self._bind({}, {}, [])
         try:
-            check_stream(merged["stream"], self._described())
+            check_stream(merged["stream"], describe_stream(self._root, self._binding))
         except ValueError as difference:
             if on_change == "error":
                 raise
@@ -232,15 +236,15 @@ class Loader(Generic[T_co]):
         self._root = self._dataset.bind(self._binding)
         self._stream = None
 
-    def _described(self) -> State:
+    def _described(self) -> str:
         if self._stream is None:
-            self._stream = describe_stream(self._root, self._binding)
+            self._stream = compact(describe_stream(self._root, self._binding))
         return self._stream
 
     def _remap(self, state: State, difference: str) -> None:
         if self._is_finite:
             raise ValueError(f"on_change='remap' is for endless data, but this is finite: begin it anew. {difference}")
-        salts, bases, told = remapped(state, self._described())
+        salts, bases, told = remapped(state, describe_stream(self._root, self._binding))
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
         self._begin_pass(0, 0)

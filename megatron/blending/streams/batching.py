@@ -1,15 +1,17 @@
 """pure. Nodes whose outputs are made of several, as many each time: BatchDataset, MixBatchDataset."""
 
 from collections.abc import Callable
+from functools import cached_property
 from types import GeneratorType
 from typing import Any
 
 import numpy as np
 
 from megatron.blending.streams.choice import BlendDataset, check_count, check_datasets
-from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset, origin_tag
+from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
 from megatron.blending.streams.lane import LaneEnd, LaneNode, Place
 from megatron.blending.streams.mapping import check_function, check_no_more, nth
+from megatron.blending.streams.origins import origin_tag
 
 
 class BatchDataset(SavableDataset[Any]):
@@ -47,7 +49,7 @@ class BatchDataset(SavableDataset[Any]):
         num_samples = len(self.children[0])
         return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
-    @property
+    @cached_property
     def samples_per_output(self) -> int:
         return self.batch_size * self.children[0].samples_per_output
 

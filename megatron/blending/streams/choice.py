@@ -71,7 +71,7 @@ class BlendDataset(ChoiceDataset):
         self.worker_config = worker_config
         self._sizes = [child.size for child in self.children]
         self._sequence: Any = None
-        integer_weights(self.weights)
+        self._whole = integer_weights(self.weights)
         if schedule is not None and not isinstance(schedule, WeightSchedule):
             raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
         num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
@@ -94,7 +94,7 @@ class BlendDataset(ChoiceDataset):
                 raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
             self._sequence = UntilExhausted(self.weights, self._sizes, seed)
         else:
-            segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
+            segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
             self._sequence = Segments(segments, seed, self.mode)
             for position, weights in changes:
                 self._sequence.append(position, weights)
@@ -114,12 +114,10 @@ class BlendDataset(ChoiceDataset):
         return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
 
     def signature(self) -> list[Any]:
-        segments = [(0, self.weights)] if self.schedule is None else self.schedule.segments()
-        return [
-            type(self).__name__,
-            self.mode,
-            [[start, list(integer_weights(weights))] for start, weights in segments],
-        ]
+        if self.schedule is None:
+            return [type(self).__name__, self.mode, [[0, list(self._whole)]]]
+        segments = self.schedule.segments()
+        return [type(self).__name__, self.mode, [[start, list(integer_weights(each))] for start, each in segments]]
 
 
 class ConcatDataset(ChoiceDataset):

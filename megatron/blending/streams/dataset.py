@@ -11,12 +11,14 @@ way: then the outputs in question are made by a lane, in sequence (lane.py).
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.streams.order import ReadingOrder, records_at, salted_seed
+from megatron.blending.streams.origins import first_leaf
 
 Ints = npt.NDArray[np.int64]
 T_co = TypeVar("T_co", covariant=True)
@@ -121,7 +123,7 @@ class SavableDataset(Generic[T_co]):
 
         return iter(get_loader(self))
 
-    @property
+    @cached_property
     def samples_per_output(self) -> int:
         """About how many records an output is made of."""
         return max((child.samples_per_output for child in self.children), default=1)
@@ -185,23 +187,3 @@ class SavableDataset(Generic[T_co]):
     def signature(self) -> list[Any]:
         """What must be equal for a saved state to mean the same, apart from the children."""
         return [type(self).__name__]
-
-
-# Origins are nested lists of ints. [n, p]: position p of leaf number n. Negative first numbers stand for nodes above
-# the leaves: [-1 - n, origin, i] is what node n made as its i-th output of one input, or of several: `origin` is then
-# the list of theirs.
-def origin_tag(node: SavableDataset[Any]) -> int:
-    return -1 - node.number
-
-
-def first_leaf(origin: Any) -> int:
-    while isinstance(origin[0], (list, tuple)) or origin[0] < 0:
-        origin = origin[0] if isinstance(origin[0], (list, tuple)) else origin[1]
-    return origin[0]
-
-
-def sources_of(origin: Any) -> set[int]:
-    """Return the numbers of all leaves that an output is made of."""
-    if isinstance(origin[0], (list, tuple)):
-        return set().union(*map(sources_of, origin))
-    return {origin[0]} if origin[0] >= 0 else sources_of(origin[1])

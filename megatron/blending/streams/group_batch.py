@@ -1,13 +1,12 @@
 """pure. Batches of samples that are alike: GroupBatchDataset."""
 
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron.blending.streams.dataset import origin_tag
 from megatron.blending.streams.holding import HoldingDataset, HoldingLane
 from megatron.blending.streams.lane import LaneEnd, Place
 from megatron.blending.streams.mapping import check_function, check_no_more
+from megatron.blending.streams.origins import columns_of, origin_tag, origins_of
 
 _ABOUT_HELD = 32
 # How many keys are there is not known before: half-filled batches of eight, say.
@@ -64,7 +63,7 @@ class GroupBatchLane(HoldingLane):
         self._saved: Any = None
 
     def pull(self, place: Place | None) -> tuple[Any, Any]:
-        for origin in itertools.chain.from_iterable(self._saved[1:] if self._saved else ()):
+        for origin in origins_of(self._saved[1]) if self._saved else ():
             for value in self.rebuild(origin):
                 self._groups.setdefault(self.node.sample_group_key(value)[0], []).append((origin, value))
         self._saved = None
@@ -101,7 +100,7 @@ class GroupBatchLane(HoldingLane):
             return self._saved
         if not self.is_started:
             return None
-        return [self.num_drawn, *([origin for origin, _ in group] for group in self._groups.values())]
+        return [self.num_drawn, columns_of(origin for group in self._groups.values() for origin, _ in group)]
 
     def restore(self, held: Any) -> None:
         self.is_started = True

@@ -1,5 +1,6 @@
 """pure. What nodes have in common that hold samples back: an output takes as many of the child's as it turns out."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class HoldingDataset(SavableDataset[Any]):
         """
         return min(self.num_held, _MOST_CONSECUTIVE) if self.children[0].size is None else 1
 
-    @property
+    @cached_property
     def samples_per_output(self) -> int:
         return self.num_consecutive * self.children[0].samples_per_output
 

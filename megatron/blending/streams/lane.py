@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.dataset import Block, Plan, SavableDataset, first_leaf, sources_of
+from megatron.blending.streams.dataset import Block, Plan, SavableDataset
 from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.origins import first_leaf, sources_of
 
 Place = tuple[int, int]
 """(block, place in the node's plan of that block)."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.streams.choice import check_datasets
-from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset, origin_tag
+from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
 from megatron.blending.streams.lane import LaneNode, Place
+from megatron.blending.streams.origins import origin_tag
 
 _MOST_OF_SAME = 100
 """So many samples of a source are tried in place of one that failed; then it is whichever sample comes next."""

@@ -3,17 +3,18 @@
 Samples that are chosen for no pack stay in the buffer, in front, and are offered again.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.streams.choice import check_count
-from megatron.blending.streams.dataset import origin_tag
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holding import HoldingDataset, HoldingLane
 from megatron.blending.streams.lane import LaneEnd, Place, describe_origin
 from megatron.blending.streams.mapping import check_function, check_no_more, nth
+from megatron.blending.streams.origins import columns_of, origin_tag, origins_of
 
 OVER_LONG = ("error", "alone", "drop")
 _MOST_OFFERS = 16
@@ -240,9 +241,9 @@ class PackingLane(HoldingLane):
             return self._saved
         if not self.is_started:
             return None
-        buffer = [[origin, offers] for origin, _, offers in self._buffer]
-        groups = [[origin for origin, _ in group] for group in self._groups]
-        return [self.num_drawn, buffer, groups, self._origins, self._given]
+        origins = [held[0] for held in itertools.chain(self._buffer, *self._groups)]
+        offers = [offers for _, _, offers in self._buffer]
+        return [self.num_drawn, columns_of(origins), offers, list(map(len, self._groups)), self._origins, self._given]
 
     def restore(self, held: Any) -> None:
         self.is_started = True
@@ -250,8 +251,9 @@ class PackingLane(HoldingLane):
         self._saved = held
 
     def _make_again(self, held: Any) -> None:
-        _, buffer, groups, self._origins, self._given = held
-        again = [(origin, self.rebuild(origin), offers) for origin, offers in buffer]
-        self._buffer = [(origin, made[0], offers) for origin, made, offers in again if made]
-        remade = [[(origin, self.rebuild(origin)) for origin in group] for group in groups]
+        _, columns, all_offers, sizes, self._origins, self._given = held
+        again = [(origin, self.rebuild(origin)) for origin in origins_of(columns)]
+        self._buffer = [(origin, made[0], offers) for (origin, made), offers in zip(again, all_offers) if made]
+        groups = iter(again[len(all_offers) :])
+        remade = [list(itertools.islice(groups, size)) for size in sizes]
         self._groups = [[(origin, made[0]) for origin, made in group if made] for group in remade]

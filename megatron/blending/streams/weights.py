@@ -21,6 +21,12 @@ def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> 
     Where they would sum to more than `max_period`, they are rounded to sum to it, by largest remainder; none but a
     weight of 0 becomes 0. ValueError for a weight that is negative or no number, and if all are 0.
     """
+    whole = [weight for weight in weights if type(weight) is int and weight >= 0]
+    if len(whole) == len(weights):
+        # Such as this function returns; as fractions they would take ten times as long.
+        shared = math.gcd(*whole)
+        if shared and sum(whole) // shared <= max_period:
+            return tuple(weight // shared for weight in whole)
     shares = exact_weights(weights)
     period = math.lcm(*(share.denominator for share in shares))
     if period <= max_period:

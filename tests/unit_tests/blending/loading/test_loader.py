@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron.blending.loading.compact import expanded
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
 from megatron.blending.streams.datasets import (
     BatchDataset,
@@ -473,7 +474,7 @@ def test_remap_with_packs():
     """Where lanes hold samples back, sources go on about where they stood."""
     before, after = ENDLESS["packs"](), PackingDataset(endless("a", 50), 10, first_fit, list)
     head, loader = remap(before, after, 100)
-    positions = [row[5] for row in loader.state_dict()["stream"]["sources"]]
+    positions = [row[5] for row in expanded(loader.state_dict()["stream"])["sources"]]
     seen = len([1 for pack in head for name, _ in pack if name == "a"])
     assert 0.7 * seen < 0.7 * positions[0] < 3 * seen
     next(loader)
@@ -619,8 +620,8 @@ def test_replacements_come_from_the_same_epoch():
         (lambda: EpochizeDataset(leaf("a", 20_000), length=9), 192),
         (lambda: BatchDataset(leaf("a", 100), 4), 960),
         (lambda: PackingDataset(endless("a", 100), 40, in_fours, list), 1),
-        (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 960),
-        (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 64),
+        (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 320),
+        (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 16),
         (lambda: BatchDataset(PackingDataset(leaf("a", 800), 40, in_fours, list), 2), 4),
     ],
 )
@@ -661,3 +662,31 @@ def test_a_batch_fetched_after_an_error_is_the_next_one():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="NameError: four"):
             next(loader)
+
+
+@pytest.mark.parametrize("name", ["/data/corpus/part_{:04d}.jsonl", "{:060d}/part.jsonl"])
+def test_state_of_a_thousand_sources_is_small(name):
+    """Every rank writes one with every checkpoint: of a billion samples per source, too, far below 100 kB."""
+    weights = range(1, 1001)
+    blend = BlendDataset(*((endless(name.format(weight**5), 10**9), weight) for weight in weights))
+    loader = get_savable_loader(BatchDataset(blend, 32), WorkerConfig(rank=0, world_size=1))
+    for _ in range(20):
+        next(loader)
+    state = json.dumps(loader.state_dict())
+    again = get_savable_loader(BatchDataset(blend, 32), WorkerConfig(rank=0, world_size=1))
+    again.load_state_dict(json.loads(state))
+    assert next(again) == next(loader)
+    assert len(state) < 60_000
+
+
+def test_state_of_open_buffers_is_small():
+    """A sample that is held back takes a few bytes, although the lanes of a packed stream hold thousands."""
+    packs = PackingDataset(endless("a", 10**9), 100, lambda found: [found[:8]], list)
+    loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
+    for _ in range(700):
+        next(loader)
+    held = [lane[2][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
+    num_held = sum(len(columns[0]) for _, columns, *_ in held)
+    assert len(held) == 320
+    assert num_held > 25_000
+    assert len(json.dumps(loader.state_dict())) < 2 * num_held
