@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
+from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.encoding.token_weights import by_tokens
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading, file_of, open_records
 from megatron.blending.encoding.samples import (
     CaptioningSample,
@@ -19,7 +20,6 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
 )
 from megatron.blending.encoding.seeding import stateless
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
 from megatron.blending.formats.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
