@@ -4,7 +4,7 @@
       metadataset.yaml                    metadataset, metadataset_file, yaml_*: what is blended, as a tree of values
       folders and files                   sources, webdataset, jsonl, parquet, indexed, files: (source, index) -> record
       a record                            decode, field_map, loads, leaves, join, file_store: -> sample
-      a sample                            task_encoder, cooking, seeding, samples, collate: -> batch
+      a sample                            task_encoder, default_encoder, cooking, seeding, samples, collate: -> batch
     BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
       which comes next                    permutation, order, weights, blend: functions of (seed, place, epoch, index)
       what is left out or packed          lane, failures
@@ -26,7 +26,8 @@ _MODULES = {
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError",
     "streams.weights": "WeightSchedule",
-    "encoding.task_encoder": "DefaultTaskEncoder TaskEncoder",
+    "encoding.default_encoder": "DefaultTaskEncoder",
+    "encoding.task_encoder": "TaskEncoder",
     "encoding.cooking": "Cooker cooker",
     "encoding.seeding": "stateless",
     "formats.decode": "SampleDecoder",

@@ -7,7 +7,7 @@ token sequence one with its columns. Without any cooker crude samples go to `enc
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
 from megatron.blending.formats import files
 from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
-from megatron.blending.formats.field_map import FieldMap
+from megatron.blending.formats.field_map import FieldMap, Missing
 from megatron.blending.formats.files import is_file, local_path
+from megatron.blending.formats.nv_meta import SampleType
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.formats.webdataset import WebDataset, open_webdataset
@@ -34,6 +35,7 @@ from megatron.blending.streams.leaf import LeafDataset
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TOKENS_SUFFIX = ".bin"
+_LOOKED_AT = 8
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
 
@@ -86,36 +88,55 @@ def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
     if not webdataset.sample_type.is_crude:
         if leaf.aux:
             raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
-        _check_parts(webdataset)
-        return source, TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode)
+        return source, _typed_load(webdataset, source, subflavors, reading, decode)
     stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
     primary = LazyStore(leaf.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, leaf.where)
     return source, CrudeLoad(webdataset, subflavors, leaf.path, decode, cook)
 
 
-def _check_parts(dataset: WebDataset) -> None:
-    """ValueError if a field comes from a part that neither the first, the middle nor the last sample has.
+def _typed_load(
+    dataset: WebDataset, source: RecordSource, subflavors: dict[str, Any], reading: Reading, decode: Any
+) -> TypedLoad:
+    """`source`: what is read of the data set."""
+    load = TypedLoad(dataset, _sample_class(dataset, reading), subflavors, decode)
+    if dataset.sample_type.field_map and local_path(dataset.path) is not None:
+        _check_fields(dataset.sample_type, source, decode)
+    return load
 
-    Most often it is the first that is read, and no other. Of remote data none is.
+
+def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
+    """ValueError if a field comes from a part, or a key in JSON, that none of 8 samples has, evenly spread over all.
+
+    Most often it is the first that is read, and no other. Of remote data none is: each would cost several requests.
     """
-    if local_path(dataset.path) is None or not dataset.sample_type.field_map:
-        return
-    kind, found = dataset.sample_type, dict[str, None]()
-    for index in (0, len(dataset) // 2, len(dataset) - 1):
+    field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
+    suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
+    num_read = 0
+    for index in dict.fromkeys(at * (len(source) - 1) // (_LOOKED_AT - 1) for at in range(_LOOKED_AT)):
         try:
-            found.update(dict.fromkeys(dataset[index]))
-        except (ValueError, OSError):
-            # What is wrong with a sample is said when it is used.
+            missing = field_map.missing(source[index], decode)
+        except Exception:
+            # Whatever a user's decoder raises: what is wrong with a sample is said when it is used.
+            continue
+        num_read += 1
+        suspects = {name: [*faults, missing[name]] for name, faults in suspects.items() if name in missing}
+        if not suspects:
             return
-        missing = [name for name, text in kind.field_map.items() if not FieldMap({name: text}).parts & found.keys()]
-        if not missing:
-            return
-    parts = [part for part in found if not part.startswith("__")]
-    text = kind.field_map[missing[0]]
-    raise ValueError(
-        f"{kind.where}: field_map: {missing[0]}: no sample has a part {text!r}; {nearest(text, parts, 'parts')}"
-    )
+    if num_read:
+        name, faults = next(iter(suspects.items()))
+        raise ValueError(f"{kind.where}: field_map: {name}: no sample of {num_read} looked at has {_told(faults)}")
+
+
+def _told(faults: Sequence[Missing]) -> str:
+    """What is not there, and what may have been meant; of a key rather than of a part."""
+    key = next((fault for fault in faults if fault.within), faults[0])
+    there = dict.fromkeys(name for fault in faults if fault.within == key.within for name in fault.there)
+    if not key.within:
+        return f"a part {key.name!r}; {nearest(key.name, there, 'parts')}"
+    if key.held and not there:
+        return f"a key {key.name!r} in {key.within}: that is no object, but of type {key.held}"
+    return f"a key {key.name!r} in {key.within}; {nearest(key.name, there, 'keys')}"
 
 
 def file_of(path: str) -> str | None:
@@ -165,7 +186,7 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
         if webdataset.sample_type.is_crude:
             loads.append(CrudeLoad(webdataset, subflavors, leg.leaf.path, decode, None))
         else:
-            loads.append(TypedLoad(webdataset, _sample_class(webdataset, reading), subflavors, decode))
+            loads.append(_typed_load(webdataset, webdataset, subflavors, reading, decode))
         sources.append(webdataset)
     joined = JoinSource(sources, [leg.nonmatch for leg in join.legs])
     make = _joiner(join, reading)

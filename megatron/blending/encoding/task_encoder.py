@@ -5,13 +5,12 @@ A step that is not overridden is not there: it costs nothing. Steps, in order (*
     ->  pack_selected_samples *  ->  batch  ->  encode_batch
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
-from megatron.blending.encoding.fields import FieldError, batch_samples, converted, has_fields, is_made_of
+from megatron.blending.encoding.fields import batch_samples, has_fields
 from megatron.blending.encoding.seeding import with_seeds
 from megatron.blending.streams.datasets import (
     BatchDataset,
@@ -24,7 +23,6 @@ from megatron.blending.streams.datasets import (
     PackingDataset,
     RepeatDataset,
 )
-from megatron.blending.streams.failures import FatalSampleError
 
 T_sample = TypeVar("T_sample")
 T_encoded_sample = TypeVar("T_encoded_sample")
@@ -190,14 +188,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             dataset = BlendDataset(*datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config)
         if repeat and blend_mode == "sample_repetitions":
             dataset = RepeatDataset(dataset, worker_config=worker_config)
-        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
-        dataset = self.build_batch(
-            dataset,
-            batch_size=batch_size,
-            batch_drop_last=batch_drop_last,
-            packing_buffer_size=packing_buffer_size,
-            worker_config=worker_config,
-        )
+        dataset = self._in_batches(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
         if virtual_epoch_length > 0:
             dataset = EpochizeDataset(dataset, length=virtual_epoch_length, worker_config=worker_config)
         return dataset
@@ -215,80 +206,27 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         """Return the validation stream: the sources one after the other, weights ignored; at most `limit` batches."""
         first = datasets[0][0]
         dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
-        dataset = self.build_encode_sample(dataset, worker_config=worker_config)
-        dataset = self.build_batch(
-            dataset,
+        dataset = self._in_batches(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
+        if limit is not None and limit > 0:
+            dataset = LimitDataset(dataset, length=limit, worker_config=worker_config)
+        return dataset
+
+    def _in_batches(
+        self,
+        dataset: Any,
+        worker_config: Any,
+        batch_size: int | None,
+        batch_drop_last: bool,
+        packing_buffer_size: int | None,
+    ) -> Any:
+        """Return `dataset` encoded and batched, by the two methods that users override."""
+        return self.build_batch(
+            self.build_encode_sample(dataset, worker_config=worker_config),
             batch_size=batch_size,
             batch_drop_last=batch_drop_last,
             packing_buffer_size=packing_buffer_size,
             worker_config=worker_config,
         )
-        if limit is not None and limit > 0:
-            dataset = LimitDataset(dataset, length=limit, worker_config=worker_config)
-        return dataset
-
-
-class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
-
-    _encoded_sample_type: Any = None
-    _raw_batch_type: Any = None
-    _batch_type: Any = None
-
-    def __init__(self, *, encoded_sample_type: Any = None, raw_batch_type: Any = None, batch_type: Any = None) -> None:
-        for name in ("encoded_sample_type", "raw_batch_type", "batch_type"):
-            kind = locals()[name]
-            if kind is not None and not isinstance(kind, type):
-                raise ValueError(f"{type(self).__name__}: {name} must be a class, but is {kind!r}")
-            setattr(self, f"_{name}", kind)
-
-    def encode_sample(self, sample: Any) -> Any:
-        if self._encoded_sample_type is None or type(sample) is self._encoded_sample_type:
-            return sample
-        with types_must_fit():
-            return converted(sample, self._encoded_sample_type)
-
-    def batch(self, samples: list[Any]) -> Any:
-        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
-
-        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
-        some that it needs.
-        """
-        kind = self._raw_batch_type
-        if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
-            kind = self._batch_type
-        if kind is None:
-            return self._batch(samples, type(samples[0]))
-        with types_must_fit():
-            return self._batch(samples, kind)
-
-    def encode_batch(self, batch: Any) -> Any:
-        if self._batch_type is None or type(batch) is self._batch_type:
-            return batch
-        with types_must_fit():
-            return converted(batch, self._batch_type)
-
-    def uses(self, step: str) -> bool:
-        if step == "encode_sample" and not self._has_own(step):
-            return self._encoded_sample_type is not None
-        if step == "encode_batch" and not self._has_own(step):
-            return self._batch_type is not None and (self._raw_batch_type is not None or self._has_own("batch"))
-        return super().uses(step)
-
-    def _has_own(self, step: str) -> bool:
-        return step in vars(self) or getattr(type(self), step) is not getattr(DefaultTaskEncoder, step)
-
-    def _makes_batch(self) -> bool:
-        return self._has_own("encode_batch")
-
-
-@contextmanager
-def types_must_fit() -> Iterator[None]:
-    """What does not fit for one sample does for none: the run ends, where a failing sample would be left out."""
-    try:
-        yield
-    except FieldError as error:
-        raise FatalSampleError(str(error)) from None
 
 
 def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:

@@ -13,12 +13,25 @@ from megatron.blending.formats.record import Record
 
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _KEY = re.compile(r"\[([^\[\]]+)\]")
+_JSON_SUFFIXES = ("json", "jsn")
 _MISSING: Any = object()
 
 
 class _Option(NamedTuple):
     part: str
     keys: tuple[str, ...]
+
+
+class Missing(NamedTuple):
+    """What a field would come from and is not there: a part of the record, or a key in what a part holds."""
+
+    name: str
+    within: str
+    """Where it would be, such as "json" or "json[meta]"; "" for a part."""
+    there: tuple[str, ...]
+    """What there is in its place: parts, or keys."""
+    held: str
+    """The type of what a key cannot be in; "" if it could."""
 
 
 class FieldMap:
@@ -36,6 +49,21 @@ class FieldMap:
     def parts(self) -> set[str]:
         """Names of all parts that a field may come from."""
         return {option.part for _, options in self._fields for option in options}
+
+    def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
+        """Return for each field that is not there in a record what is missing: of alternatives, a key before a part.
+
+        Keys are looked for in JSON alone, as other parts may be dear to decode; a list that is too short, and null, are
+        taken to be longer in other records. Raises what `decode` raises.
+        """
+        decoded: dict[str, Any] = {}
+        missing = {}
+        for name, options in self._fields:
+            faults = [_missing(option, record, decode, decoded) for option in options]
+            real = [fault for fault in faults if fault is not None]
+            if len(real) == len(faults):
+                missing[name] = next((fault for fault in real if fault.within), real[0])
+        return missing
 
     def __call__(self, record: Record, decode: Decode) -> dict[str, Any]:
         try:
@@ -74,6 +102,26 @@ def _parse(text: str, where: str) -> tuple[_Option, ...]:
             raise ValueError(f"{where} must be like txt or json[caption][0], alternatives by comma, but is {text!r}")
         options.append(_Option(match[1], tuple(_KEY.findall(match[2]))))
     return tuple(options)
+
+
+def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str, Any]) -> Missing | None:
+    part, keys = option
+    if part not in record:
+        return Missing(part, "", tuple(name for name in record if not name.startswith("__")), "")
+    if not keys or part.rpartition(".")[2] not in _JSON_SUFFIXES:
+        return None
+    if part not in decoded:
+        decoded[part] = decode(part, record[part])
+    value, within = decoded[part], part
+    for key in keys:
+        inner = _value_at(value, (key,))
+        if inner is _MISSING:
+            if isinstance(value, dict):
+                return Missing(key, within, tuple(map(str, value)), "")
+            is_position = isinstance(value, list) and key.lstrip("-").isdecimal()
+            return None if value is None or is_position else Missing(key, within, (), type(value).__name__)
+        value, within = inner, f"{within}[{key}]"
+    return None
 
 
 def _value_at(value: Any, keys: tuple[str, ...]) -> Any:

@@ -12,15 +12,14 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.decode import Decode, decode_part
 from megatron.blending.formats.field_map import FieldMap
-from megatron.blending.formats.files import File, LocalFile, is_file, join_location, local_path, open_file, read_ranges
+from megatron.blending.formats.files import join_location, local_path, read_ranges
 from megatron.blending.formats.nv_meta import (
     FOLDER,
     SampleType,
@@ -31,13 +30,10 @@ from megatron.blending.formats.nv_meta import (
 )
 from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file
 from megatron.blending.formats.sample_index import find_samples
-from megatron.blending.formats.tar import BLOCK, Buffer, TarError, header_key, parse_sample, scan_tar
+from megatron.blending.formats.shard import Shard, open_local_shard, open_remote_shard
+from megatron.blending.formats.tar import BLOCK, TarError, header_key, parse_sample
 from megatron.blending.formats.user_code import load_function
 
-# A process may have 65,530 memory maps; a shard takes two, and costs 30 microseconds to be mapped again.
-_MAPPED_SHARDS = 8192
-# Of a remote shard the offsets are in memory, 8 bytes per sample.
-_REMOTE_SHARDS = 512
 _FINGERPRINT_SHARDS = 8
 _META = ("__key__", "__shard__")
 _FINGERPRINT_PROBES = 8
@@ -123,7 +119,7 @@ class WebDataset:
     def _mapped(self, number: int, sample: int) -> "Piece":
         """Return the memory that a shard is mapped to, and where in it the sample stands."""
         name, count = self._shards[number]
-        _, content, offsets = _open_local_shard(self._prefix, name, count, self._opened_at)
+        _, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
         return content, offsets[sample], offsets[sample + 1]
 
     def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
@@ -191,9 +187,9 @@ class WebDataset:
         numbers = np.searchsorted(self._ends, asked, side="right")
         return list(zip(numbers.tolist(), (asked - self._starts[numbers]).tolist()))
 
-    def _shard(self, number: int) -> "_Shard":
+    def _shard(self, number: int) -> Shard:
         name, count = self._shards[number]
-        opened = _open_local_shard if self._is_local else _open_remote_shard
+        opened = open_local_shard if self._is_local else open_remote_shard
         return opened(self._prefix, name, count, self._opened_at)
 
     def _find_skipped(self, excluded: Sequence[tuple[str, str]]) -> npt.NDArray[np.int64]:
@@ -248,54 +244,3 @@ class WebDataset:
 
 Piece = tuple[Any, int, int]
 """Bytes, or memory that gives bytes when sliced, and where in it a sample starts and ends."""
-
-
-class _Shard(NamedTuple):
-    file: File
-    content: Any
-    """The memory that a local file is mapped to."""
-    offsets: memoryview
-    """Where each sample starts, then where the last ends."""
-
-
-def _open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> _Shard:
-    location = prefix + name
-    file = open_file(location)
-    content = file.content if isinstance(file, LocalFile) else None
-    fault = "is not there"
-    if is_file(location + ".idx"):
-        offsets = open_file(location + ".idx").array(np.uint64)
-        fault = _fault_of_offsets(offsets, file, num_samples)
-        if not fault:
-            return _Shard(file, content, offsets.data)
-    warnings.warn(
-        f"{location}.idx: {fault}; the archive is read through instead. Prepare the data set again", stacklevel=2
-    )
-    try:
-        scan = scan_tar(file if isinstance(file, LocalFile) else Buffer(file.read(0, file.size)))
-    except TarError as error:
-        raise ValueError(f"{location}: {error}") from error
-    if len(scan.samples) != num_samples:
-        raise ValueError(
-            f"{location}: has {len(scan.samples)} samples, but {num_samples} when it was prepared; "
-            "prepare the data set again"
-        )
-    return _Shard(file, content, np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).data)
-
-
-def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: int) -> str:
-    """Say why offsets are not those of the archive, "" if they are: where they end, the archive must end."""
-    if len(offsets) != num_samples + 1:
-        return f"has {len(offsets) - 1} samples instead of {num_samples}"
-    end = int(offsets[-1])
-    if end > file.size or (offsets > end).any():
-        return f"goes beyond its end, byte {end}, or that of the archive, {file.size}"
-    if file.read(end, min(end + BLOCK, file.size)).strip(b"\0"):
-        return f"ends at byte {end}, but the archive goes on"
-    if num_samples and not file.read(last := int(offsets[-2]), min(last + BLOCK, end)).strip(b"\0"):
-        return f"goes to byte {end}, but the archive ends before {last}"
-    return ""
-
-
-_open_local_shard = lru_cache(_MAPPED_SHARDS)(_open_shard)
-_open_remote_shard = lru_cache(_REMOTE_SHARDS)(_open_shard)

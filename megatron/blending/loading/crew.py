@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.blending.encoding.seeding import seeded_function_of
 from megatron.blending.loading.server import Server
-from megatron.blending.loading.worker import Message, Patience, Start, Worker
+from megatron.blending.loading.worker import MakeServer, Message, Patience, Start, Worker
 from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.loading.worker_process import ProcessWorker
 from megatron.blending.loading.worker_thread import ThreadWorker
 from megatron.blending.streams.dataset import Binding, SavableDataset
-from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.failures import Failure, FailureLog, Failures
 
 logger = logging.getLogger("megatron.blending")
 
@@ -22,8 +22,8 @@ logger = logging.getLogger("megatron.blending")
 class LocalWorker:
     """A server in the calling process, which works when it is asked. States of lanes are asked of the server."""
 
-    def __init__(self, make_server: Callable[[], Server]) -> None:
-        self.server = make_server()
+    def __init__(self, make_server: MakeServer, tell: Callable[[Failure], None]) -> None:
+        self.server = make_server(tell)
         self._generation = -1
 
     def start(self, start: Start) -> None:
@@ -43,9 +43,19 @@ class Crew:
     """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
 
     def __init__(
-        self, dataset: SavableDataset[Any], binding: Binding, num_lanes: int, config: WorkerConfig, prefetch_factor: int
+        self,
+        dataset: SavableDataset[Any],
+        binding: Binding,
+        num_lanes: int,
+        config: WorkerConfig,
+        prefetch_factor: int,
+        log: FailureLog,
     ) -> None:
-        """`dataset`: unbound; each worker binds it for itself, as `binding` was."""
+        """`dataset`: unbound; each worker binds it for itself, as `binding` was.
+
+        `log`: of the samples that fail in any of them.
+        """
+        self._log = log
         self._workers: list[Any] = []
         self._generation = -1
         self.close = weakref.finalize(self, _close_all, self._workers)
@@ -66,16 +76,18 @@ class Crew:
             worker.start(Start(self._generation, pass_number, slot, lanes, base, since))
 
     def next(self, worker: int) -> Message:
-        return self._workers[worker].next()
+        while isinstance(given := self._workers[worker].next(), Failure):
+            self._log.tell(given)
+        return given
 
     def lane_states(self) -> dict[int, Any] | None:
         """Where the lanes stand that are out of step; None if that came with the messages."""
         first = self._workers[0]
         return first.server.lane_states() if isinstance(first, LocalWorker) else None
 
-    def _hire(self, number: int, make: Callable[[], Server], config: WorkerConfig, ahead: int) -> Worker:
+    def _hire(self, number: int, make: MakeServer, config: WorkerConfig, ahead: int) -> Worker:
         if config.num_workers == 0:
-            return LocalWorker(make)
+            return LocalWorker(make, self._log.tell)
         name = f"worker {number} of rank {config.this_rank}"
         patience = Patience(config.slow_worker_seconds, config.worker_timeout_seconds)
         if config.worker_kind == "thread":
@@ -85,10 +97,15 @@ class Crew:
 
 
 def make_server(
-    dataset: SavableDataset[Any], binding: Binding, num_lanes: int, seat: tuple[int, int], handling: tuple[int, Any]
+    dataset: SavableDataset[Any],
+    binding: Binding,
+    num_lanes: int,
+    seat: tuple[int, int],
+    handling: tuple[int, Any],
+    tell: Callable[[Failure], None],
 ) -> Server:
     """Make a server where it works."""
-    return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling))
+    return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling, tell))
 
 
 def check_threads(dataset: SavableDataset[Any]) -> None:

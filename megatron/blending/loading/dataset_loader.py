@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading, file_of, open_leaf
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
 from megatron.blending.formats.nv_meta import read_split_names
 from megatron.blending.metadatasets.metadataset import (
     Blend,

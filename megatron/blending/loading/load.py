@@ -10,14 +10,16 @@ parallel_shard_iters                            accepted, of no effect: nothing 
 worker_config                                   may be left out; the loader then uses its own
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder, TaskEncoder, check_encoder
+from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.encoding.token_weights import by_tokens
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
@@ -117,10 +119,8 @@ def get_val_dataset(
     **options: Any,
 ) -> Any:
     """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
-    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
-    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
-    return _build_val(encoder, loaded.datasets, worker_config, batch_size, batch_drop_last, packing_buffer_size, limit)
+    build, sources = _validation(**locals())
+    return build(datasets=sources)
 
 
 def get_val_datasets(
@@ -137,52 +137,34 @@ def get_val_datasets(
     **options: Any,
 ) -> list[tuple[Any, Any]]:
     """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
-    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
-    loaded = _val_sources(path, split_part, worker_config, encoder, allow_code, options)
-    return [
-        (
-            _build_val(encoder, [one], worker_config, batch_size, batch_drop_last, packing_buffer_size, limit),
-            one.dataset,
-        )
-        for one in loaded.datasets
-    ]
+    build, sources = _validation(**locals())
+    return [(build(datasets=[one]), one.dataset) for one in sources]
 
 
-def _val_sources(
+def _validation(
+    *,
     path: Path | DatasetLoaderInterface,
     split_part: str,
     worker_config: Any,
-    encoder: Encoder,
+    task_encoder: Encoder | None,
     allow_code: bool,
     options: Mapping[str, Any],
-) -> LoadedDatasetList:
-    return _loader(path, options, get_val_dataset).get_datasets(
+    **asked: Any,
+) -> tuple[Callable[..., Any], list[LoadedDataset]]:
+    """Return what makes a validation stream of sources, and the sources. Takes all that the functions above do.
+
+    `asked`: what only the encoder's hook uses.
+    """
+    encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
+    _check(encoder, asked["batch_size"], asked["packing_buffer_size"], split_part, worker_config)
+    loaded = _loader(path, options, get_val_dataset).get_datasets(
         training=False,
         split_part=split_part,
         worker_config=worker_config,
         reading=Reading(encoder=encoder, is_shuffled=False, allow_code=allow_code),
     )
-
-
-def _build_val(
-    encoder: Encoder,
-    datasets: list[Any],
-    worker_config: Any,
-    batch_size: int | None,
-    batch_drop_last: bool,
-    packing_buffer_size: int | None,
-    limit: int | None,
-) -> Any:
-    return call_hook(
-        encoder.build_val_datasets,
-        datasets=datasets,
-        worker_config=worker_config,
-        batch_size=batch_size,
-        batch_drop_last=batch_drop_last,
-        packing_buffer_size=packing_buffer_size,
-        limit=limit,
-    )
+    build = functools.partial(call_hook, encoder.build_val_datasets, worker_config=worker_config, **asked)
+    return build, loaded.datasets
 
 
 def _weighted(

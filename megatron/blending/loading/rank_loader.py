@@ -33,6 +33,7 @@ from megatron.blending.loading.server import END
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
 from megatron.blending.streams.dataset import Binding, SavableDataset
+from megatron.blending.streams.failures import FailureLog
 
 logger = logging.getLogger("megatron.blending")
 
@@ -75,6 +76,7 @@ class Loader(Generic[T_co]):
         self._is_over = self._has_drawn = self._is_started = False
         self._stream: str | None = None
         self._crew: Crew | None = None
+        self._failure_log = FailureLog()
         self._bind({}, {}, [])
         self._num_lanes = lanes_of(self._root, self._binding, self.config.num_lanes)
         self._begin_pass(0, 0)
@@ -304,7 +306,9 @@ class Loader(Generic[T_co]):
     def _started(self) -> Crew:
         if self._crew is None:
             warn_of_shared_lanes(self._num_lanes, self.config)
-            self._crew = Crew(self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor)
+            self._crew = Crew(
+                self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor, self._failure_log
+            )
         if not self._is_started:
             lanes = {int(number): lane for number, lane in self._lanes.items()}
             self._crew.start(self._pass, self._slot, lanes, self._base, self._since)

@@ -2,14 +2,18 @@
 
 A worker may have as many outputs on the way as it was given credit for. It is told to start anew at any time; outputs
 of before carry an older generation, and are thrown away by whoever gets them.
+
+A sample that fails is told at once, ahead of the output that it was to be part of: it is known also if the worker then
+dies, hangs or gives up.
 """
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from megatron.blending.loading.server import END, Server
-from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.failures import Failure, FatalSampleError
 
 LEAVE_SECONDS = 3.0
 """How long a worker that is told to stop is waited for."""
@@ -48,14 +52,27 @@ class Patience(NamedTuple):
 class Worker(Protocol):
     def start(self, start: Start) -> None: ...
 
-    def next(self) -> Message:
-        """Return the next output of the latest generation. RuntimeError if the worker failed, died or hangs."""
+    def next(self) -> Message | Failure:
+        """Return the next output of the latest generation, or a sample, of any, that failed.
+
+        RuntimeError if the worker failed, died or hangs.
+        """
 
     def close(self) -> None: ...
 
 
-def serve(make_server: Callable[[], Server], get: Callable[[bool], Any], put: Callable[[Message], None], ahead: int):
+MakeServer = Callable[[Callable[[Failure], None]], Server]
+"""Called with what is to be told of failures."""
+
+
+def serve(make_server: MakeServer, get: Callable[[bool], Any], put: Callable[[Message | Failure], None], ahead: int):
     """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends an output."""
+
+    def tell(failure: Failure) -> None:
+        # Whoever would read it may be gone, which is no failure of a sample: it is found out with the next output.
+        with contextlib.suppress(OSError):
+            put(failure)
+
     server: Server | None = None
     credit, generation = 0, -1
     while True:
@@ -67,7 +84,7 @@ def serve(make_server: Callable[[], Server], get: Callable[[bool], Any], put: Ca
                 continue
             generation, credit = command.generation, ahead
             try:
-                server = make_server() if server is None else server
+                server = make_server(tell) if server is None else server
                 server.start(*command[1:])
             except Exception as error:
                 put(_failed(generation, error))

@@ -12,13 +12,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 from megatron.blending.encoding.seeding import seed_generators
-from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.server import END
 from megatron.blending.loading.transport import Sender, receive
-from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
+from megatron.blending.loading.worker import LEAVE_SECONDS, MakeServer, Message, Patience, Start, raise_error, serve
+from megatron.blending.streams.failures import Failure
 from megatron.blending.streams.order import salted_seed
 
 logger = logging.getLogger("megatron.blending")
@@ -32,7 +32,7 @@ class ProcessWorker:
     def __init__(
         self,
         name: str,
-        make_server: Callable[[], Server],
+        make_server: MakeServer,
         ahead: int,
         patience: Patience,
         start_method: str | None,
@@ -86,13 +86,15 @@ class ProcessWorker:
         self._generation = start.generation
         self._tell(start)
 
-    def next(self) -> Message:
+    def next(self) -> Message | Failure:
         while True:
             self._wait()
             try:
                 message = receive(self._outputs)
             except (EOFError, OSError):
                 raise RuntimeError(self._died()) from None
+            if isinstance(message, Failure):
+                return message
             if message.generation == self._generation:
                 raise_error(self._named(), message)
                 if message.slot != END:
@@ -167,7 +169,7 @@ class ProcessWorker:
 
 
 def _process_main(
-    make_server: Callable[[], Server],
+    make_server: MakeServer,
     commands: Any,
     outputs: Any,
     to_close: list[Any],

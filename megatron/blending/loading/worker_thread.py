@@ -5,11 +5,11 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any
 
-from megatron.blending.loading.server import END, Server
-from megatron.blending.loading.worker import LEAVE_SECONDS, Message, Patience, Start, raise_error, serve
+from megatron.blending.loading.server import END
+from megatron.blending.loading.worker import LEAVE_SECONDS, MakeServer, Message, Patience, Start, raise_error, serve
+from megatron.blending.streams.failures import Failure
 
 logger = logging.getLogger("megatron.blending")
 
@@ -17,13 +17,13 @@ logger = logging.getLogger("megatron.blending")
 class ThreadWorker:
     """A server in a thread: for work that waits, or leaves the interpreter's lock alone."""
 
-    def __init__(self, name: str, make_server: Callable[[], Server], ahead: int, patience: Patience) -> None:
+    def __init__(self, name: str, make_server: MakeServer, ahead: int, patience: Patience) -> None:
         self.name = name
         self._slow, self._timeout = patience
         self._generation = -1
         self._is_at_end = True
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[Message | Failure] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=serve, args=(make_server, self._get, self._outputs.put, ahead), name=name, daemon=True
         )
@@ -39,7 +39,7 @@ class ThreadWorker:
         self._generation = start.generation
         self._commands.put(start)
 
-    def next(self) -> Message:
+    def next(self) -> Message | Failure:
         waited = 0.0
         while True:
             try:
@@ -51,6 +51,8 @@ class ThreadWorker:
                     raise RuntimeError(told) from None
                 logger.warning("%s", told)
                 continue
+            if isinstance(message, Failure):
+                return message
             if message.generation == self._generation:
                 raise_error(self.name, message)
                 if message.slot != END:

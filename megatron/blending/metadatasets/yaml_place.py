@@ -8,12 +8,17 @@ from typing import Any
 
 from megatron.blending.metadatasets.yaml_reader import Items, Table
 
+_MOST_LISTED = 50
+
 
 def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
-    """Say which of `words` was probably meant, or else what there is."""
+    """Say which of `words` was probably meant, or else what there is: the first 50."""
     words = list(words)
     close = difflib.get_close_matches(word, words, 1, 0.6)
-    return f"did you mean {close[0]!r}?" if close else f"{kind} are {', '.join(words) or 'none'}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
+    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"
 
 
 @dataclass(frozen=True)

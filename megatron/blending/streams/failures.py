@@ -1,9 +1,12 @@
-"""pure. What happens to a sample that makes a function fail: it is left out, logged once and counted, up to a limit."""
+"""pure. What happens to a sample that makes a function fail: it is left out, logged once and counted, up to a limit.
+
+Counting is done where the samples are made, in a worker; logging by the rank's loader, which the workers tell what
+failed (`Failure`): several may meet the same sample, and a worker that starts anew remembers none.
+"""
 
 import logging
-import traceback
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.encoding.seeding import failure_tolerance_of
@@ -23,6 +26,37 @@ class FatalSampleError(RuntimeError):
     """Too many samples in a row failed, or one did in a way that others will too."""
 
 
+class Failure(NamedTuple):
+    """A sample that a function failed with: the same one has the same node and place, whoever met it."""
+
+    node: int
+    place: str
+    """Of its (first) record."""
+    text: str
+    """What went wrong, in one line."""
+
+
+class FailureLog:
+    """Logs each failing sample once, whichever workers tell of it and however often.
+
+    Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a line is how many
+    different ones were told of. It remembers 10,000 of them, some 2 MB; those beyond count anew each time.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, str]] = set()
+        self._num_seen = 0
+
+    def tell(self, failure: Failure) -> None:
+        if (failure.node, failure.place) in self._seen:
+            return
+        if len(self._seen) < _REMEMBERED:
+            self._seen.add((failure.node, failure.place))
+        self._num_seen += 1
+        if self._num_seen <= _LOGGED_ONE_BY_ONE or _is_power_of_two(self._num_seen):
+            logger.warning("%s; left out, %d so far", failure.text, self._num_seen)
+
+
 class Failures:
     """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
 
@@ -30,14 +64,22 @@ class Failures:
     """
 
     def __init__(
-        self, tolerance: int = DEFAULT_TOLERANCE, handler: Callable[[Exception, Any, Any], None] | None = None
+        self,
+        tolerance: int = DEFAULT_TOLERANCE,
+        handler: Callable[[Exception, Any, Any], None] | None = None,
+        tell: Callable[[Failure], None] | None = None,
     ):
-        """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run."""
+        """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run.
+
+        `tell` gets each failing sample, at once and once, but for those beyond 10,000 of which it gets ever fewer, and
+        some again; None: they are logged.
+        """
         self._tolerance = tolerance
         self._handler = handler
+        self._tell = FailureLog().tell if tell is None else tell
         self._in_a_row: dict[tuple[int, int | None], int] = {}
         """By node, and source where it is but one."""
-        self._logged: set[tuple[int, str]] = set()
+        self._told: set[tuple[int, str]] = set()
         self.num_failed = 0
         self.num_skipped = 0
         self._silent_in_a_row = 0
@@ -80,8 +122,9 @@ class Failures:
         place = where()
         if is_fatal:
             reason = "" if isinstance(error, _FATAL) else f"; {in_a_row} samples in a row failed, the limit"
-            raise FatalSampleError(f"{_told(error, function, place, sample)}{reason}") from error
-        self._log(error, node, function, place, sample)
+            raise FatalSampleError(f"{_described(error, function, place, sample)}{reason}") from error
+        if self._is_to_tell((node, place)):
+            self._tell(Failure(node, place, _described(error, function, place, sample)))
 
     def _skip(self, function: Any, where: Callable[[], str]) -> None:
         self.num_skipped += 1
@@ -92,21 +135,27 @@ class Failures:
                 "nothing may be left of the data"
             )
 
-    def _log(self, error: Exception, node: int, function: Any, place: str, sample: Any) -> None:
-        if (node, place) in self._logged:
-            return
-        if len(self._logged) < _REMEMBERED:
-            self._logged.add((node, place))
-        # Each of the first, then ever fewer: a broken source must not fill the disk.
-        if self.num_failed <= _LOGGED_ONE_BY_ONE or self.num_failed & (self.num_failed - 1) == 0:
-            logger.warning("%s; left out, %d so far", _told(error, function, place, sample), self.num_failed)
+    def _is_to_tell(self, failing: tuple[int, str]) -> bool:
+        """Spares who is told what it knows."""
+        if failing in self._told:
+            return False
+        if len(self._told) == _REMEMBERED:
+            return _is_power_of_two(self.num_failed)
+        self._told.add(failing)
+        return True
 
 
-def _told(error: Exception, function: Any, place: str, sample: Any) -> str:
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _described(error: Exception, function: Any, place: str, sample: Any) -> str:
     key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
     of_key = "" if key is None else f" (key {key})"
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" [{frames[-1].filename}:{frames[-1].lineno}]" if frames else ""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    at = "" if trace is None else f" [{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}]"
     text = " ".join(str(error).split()) or "no message"
     return f"{place}{of_key}: {_name(function)}: {type(error).__name__}: {text}{at}"
 

@@ -98,7 +98,7 @@ def test_webdataset_samples(task, tmp_path, dataset, parts, text):
 
 def test_webdataset_of_something_else_is_refused_when_opened(task, tmp_path):
     """The first batch would fail, after the model was built on every rank."""
-    path = folder(tmp_path, CAPTION, pth="x", json="{}")
+    path = folder(tmp_path, CAPTION, pth="x", json='{"caption": "c"}')
     with pytest.raises(ValueError, match="CaptioningSample, but must have text"):
         chats(task, path)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading, file_of, open_records
 from megatron.blending.encoding.samples import (
     CaptioningSample,
@@ -19,7 +20,7 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
 )
 from megatron.blending.encoding.seeding import stateless
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
+from megatron.blending.formats.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
 from megatron.blending.streams.failures import FatalSampleError
@@ -77,8 +78,7 @@ def test_captions_and_tensors(tmp_path):
     class Raw(DefaultTaskEncoder):
         decoder = None
 
-    with pytest.raises(ValueError, match="json"):
-        opened(folder, encoder=Raw())
+    assert "a key 'caption' in json: that is no object, but of type bytes" in refused(folder, encoder=Raw())
 
 
 def to_pth(tensor):
@@ -181,7 +181,9 @@ def test_mistakes_in_dataset_yaml_are_named(tmp_path):
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "txt: txt"))
     assert "field_map: TextSample has no field 'txt'; did you mean 'text'?" in refused(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
-    assert "dataset.yaml:1: field_map: text: no sample has a part 'tx'; did you mean 'txt'?" in refused(folder)
+    assert "dataset.yaml:1: field_map: text: no sample of 1 looked at has a part 'tx'; did you mean 'txt'?" in refused(
+        folder
+    )
 
 
 def test_a_part_that_some_samples_lack_is_no_mistake(tmp_path):
@@ -193,6 +195,100 @@ def test_a_part_that_some_samples_lack_is_no_mistake(tmp_path):
     folder = write_folder(tmp_path / "d", {"s.tar": [("k", {"txt": b"y"})]}, TEXT)
     (folder / "s.tar").unlink()
     records_of(str(folder), "train", reading)
+
+
+def write_json_samples(tmp_path, samples, source):
+    """Samples of JSON alone, whose text is to come from `source`."""
+    named = [
+        (f"k{i}", {"json": sample if type(sample) is bytes else json.dumps(sample).encode()})
+        for i, sample in enumerate(samples)
+    ]
+    return write_folder(tmp_path / "c", {"s.tar": named}, TEXT.replace("text: txt", f"text: {source}"))
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("json[captoin]", "a key 'captoin' in json; did you mean 'caption'?"),
+        ("'txt,json[captoin]'", "a key 'captoin' in json; did you mean 'caption'?"),
+        ("json[q]", "a key 'q' in json; keys are caption, meta, turns"),
+        ("json[meta][langs]", "a key 'langs' in json[meta]; did you mean 'lang'?"),
+        ("json[turns][0][txt]", "a key 'txt' in json[turns][0]; did you mean 'text'?"),
+        ("json[turns][text]", "a key 'text' in json[turns]: that is no object, but of type list"),
+        ("json[caption][0]", "a key '0' in json[caption]: that is no object, but of type str"),
+        ("'txt,text'", "a part 'txt'; parts are json"),
+    ],
+)
+def test_a_key_that_no_sample_has_is_refused_at_once(tmp_path, source, fault):
+    """Each sample would fail when it is read: in the workers, hours of queueing later."""
+    sample = {"caption": "c", "meta": {"lang": "en"}, "turns": [{"text": "t"}]}
+    folder = write_json_samples(tmp_path, [sample] * 20, source)
+    told = refused(folder)
+    assert told.endswith(f"dataset.yaml:1: field_map: text: no sample of 8 looked at has {fault}")
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "source", ["json[q]", "json[m][q]", "json[l][1]", "'json[q],json[other]'", "'json[other],json'"]
+)
+def test_a_key_that_some_sample_may_have_is_no_mistake(tmp_path, source):
+    """The last one has it here, or a longer list; data sets that a few samples fail in are trained on as before."""
+    samples = [{"m": None, "l": [0]}] * 19 + [{"q": "x", "m": {"q": "x"}, "l": [0, "x"]}]
+    folder = write_json_samples(tmp_path, samples, source)
+    source, load = records_of(str(folder), "train", Reading(encoder=DefaultTaskEncoder()))
+    assert load(source[19], ("0", 7, 19)).text in ("x", samples[19])
+
+
+def test_of_many_keys_some_are_listed(tmp_path):
+    """An object with a key per image or user would fill the screen, on every rank."""
+    folder = write_json_samples(tmp_path, [{f"{number:04}": 0 for number in range(3000)}], "json[caption]")
+    assert refused(folder).endswith(", 0048, 0049 and 2950 more")
+
+
+def test_samples_that_cannot_be_read_decide_nothing(tmp_path):
+    """They are counted when they are used; of the others some may still be right, or all wrong."""
+    reading = Reading(encoder=DefaultTaskEncoder())
+    records_of(str(write_json_samples(tmp_path, [b"{broken"] * 3, "json[q]")), "train", reading)
+    folder = write_json_samples(tmp_path, [b"{broken", {"a": 1}, {"a": 1}], "json[q]")
+    assert "no sample of 2 looked at has a key 'q' in json; keys are a" in refused(folder)
+
+    class Own(DefaultTaskEncoder):
+        @staticmethod
+        def decoder(name, content):
+            raise LookupError(name)
+
+    records_of(str(folder), "train", Reading(encoder=Own()))
+
+
+def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
+    """Of a good data set one, however large it is."""
+    reads, read = [], WebDataset.read
+
+    def counted(self, indices):
+        reads.append(list(indices))
+        return read(self, indices)
+
+    monkeypatch.setattr(WebDataset, "read", counted)
+    records_of(
+        str(write_json_samples(tmp_path, [{"q": "x"}] * 100, "json[q]")), "train", Reading(encoder=DefaultTaskEncoder())
+    )
+    assert reads == [[0]]
+    reads.clear()
+    refused(write_json_samples(tmp_path, [{"q": "x"}] * 100, "json[r]"))
+    assert reads == [[index] for index in (0, 14, 28, 42, 56, 70, 84, 99)]
+
+
+def test_only_what_is_read_of_a_data_set_counts(tmp_path):
+    """A subset of records without the key fails as a whole; and a split without samples is nobody's mistake."""
+    write_json_samples(tmp_path, [{"a": "x"}] * 50 + [{"q": "x"}] * 50, "json[q]")
+    path = tmp_path / "m.yaml"
+    path.write_text(V2 + "  train: {path: c, subset: {range: ['0%', '50%']}}\n")
+    assert "a key 'q' in json; keys are a" in refused(path)
+    path.write_text(V2 + "  train: {path: c, subset: {range: ['50%', '100%']}}\n")
+    assert len(opened(path)) == 50
+    (tmp_path / "c" / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [s.tar], val: []}\nexclude: []\n")
+    reading = Reading(encoder=DefaultTaskEncoder())
+    assert len(records_of(str(tmp_path / "c"), "train", reading)[0]) == 100
 
 
 class Both(TextSample):
@@ -223,6 +319,12 @@ def test_join_skips_or_fills(tmp_path):
     path = write_join(tmp_path, "      one: {path: one}\n      two: {path: two, nonmatch: none}\n")
     assert opened(path, allow_code=True)[0].text == "['one=a', 'two=A']"
     assert "names Python code" in refused(path)
+
+
+def test_fields_of_joined_data_sets_are_looked_at_too(tmp_path):
+    path = write_join(tmp_path, "      - {path: one}\n      - {path: two, nonmatch: none}\n")
+    (tmp_path / "two" / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
+    assert "two/.nv-meta/dataset.yaml:1: field_map: text: no sample of 2 looked at" in refused(path, allow_code=True)
 
 
 def test_join_partners_that_are_missing(tmp_path):

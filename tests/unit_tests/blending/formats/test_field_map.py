@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.blending.formats.decode import DecodeError, decode_part, keep_bytes
-from megatron.blending.formats.field_map import FieldMap
+from megatron.blending.formats.field_map import FieldMap, Missing
 
 RECORD = {"__key__": "k", "txt": b"hello", "json": b'{"a": [{"b": 5}, null], "txt": "other", "0": "zero"}', "x.y": b"!"}
 
@@ -53,6 +53,43 @@ def test_what_is_not_there_is_named(source):
     """A sample without its field would be trained on as if it were empty."""
     with pytest.raises(DecodeError, match=r"field 'f' must come from .*, which is not there; parts: txt, json, x\.y"):
         FieldMap({"f": source})(RECORD, decode_part)
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("json[a][0][c]", Missing("c", "json[a][0]", ("b",), "")),
+        ("json[b]", Missing("b", "json", ("a", "txt", "0"), "")),
+        ("json[a][b]", Missing("b", "json[a]", (), "list")),
+        ("jpg,png", Missing("jpg", "", ("txt", "json", "x.y"), "")),
+        ("jpg,json[b]", Missing("b", "json", ("a", "txt", "0"), "")),
+        ("json[a][9]", None),
+        ("json[a][1][x]", None),
+        ("jpg,json[b],txt", None),
+        ("txt[a]", None),
+        ("x.y", None),
+    ],
+)
+def test_what_is_missing(source, missing):
+    """Said of good data, it would keep users from what they train on today; so what may be there elsewhere is not."""
+    expected = {} if missing is None else {"f": missing}
+    assert FieldMap({"f": source, "t": "txt"}).missing(RECORD, decode_part) == expected
+
+
+def test_nothing_but_json_is_decoded_to_find_what_is_missing():
+    """Pickles run code, where they are allowed, and images take long."""
+    decoded = []
+
+    def decode(name, content):
+        decoded.append(name)
+        return decode_part(name, content)
+
+    record = {**RECORD, "pkl": b"", "more.json": b"[1]"}
+    field_map = FieldMap(
+        {"a": "pkl[a]", "b": "json[a]", "c": "json[txt]", "d": "txt", "e": "json", "f": "more.json[0]"}
+    )
+    assert field_map.missing(record, decode) == {}
+    assert decoded == ["json", "more.json"]
 
 
 @pytest.mark.parametrize("source", ["", "json[", "json[]", "json[a]b", "a,,b", "[a]"])

@@ -3,12 +3,14 @@
 import os
 import pickle
 import tarfile
+from functools import lru_cache
 
 import numpy as np
 import pytest
 
 from megatron.blending.formats import webdataset
 from megatron.blending.formats.record import RecordError
+from megatron.blending.formats.shard import open_shard
 from megatron.blending.formats.webdataset import open_webdataset
 from tests.unit_tests.blending.archives import texts, write_folder, write_tar
 
@@ -253,7 +255,7 @@ def test_url(folder):
 
 def test_many_shards_stay_within_the_limit_of_maps(folder, monkeypatch):
     """The least recently read shard must go, and come back when it is asked for."""
-    monkeypatch.setattr(webdataset, "_open_local_shard", webdataset.lru_cache(1)(webdataset._open_shard))
+    monkeypatch.setattr(webdataset, "open_local_shard", lru_cache(1)(open_shard))
     dataset = opened(folder)
     assert [record["__key__"] for record in dataset.read([0, 5, 1, 4, 3, 2])] == ["a", "g", "d/b", "f", "e", "c"]
 

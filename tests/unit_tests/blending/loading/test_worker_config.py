@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.blending.encoding.cooking import Cooker
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.seeding import stateless, with_seeds
-from megatron.blending.encoding.task_encoder import DefaultTaskEncoder
 from megatron.blending.loading.load import get_train_dataset
 from megatron.blending.loading.loader import get_loader
 from megatron.blending.loading.worker_config import WorkerConfig

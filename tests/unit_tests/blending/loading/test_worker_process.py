@@ -129,6 +129,88 @@ def test_a_mistake_in_a_function_is_told_as_such():
     assert multiprocessing.active_children() == []
 
 
+BROKEN_SCRIPT = """
+import functools, logging, os, sys, threading
+from megatron.blending import MapDataset, WorkerConfig, get_loader
+from tests.unit_tests.blending.number_streams import leaf
+
+def fail_seven(path, sample):
+    if sample[1] == 7:
+        with open(path, "a") as file:
+            print(os.getpid(), threading.get_ident(), file=file)
+        raise ValueError("seven")
+    return sample
+
+if __name__ == "__main__":
+    logging.basicConfig(format="LOG %(message)s")
+    kind, num_workers, num_lanes, path = sys.argv[1:]
+    config = WorkerConfig(num_workers=int(num_workers), num_lanes=int(num_lanes), worker_kind=kind)
+    loader = get_loader(MapDataset(leaf("a", 11), functools.partial(fail_seven, path)), config)
+    for epoch in range(4):
+        assert sorted(index for _, index in loader) == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
+        print(loader.num_failed)
+        if epoch == 1:
+            loader.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "num_lanes", "counts"),
+    [
+        ("process", 2, 2, "1 2 1 2"),
+        ("process", 2, 1, "2 4 2 4"),
+        ("thread", 2, 1, "2 4 2 4"),
+        ("process", 0, 2, "1 2 1 2"),
+    ],
+)
+def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, kind, num_workers, num_lanes, counts):
+    """In several lanes of a worker each, in a lane that all workers run, over epochs, and after they start again."""
+    script, meetings = tmp_path / "broken.py", tmp_path / "meetings"
+    script.write_text(BROKEN_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+    command = [sys.executable, str(script), kind, str(num_workers), str(num_lanes), str(meetings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+    assert done.stdout.split() == counts.split(), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "seven" in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("LOG a:7: ")
+    assert "ValueError: seven [" in lines[0]
+    assert lines[0].endswith("; left out, 1 so far")
+    assert len(set(meetings.read_text().splitlines())) >= max(1, num_workers)
+
+
+def fail_three_die_at_five(sample):
+    if sample[1] == 3:
+        raise ValueError("three")
+    if sample[1] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+@pytest.mark.parametrize("tree", [lambda node: BatchDataset(node, 10), lambda node: node])
+def test_what_failed_is_logged_though_the_worker_dies(caplog, tree):
+    """Told only with the next output, which never came, the line that hints at the cause would be lost."""
+    loader = get_loader(tree(MapDataset(leaf("a", 10, shuffle=False), fail_three_die_at_five)), processes(1))
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="died: killed by SIGKILL"):
+        list(loader)
+    assert [message.partition(":")[2][:1] for message in caplog.messages] == ["3"]
+
+
+def fail_few_then_all(sample):
+    if sample[1] in (1, 2) or sample[1] > 5:
+        raise ValueError("failing")
+    return sample
+
+
+def test_what_failed_before_a_fatal_row_is_logged(caplog):
+    loader = get_loader(
+        MapDataset(leaf("a", 20, shuffle=False), fail_few_then_all), processes(1, num_lanes=1, failure_tolerance=4)
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(FatalSampleError, match=r"a:9: .*failing.*; 4 samples in a"):
+        list(loader)
+    assert [message.partition(":")[2][0] for message in caplog.messages] == ["1", "2", "6", "7", "8"]
+
+
 def test_workers_end_with_the_loader():
     """Workers that stay would fill the machine, one notebook cell after the other."""
     loader = get_savable_loader(MapDataset(endless(), slow), processes())

@@ -9,7 +9,7 @@ from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.encoding.seeding import stateless
 from megatron.blending.loading.loader import get_loader
 from megatron.blending.streams.datasets import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
-from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from tests.unit_tests.blending.number_streams import config, endless, leaf
 from tests.unit_tests.blending.trees import first_fit, is_odd
 
@@ -59,6 +59,32 @@ def test_few_lines_for_many_failures(caplog):
         assert len(list(loader)) == 2500
     assert loader.num_failed == 2500
     assert len(caplog.records) < 40
+
+
+def test_the_log_is_of_different_samples(caplog):
+    """Of several workers each tells of the sample that they share; a line says how many different ones there were."""
+    log = FailureLog()
+    with caplog.at_level(logging.WARNING):
+        for number in [0, 0, *range(40), *range(40)]:
+            log.tell(Failure(3, f"a:{number}", f"a:{number}: bad"))
+        log.tell(Failure(4, "a:0", "a:0: bad elsewhere"))
+    lines = [f"a:{number}: bad; left out, {number + 1} so far" for number in [*range(20), 31]]
+    assert caplog.messages == lines
+
+
+def test_what_is_remembered_is_bounded(caplog, monkeypatch):
+    """A long run over data of which much fails would fill the memory, or the pipe from its workers."""
+    monkeypatch.setattr("megatron.blending.streams.failures._REMEMBERED", 50)
+    told: list[Failure] = []
+    log, failures = FailureLog(), Failures(0, None, told.append)
+    with caplog.at_level(logging.WARNING):
+        for number in range(5000):
+            failures.leave_out(ValueError("bad"), 1, fail_all, f"a:{number}".__str__, None)
+            log.tell(Failure(1, f"a:{number}", "bad"))
+    assert [failure.place for failure in told[:50]] == [f"a:{number}" for number in range(50)]
+    assert [failure.place for failure in told[50:]] == [f"a:{2**power - 1}" for power in range(6, 13)]
+    assert (failures.num_failed, len(failures._told), len(log._seen)) == (5000, 50, 50)
+    assert len(caplog.records) == 20 + 8
 
 
 def test_a_row_of_failures_is_fatal():

@@ -1,0 +1,78 @@
+"""pure. The task encoder that most are derived from: it converts samples and batches to the types that it is given."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.blending.encoding.fields import FieldError, converted, is_made_of
+from megatron.blending.encoding.task_encoder import (
+    T_batch,
+    T_encoded_sample,
+    T_raw_batch,
+    T_sample,
+    TaskEncoder,
+)
+from megatron.blending.streams.failures import FatalSampleError
+
+
+class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
+    """Converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
+
+    _encoded_sample_type: Any = None
+    _raw_batch_type: Any = None
+    _batch_type: Any = None
+
+    def __init__(self, *, encoded_sample_type: Any = None, raw_batch_type: Any = None, batch_type: Any = None) -> None:
+        for name in ("encoded_sample_type", "raw_batch_type", "batch_type"):
+            kind = locals()[name]
+            if kind is not None and not isinstance(kind, type):
+                raise ValueError(f"{type(self).__name__}: {name} must be a class, but is {kind!r}")
+            setattr(self, f"_{name}", kind)
+
+    def encode_sample(self, sample: Any) -> Any:
+        if self._encoded_sample_type is None or type(sample) is self._encoded_sample_type:
+            return sample
+        with types_must_fit():
+            return converted(sample, self._encoded_sample_type)
+
+    def batch(self, samples: list[Any]) -> Any:
+        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
+
+        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
+        some that it needs.
+        """
+        kind = self._raw_batch_type
+        if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
+            kind = self._batch_type
+        if kind is None:
+            return self._batch(samples, type(samples[0]))
+        with types_must_fit():
+            return self._batch(samples, kind)
+
+    def encode_batch(self, batch: Any) -> Any:
+        if self._batch_type is None or type(batch) is self._batch_type:
+            return batch
+        with types_must_fit():
+            return converted(batch, self._batch_type)
+
+    def uses(self, step: str) -> bool:
+        if step == "encode_sample" and not self._has_own(step):
+            return self._encoded_sample_type is not None
+        if step == "encode_batch" and not self._has_own(step):
+            return self._batch_type is not None and (self._raw_batch_type is not None or self._has_own("batch"))
+        return super().uses(step)
+
+    def _has_own(self, step: str) -> bool:
+        return step in vars(self) or getattr(type(self), step) is not getattr(DefaultTaskEncoder, step)
+
+    def _makes_batch(self) -> bool:
+        return self._has_own("encode_batch")
+
+
+@contextmanager
+def types_must_fit() -> Iterator[None]:
+    """What does not fit for one sample does for none: the run ends, where a failing sample would be left out."""
+    try:
+        yield
+    except FieldError as error:
+        raise FatalSampleError(str(error)) from None
