@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.blending.encoding.seeding import seeded_function_of
 from megatron.blending.loading.server import Server
+from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import MakeServer, Message, Patience, Start, Worker
 from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.loading.worker_process import ProcessWorker
@@ -42,29 +43,21 @@ class LocalWorker:
 class Crew:
     """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
 
-    def __init__(
-        self,
-        dataset: SavableDataset[Any],
-        binding: Binding,
-        num_lanes: int,
-        config: WorkerConfig,
-        prefetch_factor: int,
-        log: FailureLog,
-    ) -> None:
-        """`dataset`: unbound; each worker binds it for itself, as `binding` was.
-
-        `log`: of the samples that fail in any of them.
-        """
+    def __init__(self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog) -> None:
+        """`log`: of the samples that fail in any of the workers."""
         self._log = log
         self._workers: list[Any] = []
         self._generation = -1
         self.close = weakref.finalize(self, _close_all, self._workers)
-        told = binding.again()
         handling = (config.failure_tolerance, config.global_error_handler)
+        if config.num_workers:
+            get_root = functools.partial(bind_again, stream.dataset, stream.binding.again())
+        else:
+            get_root = functools.partial(getattr, stream, "root")
         try:
             for number in range(max(1, config.num_workers)):
                 seat = (config.seat_of(number), config.num_seats)
-                make = functools.partial(make_server, dataset, told, num_lanes, seat, handling)
+                make = functools.partial(make_server, get_root, stream.num_lanes, seat, handling)
                 self._workers.append(self._hire(number, make, config, prefetch_factor))
         except BaseException:
             self.close()
@@ -96,16 +89,20 @@ class Crew:
         return ProcessWorker(name, make, ahead, patience, config.start_method, self._workers, seed)
 
 
+def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
+    """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows large."""
+    return dataset.bind(binding.again())
+
+
 def make_server(
-    dataset: SavableDataset[Any],
-    binding: Binding,
+    get_root: Callable[[], SavableDataset[Any]],
     num_lanes: int,
     seat: tuple[int, int],
     handling: tuple[int, Any],
     tell: Callable[[Failure], None],
 ) -> Server:
     """Make a server where it works."""
-    return Server(dataset.bind(binding.again()), num_lanes, *seat, Failures(*handling, tell))
+    return Server(get_root(), num_lanes, *seat, Failures(*handling, tell))
 
 
 def check_threads(dataset: SavableDataset[Any]) -> None:

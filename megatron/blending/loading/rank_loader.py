@@ -8,34 +8,20 @@ Invariants, for any numbers of ranks and workers before and after:
   out evenly: the remainder, fewer than there are ranks, comes first in the next epoch.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.loading.compact import compact, expanded
 from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
-from megatron.blending.loading.loader_state import (
-    VERSION,
-    State,
-    check_stream,
-    describe_stream,
-    is_taken,
-    lanes_of,
-    leaf_positions,
-    merge_states,
-    position_of_blend,
-    remapped,
-    total_drawn,
-)
+from megatron.blending.loading.loader_state import VERSION, State, is_taken, merge_states
 from megatron.blending.loading.pinning import may_pin, pinned
 from megatron.blending.loading.server import END
+from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
-from megatron.blending.streams.dataset import Binding, SavableDataset
+from megatron.blending.streams.dataset import SavableDataset
 from megatron.blending.streams.failures import FailureLog
-
-logger = logging.getLogger("megatron.blending")
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -64,7 +50,7 @@ class Loader(Generic[T_co]):
         check_worker_config(self.config)
         if self.config.num_workers and self.config.worker_kind == "thread":
             check_threads(dataset)
-        self._dataset = dataset
+        self._stream = Stream(dataset, self.config)
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
         self._pins = (self.config.num_workers > 0 if pin_memory is None else pin_memory) and may_pin()
@@ -74,23 +60,20 @@ class Loader(Generic[T_co]):
         self._ahead: list[Any] = []
         self._slot = self._start = 0
         self._is_over = self._has_drawn = self._is_started = False
-        self._stream: str | None = None
         self._crew: Crew | None = None
         self._failure_log = FailureLog()
-        self._bind({}, {}, [])
-        self._num_lanes = lanes_of(self._root, self._binding, self.config.num_lanes)
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
         """Batches of one pass on this rank; of endless data, of one pass over it."""
-        ranks = self.config.num_ranks
-        if self._root.goes_on:
-            return max(1, (self._root.size or 0) // ranks)
-        total = len(self._dataset) if self._root.size is None else self._root.size
+        ranks, root = self.config.num_ranks, self._stream.root
+        if root.goes_on:
+            return max(1, (root.size or 0) // ranks)
+        total = len(self._stream.dataset) if root.size is None else root.size
         return total // ranks + (self.config.this_rank < total % ranks)
 
     def __iter__(self) -> Iterator[T_co]:
-        is_left = self._has_drawn and not self._is_savable and self._is_finite
+        is_left = self._has_drawn and not self._is_savable and self._stream.is_finite
         if self._is_over or is_left:
             self._next_pass()
         return self
@@ -118,13 +101,11 @@ class Loader(Generic[T_co]):
         A few hundred bytes, some tens per source, and one to four for each sample that open buffers hold.
         """
         self._keep_lanes()
-        drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
-        at = min(self._turn, self._root.size or 0) if self._is_finite else self._turn
         return {
             "version": VERSION,
             "rank": self.config.this_rank,
             "world_size": self.config.num_ranks,
-            "num_lanes": self._num_lanes,
+            "num_lanes": self._stream.num_lanes,
             "pass": self._pass,
             "epoch_start": self._epoch_start,
             "slot": self._slot,
@@ -133,8 +114,8 @@ class Loader(Generic[T_co]):
             "taken": [row for row in self._ahead if max(row[1]) > self._slot],
             "is_over": self._is_over,
             "lanes": compact(self._lanes),
-            "positions": leaf_positions(self._root, at, drawn),
-            "stream": self._described(),
+            "positions": self._stream.leaf_positions(self._turn, self._lanes),
+            "stream": self._stream.described(),
         }
 
     def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
@@ -153,19 +134,17 @@ class Loader(Generic[T_co]):
         merged["stream"] = expanded(merged["stream"])
         self.close()
         try:
-            check_stream(merged["stream"], describe_stream(self._root, self._binding))
+            self._stream.check(merged["stream"])
         except ValueError as difference:
             if on_change == "error":
                 raise
-            self._remap(merged, str(difference))
+            self._stream.continue_by_name(merged, str(difference))
+            self._begin_pass(0, 0)
             return
-        sources = merged["stream"]["sources"]
-        changes = [tuple(change) for change in merged["stream"]["changes"]]
-        self._bind({row[3]: row[4] for row in sources}, {row[3]: row[5] for row in sources}, changes)
-        self._num_lanes = merged["num_lanes"]
+        self._stream.continue_as(merged["stream"], merged["num_lanes"])
         self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]
-        if self._root.goes_on and self._binding.is_size_of_ranks:
+        if self._stream.root.goes_on and self._stream.binding.is_size_of_ranks:
             # As many outputs of each rank are over as before, whatever the number of ranks.
             turns = (self._base - self._epoch_start) // states[0]["world_size"]
             self._epoch_start = self._base - turns * self.config.num_ranks
@@ -192,10 +171,7 @@ class Loader(Generic[T_co]):
         if here < self._turn:
             raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()
-        drawn = total_drawn(self._lanes, self._num_lanes, self._binding)
-        position = position_of_blend(self._root, blend, here, drawn)
-        told = self._binding
-        self._bind(told.salts, told.bases, [*told.changes, (blend, position, [float(weight) for weight in weights])])
+        self._stream.change_weights(weights, blend, here, self._lanes)
 
     # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
 
@@ -228,31 +204,8 @@ class Loader(Generic[T_co]):
         """The next output of rank 0, if it drew as many as this one."""
         return self._slot - self.config.this_rank
 
-    @property
-    def _is_finite(self) -> bool:
-        return self._root.size is not None and not self._root.goes_on
-
-    def _bind(self, salts: dict[str, str], bases: dict[str, int], changes: list[Any]) -> None:
-        seed = self.config.seed + self.config.seed_offset
-        self._binding = Binding(seed, self.config.num_ranks, salts=salts, bases=bases, changes=changes)
-        self._root = self._dataset.bind(self._binding)
-        self._stream = None
-
-    def _described(self) -> str:
-        if self._stream is None:
-            self._stream = compact(describe_stream(self._root, self._binding))
-        return self._stream
-
-    def _remap(self, state: State, difference: str) -> None:
-        if self._is_finite:
-            raise ValueError(f"on_change='remap' is for endless data, but this is finite: begin it anew. {difference}")
-        salts, bases, told = remapped(state, describe_stream(self._root, self._binding))
-        logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
-        self._bind(salts, bases, [])
-        self._begin_pass(0, 0)
-
     def _next_pass(self) -> None:
-        if self._is_finite:
+        if self._stream.is_finite:
             self._begin_pass(self._pass + 1, 0)
             return
         # The stream just goes on: workers are not even told.
@@ -272,9 +225,9 @@ class Loader(Generic[T_co]):
     def _draw(self) -> Any:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
         # Every rank gives as many, and one at least: what does not go evenly belongs to the next epoch.
-        if self._root.goes_on:
+        if self._stream.root.goes_on:
             num_over = self._turn - self._epoch_start
-            if num_over and num_over + ranks > (self._root.size or 0):
+            if num_over and num_over + ranks > (self._stream.root.size or 0):
                 raise StopIteration
         crew = self._started()
         while True:
@@ -305,10 +258,8 @@ class Loader(Generic[T_co]):
 
     def _started(self) -> Crew:
         if self._crew is None:
-            warn_of_shared_lanes(self._num_lanes, self.config)
-            self._crew = Crew(
-                self._dataset, self._binding, self._num_lanes, self.config, self._prefetch_factor, self._failure_log
-            )
+            warn_of_shared_lanes(self._stream.num_lanes, self.config)
+            self._crew = Crew(self._stream, self.config, self._prefetch_factor, self._failure_log)
         if not self._is_started:
             lanes = {int(number): lane for number, lane in self._lanes.items()}
             self._crew.start(self._pass, self._slot, lanes, self._base, self._since)
@@ -324,9 +275,9 @@ class Loader(Generic[T_co]):
         """The first output that some worker may not have run in a lane which it shares: not before its own last one."""
         seats = self.config.num_seats
         have_all_given = self._slot - self._start >= seats
-        if self._num_lanes % seats == 0:
+        if self._stream.num_lanes % seats == 0:
             return self._turn if have_all_given else min(self._since, self._turn)
         return max(0, self._turn - seats if have_all_given else self._since)
 
     def _runs(self, lane: int) -> bool:
-        return (lane - self._slot) % math.gcd(self._num_lanes, self.config.num_ranks) == 0
+        return (lane - self._slot) % math.gcd(self._stream.num_lanes, self.config.num_ranks) == 0
