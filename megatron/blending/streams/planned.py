@@ -34,6 +34,9 @@ from megatron.blending.streams.order import salted_seed
 from megatron.blending.streams.shares import UNIT, Segment, Shares, lowest_terms
 from megatron.blending.streams.weights import Weight
 
+_SHORT = 4096
+"""A segment of so few outputs is one table."""
+
 
 class _Table(NamedTuple):
     """A sequence as long as its columns."""
@@ -127,15 +130,18 @@ class PlannedSequence:
         constant_end = self._constant_end(number)
         if start < constant_end:
             end, sequence = self._constant(number, start, constant_end, before)
+            self._stretches.append(_Stretch(start, end, number, sequence, before))
         else:
-            end, sequence = self.shares.segments[number].end, self._looking_ahead(number, start, before)
-        self._stretches.append(_Stretch(start, end, number, sequence, before))
+            table = self._looking_ahead(number, start, before)
+            self._stretches.append(_Stretch(start, self.shares.segments[number].end, number, table, before))
 
     def _constant_end(self, number: int) -> int:
-        """Where the first output is released whose window goes on behind a segment's end."""
+        """Where the first output is released whose window goes on behind a segment's end, or nearer to its start."""
         segment = self.shares.segments[number]
         if segment.end == NEVER:
             return NEVER
+        if segment.end - segment.start <= _SHORT:
+            return segment.start
         following = self.shares.segments[number + 1]
         cut = [
             self.shares.release(number, child, following.whole[child])
@@ -171,7 +177,7 @@ class PlannedSequence:
         return _Table(*exchange_neighbours(children, numbers, 0, windows, draws))
 
     def _windows(self, number: int, start: int, counts: Sequence[int], early: Sequence[int]) -> Windows:
-        """Windows seen from `start`, to the end of a segment. `early`: children without weight behind it to be there."""
+        """Windows seen from `start` to a segment's end, by which the output must stand that it cuts of children `early`."""
         segment, following = self.shares.segments[number], self.shares.segments[number + 1]
         length = segment.end - start
         last_deadlines = [self.shares.deadline(child, whole) - start for child, whole in enumerate(following.whole)]

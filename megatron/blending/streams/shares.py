@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 class Shares:
     """Each child's share W(k): what its weights, of 1 together, sum to over the first k outputs; and what it is at 0.
 
-    Made in about 10 microseconds per segment and child, where the sums of the weights have a small common multiple.
+    About 10 microseconds per segment and child, once, where the sums of the weights have a small common multiple.
     """
 
     def __init__(self, segments: Sequence[tuple[int, Sequence[Weight]]], at_start: Sequence[int] | None = None) -> None:
@@ -53,12 +53,10 @@ class Shares:
             units = [amount * UNIT // unit for amount in amounts]
             self.segments.append(Segment(start, end, weights, total, whole, rest, units))
             factor = math.lcm(unit, total) // unit
+            unit *= factor
             amounts = [
-                amount * factor + (end - start) * weight * (unit * factor // total)
-                for amount, weight in zip(amounts, weights)
+                amount * factor + (end - start) * weight * (unit // total) for amount, weight in zip(amounts, weights)
             ]
-            shared = math.gcd(unit * factor, *amounts)
-            unit, amounts = unit * factor // shared, [amount // shared for amount in amounts]
         self._starts = [segment.start for segment in self.segments]
         self._whole = list(zip(*(segment.whole for segment in self.segments)))
 
@@ -69,9 +67,7 @@ class Shares:
         """Return each child's share, in units of 1 / UNIT."""
         segment = self.segments[self.segment_at(output)]
         num = output - segment.start
-        return [
-            units + num * weight * UNIT // segment.total for units, weight in zip(segment.units, segment.weights)
-        ]
+        return [units + num * weight * UNIT // segment.total for units, weight in zip(segment.units, segment.weights)]
 
     def behind(self, number: int, output: int, counts: Sequence[int]) -> Behind:
         """How much each share is above `counts` at an output of segment `number`, times the sum of its weights."""
