@@ -177,7 +177,7 @@ class PlannedSequence:
         return _Table(*exchange_neighbours(children, numbers, 0, windows, draws))
 
     def _windows(self, number: int, start: int, counts: Sequence[int], early: Sequence[int]) -> Windows:
-        """Windows seen from `start` to a segment's end, by which the output must stand that it cuts of children `early`."""
+        """Windows from `start` to a segment's end, by which children `early` must give the output that it cuts."""
         segment, following = self.shares.segments[number], self.shares.segments[number + 1]
         length = segment.end - start
         last_deadlines = [self.shares.deadline(child, whole) - start for child, whole in enumerate(following.whole)]
