@@ -3,35 +3,33 @@
 Invariants of `ExactSequence`, for weights w that sum to P:
 - at every prefix of k outputs, child c gave more than k * w_c / P - 1 and less than k * w_c / P + 1 of them;
 - the numbers of a child's outputs are 0, 1, 2, ... without a gap.
-What a child is owed from before, where the weights changed, is added to k * w_c / P.
+What a child is behind at the start, where the weights changed, is added to k * w_c / P.
 
-The order is earliest deadline first, which meets every deadline of the chairman assignment problem (Tijdeman, 1980):
-item j of child c may stand at floor(j * P / w_c) to ceil((j + 1) * P / w_c) - 1. Neighbours are then exchanged at
-random where the bound allows it, as a short pattern would give one rank always the same child.
+The order is earliest deadline first. Neighbours are then exchanged at random where the bound allows it.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.random import RandomState
 
+from megatron.blending.streams.deadlines import (
+    NEVER,
+    Behind,
+    EarliestDeadlineFirst,
+    Ints,
+    Windows,
+    exchange_neighbours,
+)
 from megatron.blending.streams.order import salted_seed
 from megatron.blending.streams.permutation import permute_indices
 
-Ints = npt.NDArray[np.int64]
-
 _TABLE_LENGTH = 4096
-_NUM_EXCHANGES = 16
 _DRAWN_TOGETHER = 2**16
 _KEPT_DRAWS = 64
 _KEPT_TABLES = 4
-_LEAST_UNIT = 2**20
-OWED_UNIT = 2**40
-NO_LIMIT = 2**62
 
 
 class Choices(NamedTuple):
@@ -48,17 +46,23 @@ class ExactSequence:
     """
 
     def __init__(
-        self, weights: Sequence[int], seed: int, owed: Sequence[int] | None = None, limit: int = NO_LIMIT
+        self,
+        weights: Sequence[int],
+        seed: int,
+        behind: Behind | None = None,
+        limit: int = NEVER,
+        spare: Sequence[int] = (),
     ) -> None:
-        """`owed`: outputs that each child is behind at the start, in units of 1 / OWED_UNIT; they sum to about 0.
+        """`behind`: of each child at the start; below an output, and 0 together. None for 0 of each.
 
         It then repeats itself after `length` outputs only if they have each child's share: see `is_even`. `limit`: if
-        no more outputs than this are of use, no more are made.
+        no more outputs than this are of use, no more are made. `spare`: children of weight 0 with an output, which
+        stands where no other child's is released.
         """
         shared = math.gcd(*weights)
         self._weights = [weight // shared for weight in weights]
         self._sum = sum(self._weights)
-        # Several periods, unlike each other, and an odd number of them: see above.
+        # Several periods, unlike each other, and an odd number of them.
         self._num_periods = -(-_TABLE_LENGTH // self._sum) | 1
         self._seed = seed
         self._chunk = min(limit, _TABLE_LENGTH)
@@ -66,16 +70,10 @@ class ExactSequence:
         self._per_length: Ints = np.array([weight * self._num_periods for weight in self._weights], np.int64)
         self._children = np.zeros(0, np.int64)
         self._numbers = np.zeros(0, np.int64)
-        self._counts = [0] * len(weights)
-        self._ready: list[tuple[int, int]] = []
-        # What is due is counted in units of 1 / self._unit: an output adds a child's step to it.
-        scale = max(1, _LEAST_UNIT // self._sum) if owed else 1
-        self._unit = self._sum * scale
-        self._steps = [weight * scale for weight in self._weights]
-        self._owed = _balanced(owed, self._weights, self._unit) if owed else [0] * len(weights)
-        self.is_owed = any(self._owed)
-        self._waiting = [(-self._owed[child] // step, child) for child, step in enumerate(self._steps) if step]
-        heapq.heapify(self._waiting)
+        self.is_behind = behind is not None
+        none = [0] * len(weights)
+        self._windows = Windows(self._weights, behind or Behind(none, none))
+        self._order = EarliestDeadlineFirst(self._windows, spare=spare)
 
     def choose(self, positions: Ints) -> Choices:
         turns, places = np.divmod(positions, self._length)
@@ -87,7 +85,7 @@ class ExactSequence:
 
     def counts(self, position: int) -> list[int]:
         turns, place = divmod(position, self._length)
-        if self.is_owed and turns and not place:
+        if self.is_behind and turns and not place:
             # The first turn may not be even.
             turns, place = turns - 1, self._length
         self._grow(place)
@@ -111,53 +109,20 @@ class ExactSequence:
             start = len(self._children)
             end = min(start + self._chunk, self._length)
             children, numbers = self._arranged(start, end)
-            self._exchange(children, numbers, start)
+            draws = RandomState(salted_seed(self._seed, f"exchange {start}") & 0xFFFFFFFF)
+            children, numbers = exchange_neighbours(children, numbers, start, self._windows, draws)
             self._children = np.concatenate([self._children, children])
             self._numbers = np.concatenate([self._numbers, numbers])
 
     def _arranged(self, start: int, end: int) -> tuple[Ints, Ints]:
-        if self._num_periods == 1 or self.is_owed:
-            return self._earliest_deadline_first(start, end)
+        if self._num_periods == 1 or self.is_behind:
+            return self._order.take(start, end)
         # A whole period, which repeats itself.
         places = np.arange(start, end)
         if not start:
-            self._first = self._earliest_deadline_first(0, self._sum)
+            self._first = self._order.take(0, self._sum)
         children, numbers = (column[places % self._sum] for column in self._first)
         return children, numbers + places // self._sum * np.array(self._weights, np.int64)[children]
-
-    def _earliest_deadline_first(self, start: int, end: int) -> tuple[Ints, Ints]:
-        children, numbers = np.zeros(end - start, np.int64), np.zeros(end - start, np.int64)
-        waiting, ready, counts = self._waiting, self._ready, self._counts
-        unit, steps, owed = self._unit, self._steps, self._owed
-        for place in range(start, end):
-            # If all are ahead, which only rounding brings about, the one that is so least.
-            while waiting and (waiting[0][0] <= place or not ready):
-                child = heapq.heappop(waiting)[1]
-                deadline = -((owed[child] - (counts[child] + 1) * unit) // steps[child]) - 1
-                heapq.heappush(ready, (deadline, child))
-            child = heapq.heappop(ready)[1]
-            children[place - start] = child
-            numbers[place - start] = counts[child]
-            counts[child] += 1
-            heapq.heappush(waiting, ((counts[child] * unit - owed[child]) // steps[child], child))
-        return children, numbers
-
-    def _exchange(self, children: Ints, numbers: Ints, start: int) -> None:
-        if len(self._waiting) + len(self._ready) < 2:
-            return
-        steps, owed, unit = np.array(self._steps, np.int64), np.array(self._owed, np.int64), self._unit
-        draws = RandomState(salted_seed(self._seed, f"exchange {start}") & 0xFFFFFFFF)
-        for turn in range(_NUM_EXCHANGES):
-            left = np.arange(turn % 2, len(children) - 1, 2)
-            here, there = children[left], children[left + 1]
-            # Only the prefix that ends between the two changes.
-            prefix = start + left + 1
-            lag = numbers[left] * unit - prefix * steps[here] - owed[here]
-            lead = (numbers[left + 1] + 1) * unit - prefix * steps[there] - owed[there]
-            may = (here != there) & (abs(lag) < unit) & (abs(lead) < unit)
-            left = left[may & (draws.random_sample(len(left)) < 0.5)]
-            for array in (children, numbers):
-                array[left], array[left + 1] = array[left + 1], array[left]
 
 
 class RandomSequence:
@@ -224,19 +189,6 @@ class RandomSequence:
                 if old is not None:
                     del self._before[old]
         return self._before[draw]
-
-
-def _balanced(owed: Sequence[int], weights: Sequence[int], unit: int) -> list[int]:
-    """What children with weight are owed, in units of 1 / unit, each less than one output, and 0 together.
-
-    What those without are owed waits until they have weight again; meanwhile it is the others' in proportion.
-    """
-    total, surplus = sum(weights), sum(amount for amount, weight in zip(owed, weights) if weight)
-    even = [amount - surplus * weight // total if weight else 0 for amount, weight in zip(owed, weights)]
-    most = max(OWED_UNIT, *(abs(amount) + 1 for amount in even))
-    found = [amount * unit // most for amount in even]
-    found[max(range(len(weights)), key=weights.__getitem__)] -= sum(found)
-    return found
 
 
 SEQUENCES: dict[str, type[ExactSequence] | type[RandomSequence]] = {"exact": ExactSequence, "random": RandomSequence}

@@ -41,6 +41,25 @@ def test_weights_change_at_the_output_that_is_named(first, change, mode, data):
         assert asked.counts(at) == np.bincount(children[:at], minlength=len(first)).tolist()
 
 
+@pytest.mark.parametrize("mode", ["exact", "random"])
+def test_what_stands_before_an_appended_change_looked_ahead_to_what_was_planned(mode):
+    """Planned anew with the change in sight it would be another order: a resumed run would not go on as it was."""
+    segments = [(0, (5, 3, 2, 1)), (6000, (1, 1, 9, 0)), (12_000, (2, 0, 1, 7)), (12_050, (1, 4, 1, 1))]
+    whole, _ = choose(Segments(segments, 0, mode), 13_000)
+    for change in (1, 5998, 6000, 11_990, 12_000, 12_049, 12_500):
+        told = Segments(segments, 0, mode)
+        told.append(change, (4, 3, 2, 1))
+        asked = Segments(segments, 0, mode)
+        choose(asked, 13_000)
+        asked.append(change, (4, 3, 2, 1))
+        for sequence in (told, asked):
+            sequence.append(change + 100, (1, 1, 1, 1))
+        children, numbers = choose(told, change + 300)
+        assert children[:change] == whole[:change]
+        assert (children, numbers) == choose(asked, change + 300)
+        check_numbers(children, numbers, 4)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), num_children=st.integers(1, 12), longest=st.sampled_from([1, 8, 60, 900]))
 def test_shares_add_up_over_any_segments(data, num_children, longest):
@@ -54,7 +73,8 @@ def test_shares_add_up_over_any_segments(data, num_children, longest):
     sequence = Segments(segments, 1)
     children, numbers = choose(sequence, start + 6000)
     check_numbers(children, numbers, num_children)
-    assert abs(owed(children, segments)).max() < 2
+    # Weights are rounded by 2**-20.
+    assert abs(owed(children, segments)).max() < 1.02
     # A rank that resumes asks for what comes later only, in any order.
     fresh, at = Segments(segments, 1), [start + 5999, start, 0, start + 4500]
     assert fresh.choose(np.array(at)).children.tolist() == [children[place] for place in at]
@@ -66,8 +86,8 @@ def test_a_rare_source_gets_its_share_of_short_segments():
     """3 % of 4 outputs is none; had each step begun anew, it would have been none in all."""
     segments = [(4 * step, (95 + step % 2, 3, 2)) for step in range(500)]
     children, _ = choose(Segments(segments, 0), 2000)
-    assert abs(owed(children, segments)).max() < 1.3
-    assert np.bincount(children)[1:].tolist() == [60, 39]
+    assert abs(owed(children, segments)).max() < 1 + 1e-6
+    assert np.bincount(children)[1:].tolist() in ([60, 40], [60, 39], [60, 41])
 
 
 def test_a_change_after_outputs_were_made_keeps_them():
