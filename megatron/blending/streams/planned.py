@@ -34,6 +34,8 @@ from megatron.blending.streams.order import salted_seed
 from megatron.blending.streams.shares import UNIT, Segment, Shares, lowest_terms
 from megatron.blending.streams.weights import Weight
 
+_MOST_HALVINGS = 6
+
 _SHORT = 4096
 """A segment of so few outputs is one table."""
 
@@ -82,11 +84,10 @@ class PlannedSequence:
     ) -> None:
         """`segments`: (first output, weights), the first at 0. `first_number`: of the first one, for what is random.
 
-        `owed`: outputs that each child is behind at the start, in units of 1 / UNIT; they sum to about 0. If several
-        are behind by nearly one, some may come too late, by less than one output more.
+        `owed`: outputs that each child is behind at the start, in units of 1 / UNIT; they sum to about 0. So much of it
+        is made up for as no output would come too late for: all, or a half, a quarter, ... of what each child is owed.
         """
-        at_start = _balanced(owed, lowest_terms(segments[0][1])) if owed else None
-        self.shares = Shares(segments, at_start)
+        self.shares = _shares_with(segments, owed) if owed else Shares(segments)
         self._seed = seed
         self._first_number = first_number
         self._stretches: list[_Stretch] = []
@@ -208,6 +209,16 @@ class PlannedSequence:
     def _seed_at(self, segment: Segment, number: int, start: int) -> int:
         salt = f"segment {self._first_number + number}"
         return salted_seed(self._seed, salt if start == segment.start else f"{salt} from {start - segment.start}")
+
+
+def _shares_with(segments: Sequence[tuple[int, Sequence[Weight]]], owed: Sequence[int]) -> Shares:
+    """Shares that begin with what is owed, or with the largest part of it that can still be had in time."""
+    weights = lowest_terms(segments[0][1])
+    for halvings in range(_MOST_HALVINGS):
+        shares = Shares(segments, _balanced([amount >> halvings for amount in owed], weights))
+        if shares.can_go_on(0, [0] * len(weights)):
+            return shares
+    return Shares(segments)
 
 
 def _balanced(owed: Sequence[int], weights: Sequence[int]) -> list[int]:

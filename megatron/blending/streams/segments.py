@@ -35,9 +35,9 @@ class Segments:
 
     In "exact" mode they are within one output of what all weights so far sum to, at every prefix: see
     `PlannedSequence`. That holds for weights that are named here. A change that is appended finds outputs that another
-    future was planned for; from there on those come first that are due first, but of several that are due at once some
-    must wait. Until they are there children may be off by more: 2.3 at most in 1500 random changes, but a quarter of
-    their number if so many become due together. What children are behind whose weight is 0 is left to the others.
+    future was planned for. What children are behind there is made up for as far as none of their outputs would come too
+    late for it: after one such change they are within two. What children are behind whose weight is 0 is left to the
+    others.
 
     No order can promise one whatever comes. If of 4 children with equal weights each that gives an output loses its
     weight to the others, the last one is 1/4 + 1/3 + 1/2 of an output behind after three; of n, about log(n) - 0.4

@@ -41,6 +41,21 @@ def test_weights_change_at_the_output_that_is_named(first, change, mode, data):
         assert asked.counts(at) == np.bincount(children[:at], minlength=len(first)).tolist()
 
 
+@pytest.mark.parametrize("num_children", [20, 200])
+def test_many_that_are_behind_do_not_keep_out_the_others(num_children):
+    """A hundred children half an output behind, with half the weight: had they all come first, another waits for long.
+
+    It was then 8.5 outputs behind.
+    """
+    half = num_children // 2
+    sequence = Segments([(0, [1] * num_children + [0])], 0)
+    given = set(choose(sequence, half)[0])
+    weights = [0.2 if child in given else 0.3 for child in range(num_children)] + [half]
+    sequence.append(half, weights)
+    children, _ = choose(sequence, 4 * num_children)
+    assert abs(owed(children, [(0, [1] * num_children + [0]), (half, weights)])).max() < 1.5
+
+
 @pytest.mark.parametrize("mode", ["exact", "random"])
 def test_what_stands_before_an_appended_change_looked_ahead_to_what_was_planned(mode):
     """Planned anew with the change in sight it would be another order: a resumed run would not go on as it was."""
