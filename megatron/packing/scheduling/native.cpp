@@ -116,9 +116,13 @@ Int simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stag
 
 void stable_order(Int n, const Int* values, Int* order) { order_of(n, values, order); }
 
-void pack_costs(Int n, const Int* cost, const Int* pack, Int num_packs, Int fixed, Int* costs) {
+Int pack_costs(Int n, const Int* cost, const Int* pack, Int num_packs, Int fixed, Int* costs) {
   std::fill(costs, costs + num_packs, fixed);
-  for (Int i = 0; i < n; ++i) costs[pack[i]] += cost[i];
+  for (Int i = 0; i < n; ++i) {
+    if (pack[i] < 0 || pack[i] >= num_packs) return 0;
+    costs[pack[i]] += cost[i];
+  }
+  return 1;
 }
 
 void fill_empty(Int n, Int num_packs, Int* pack) {

@@ -49,7 +49,7 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
     }
-    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate"}
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

@@ -72,12 +72,12 @@ class Work:
 
 def pack_costs(cost: IntArray, pack: IntArray, num_packs: int, fixed: int = 0) -> IntArray:
     """The sum of each pack's costs, and `fixed`: int64 [num_packs]. ValueError for a pack that is none of these."""
-    if pack.size and (pack.min() < 0 or pack.max() >= num_packs):
-        raise ValueError(f"packs must be 0 to {num_packs - 1}, but span {pack.min()} to {pack.max()}")
     if native.LIBRARY is not None:
         costs = np.empty(num_packs, np.int64)
-        native.LIBRARY.pack_costs(cost.size, _at(cost), _at(pack), num_packs, fixed, _at(costs))
-        return costs
+        if native.LIBRARY.pack_costs(cost.size, _at(cost), _at(pack), num_packs, fixed, _at(costs)):
+            return costs
+    if pack.size and (pack.min() < 0 or pack.max() >= num_packs):
+        raise ValueError(f"packs must be 0 to {num_packs - 1}, but span {pack.min()} to {pack.max()}")
     # Sums of integers below 2^53 are exact in float64 too.
     return np.bincount(pack, weights=cost, minlength=num_packs).astype(np.int64) + fixed
 
