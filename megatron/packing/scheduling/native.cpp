@@ -1,10 +1,11 @@
 // The inner loops of scheduling, with the same results as their Python twins to the last bit: integers only, ties
 // broken by number.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
-// them. What they do is told by the Python functions of the same names, in placement, repacking, work and step_time.
+// them. What they do is told by the Python functions of the same names, in placement, repacking, work, step_time and the bounds.
 
 #include <set>
 
+#include "native_bounds.hpp"
 #include "native_order.hpp"
 #include "native_packs.hpp"
 #include "native_simulate.hpp"
@@ -233,6 +234,13 @@ void match(Int n, const Int* part, const Int* place, const Int* weight, Int size
       while (is_taken[left]) ++left;
       place_of[p] = left++;
     }
+}
+
+void packs_needed(Int n, const Int* length, Int capacity, Int* packs) { packs_for(n, length, capacity, packs); }
+
+Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,
+          Int mean, Int room, Int most_per_rank, Int num_first) {
+  return ranks_hold(k, count, cost, sums, total, num_ranks, time, more, mean, room, most_per_rank, num_first);
 }
 
 }  // extern "C"
