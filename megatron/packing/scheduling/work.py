@@ -72,9 +72,10 @@ class Work:
 
 def pack_costs(cost: IntArray, pack: IntArray, num_packs: int, fixed: int = 0) -> IntArray:
     """The sum of each pack's costs, and `fixed`: int64 [num_packs]. ValueError for a pack that is none of these."""
-    if native.LIBRARY is not None:
+    if native.LIBRARY is not None and pack.size == cost.size:
         costs = np.empty(num_packs, np.int64)
-        if native.LIBRARY.pack_costs(cost.size, _at(cost), _at(pack), num_packs, fixed, _at(costs)):
+        pack = np.ascontiguousarray(pack, np.int64)
+        if native.LIBRARY.pack_costs(pack.size, _at(cost), _at(pack), num_packs, fixed, _at(costs)):
             return costs
     if pack.size and (pack.min() < 0 or pack.max() >= num_packs):
         raise ValueError(f"packs must be 0 to {num_packs - 1}, but span {pack.min()} to {pack.max()}")
