@@ -27,6 +27,7 @@ setup(
         Extension(
             "megatron.packing.scheduling._native",
             sources=["megatron/packing/scheduling/native.cpp"],
+            depends=[str(path) for path in Path("megatron/packing/scheduling").glob("*.hpp")],
             extra_compile_args=["-O2", "-std=c++17"],
             optional=True,
         )

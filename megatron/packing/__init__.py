@@ -37,6 +37,7 @@ How `default` finds a schedule, pure and in exact integers:
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows
     placement      their inner loops, in C++ where it could be built (native), else loops
+    repacking      packs dealt to ranks, split anew and renamed, in C++ too
     movement       as good a placement that moves fewer tokens
     arrange        the order of each rank's packs, and in pipelines their sizes, as near as can be to the best shape
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.even import split_ranks
+from megatron.packing.scheduling.repacking import place_by_cost, renumber, split_ranks
 from megatron.packing.scheduling.shape import best_shape
 from megatron.packing.scheduling.step_time import StepModel, simulate
 from megatron.packing.scheduling.work import MANY, Work
@@ -29,7 +29,7 @@ def costliest_first(work: Work, pack: IntArray, num_ranks: int, num_microbatches
     packs of like cost meet at each microbatch. int64 [N] in the order of `work`: rank * num_microbatches + microbatch.
     """
     costs = work.pack_costs(pack, num_ranks, num_microbatches)
-    return _renumber(pack, _place_by_cost(costs, np.arange(num_microbatches)))
+    return renumber(pack, place_by_cost(costs, np.arange(num_microbatches)))
 
 
 def can_simulate(model: StepModel, num_microbatches: int) -> bool:
@@ -51,12 +51,12 @@ def arrange(
     if model.ranks_meet:
         rows = costs.max(axis=0, keepdims=True)
         as_given = np.arange(num_microbatches)[None]
-        places = np.concatenate([as_given, *(_place_by_cost(rows, _by_weight(shape)) for shape in shapes)])
+        places = np.concatenate([as_given, *(place_by_cost(rows, _by_weight(shape)) for shape in shapes)])
         placed = np.empty_like(places)
         np.put_along_axis(placed, places, np.broadcast_to(rows, places.shape), axis=1)
         best = places[simulate(placed, model).argmin()]
-        return _renumber(pack, np.broadcast_to(best, costs.shape))
-    ways = [_renumber(pack, _place_by_cost(costs, _by_weight(shapes[0])))]
+        return renumber(pack, np.broadcast_to(best, costs.shape))
+    ways = [renumber(pack, place_by_cost(costs, _by_weight(shapes[0])))]
     if not can_simulate(model, num_microbatches):
         # The shape suits 1F1B; interleaved, it was up to 17 % slower than the order given.
         return ways[0] if model.num_virtual_stages == 1 else pack
@@ -87,12 +87,12 @@ def _split_by(
     used = _num_used(pack, num_ranks, num_microbatches)
     ways = []
     for shape in shapes:
-        way, _ = split_ranks(work, pack, num_ranks, capacity, shape)
+        way = split_ranks(work.cost, work.length, pack, num_ranks=num_ranks, capacity=capacity, weights=shape)
         if must_be_used:
             worse = _num_used(way, num_ranks, num_microbatches) < used
             way = np.where(worse[pack // num_microbatches], pack, way)
         costs = work.pack_costs(way, num_ranks, num_microbatches)
-        ways.append(_renumber(way, _place_by_cost(costs, _by_weight(shape))))
+        ways.append(renumber(way, place_by_cost(costs, _by_weight(shape))))
     return ways
 
 
@@ -105,17 +105,3 @@ def _num_used(pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray
 def _by_weight(shape: IntArray) -> IntArray:
     """Microbatches in the order in which the costliest packs are given to them."""
     return np.argsort(-shape, kind="stable")
-
-
-def _place_by_cost(costs: IntArray, order: IntArray) -> IntArray:
-    """Where each pack goes, int64 [ranks, M]: the costliest of each rank to order[0], the next to order[1] ..."""
-    place = np.empty_like(costs)
-    by_cost = np.argsort(-costs, axis=1, kind="stable")
-    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
-    return place
-
-
-def _renumber(pack: IntArray, place: IntArray) -> IntArray:
-    """`pack` with the microbatches of each rank renamed by `place` [ranks, M]."""
-    num_microbatches = place.shape[1]
-    return pack // num_microbatches * num_microbatches + place.ravel()[pack]

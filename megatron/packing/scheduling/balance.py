@@ -29,11 +29,12 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.arrange import arrange, can_simulate, costliest_first
 from megatron.packing.scheduling.bounds import MicrobatchBound
-from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks
+from megatron.packing.scheduling.even import Effort, Room, even_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
 from megatron.packing.scheduling.even_rows import even_rows
 from megatron.packing.scheduling.movement import stay_home
 from megatron.packing.scheduling.placement import best_fit
+from megatron.packing.scheduling.repacking import deal, fill_empty
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import MANY
@@ -75,7 +76,8 @@ def default(request: ScheduleRequest) -> Schedule:
         pack = costliest_first(work, pack, num_ranks, num_microbatches)
     in_global_order = np.empty_like(pack)
     in_global_order[work.order] = pack
-    return Schedule(*np.divmod(in_global_order, num_microbatches), num_ranks, num_microbatches)
+    rank = in_global_order // num_microbatches
+    return Schedule(rank, in_global_order - rank * num_microbatches, num_ranks, num_microbatches)
 
 
 class Found(NamedTuple):
@@ -193,7 +195,7 @@ class _Search:
         except StopIteration:
             return False
         if pack is not None:
-            _fill_empty_packs(pack, self._request.num_ranks * num_microbatches)
+            fill_empty(pack, self._request.num_ranks * num_microbatches)
             found = Found(self._time_of(pack, num_microbatches), num_microbatches, pack)
             best = self._found.get(num_microbatches)
             self._found[num_microbatches] = found if best is None or found.time < best.time else best
@@ -250,17 +252,3 @@ class _Search:
 
     def _time_of(self, pack: IntArray, num_microbatches: int) -> int:
         return self._request.model.time_of(self._work.pack_costs(pack, self._request.num_ranks, num_microbatches))
-
-
-def _fill_empty_packs(pack: IntArray, num_packs: int) -> None:
-    """Move the shortest sequences that share a pack to packs that have none, in place, if there are as many."""
-    if pack.size < num_packs:
-        return
-    counts = np.bincount(pack, minlength=num_packs)
-    empty = np.flatnonzero(counts == 0).tolist()
-    for sequence in range(pack.size - 1, -1, -1):
-        if not empty:
-            return
-        if counts[pack[sequence]] > 1:
-            counts[pack[sequence]] -= 1
-            pack[sequence] = empty.pop()

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.placement import first_fit, split, spread, trade
-from megatron.packing.scheduling.work import Work, stable_order
+from megatron.packing.scheduling.placement import first_fit, spread, spread_rest, trade
+from megatron.packing.scheduling.work import Work, pack_costs
 
 IntArray = npt.NDArray[np.int64]
 
@@ -117,18 +117,18 @@ def _bisected(
     head = min(cost.size, _HEAD * num_ranks)
     head = cost.size if 2 * head > cost.size else head
     first_fits = partial(first_fit, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
-    spreads = partial(spread, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    spreads = partial(spread_rest, num_ranks=num_ranks, packs_per_rank=packs_per_rank, capacity=capacity)
+    tail = np.full(cost.size - head, -1, np.int64)
     for _ in range(_MAX_BISECTIONS):
         if high - low <= low // _FINEST_BISECTION or not effort.spend((head + cost.size) // 2):
             return
         limit = (low + high) // 2
         pack, _ = first_fits(cost[:head], length[:head], limit=limit)
-        if pack.min() >= 0 and head < cost.size:
-            loads = np.bincount(pack // packs_per_rank, weights=cost[:head], minlength=num_ranks).astype(np.int64)
-            tokens = np.bincount(pack, weights=length[:head], minlength=num_ranks * packs_per_rank).astype(np.int64)
-            tail = spreads(cost[head:], length[head:], loads=loads, tokens=tokens)
-            pack = pack if tail is None else np.concatenate((pack, tail))
-        if pack.size < cost.size or pack.min() < 0 or (largest := _largest(cost, pack // packs_per_rank)) >= high:
+        largest = None
+        if pack.min() >= 0:
+            pack = np.concatenate((pack, tail))
+            largest = spreads(cost, length, pack)
+        if largest is None or largest >= high:
             low = limit + 1
             yield None
         else:
@@ -149,36 +149,6 @@ def evener_packs(
     return best
 
 
-def split_ranks(
-    work: Work, pack: IntArray, num_ranks: int, capacity: int, weights: IntArray
-) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Each rank's sequences split anew, into packs in proportion to `weights` [M]; and the ranks that stay as they
-    were, for capacity is too tight, bool [num_ranks].
-    """
-    rank = pack // weights.size
-    by_rank = stable_order(rank)
-    starts = np.searchsorted(rank[by_rank], np.arange(num_ranks + 1))
-    position, _ = split(starts, work.cost[by_rank], work.length[by_rank], capacity=capacity, weights=weights)
-    failed = np.zeros(num_ranks, np.bool_)
-    failed[rank[by_rank[position < 0]]] = True
-    other = np.empty_like(pack)
-    other[by_rank] = rank[by_rank] * weights.size + position
-    return np.where(failed[rank], pack, other), failed
-
-
-def deal(cost: IntArray, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
-    """Whole packs dealt to ranks of even cost: the placement of their sequences."""
-    pack_costs = np.bincount(pack, weights=cost, minlength=num_ranks * num_microbatches).astype(np.int64)
-    by_cost = stable_order(-pack_costs)
-    ones = np.ones(by_cost.size, np.int64)
-    rank = spread(pack_costs[by_cost], ones, num_ranks=num_ranks, capacity=num_microbatches)
-    assert rank is not None, "as many places as packs"
-    by_rank = stable_order(rank)
-    place = np.empty_like(rank)
-    place[by_cost[by_rank]] = np.arange(rank.size)  # each rank has num_microbatches of them
-    return place[pack]
-
-
 def _largest(cost: IntArray, part: IntArray) -> int:
     """Cost of the costliest part."""
-    return int(np.bincount(part, weights=cost).max())
+    return int(pack_costs(cost, part, int(part.max()) + 1).max())

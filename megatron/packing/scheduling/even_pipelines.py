@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.even import Room, Tight, deal, evener_packs, split_ranks
-from megatron.packing.scheduling.placement import first_fit, spread
+from megatron.packing.scheduling.even import Room, Tight, evener_packs
+from megatron.packing.scheduling.placement import first_fit, spread, spread_rest
+from megatron.packing.scheduling.repacking import deal, split_ranks
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
 
@@ -100,20 +101,17 @@ def _costliest_first(work: Work, room: Room, more: int, time: int) -> IntArray |
     if best is None:
         return None
     pack, head, fair_pack = best
-    rank = pack // num_microbatches
     costliest = np.full(num_ranks, fair_pack, np.int64)
-    np.maximum.at(costliest, rank, work.cost[:head])
-    loads = np.bincount(rank, weights=work.cost[:head], minlength=num_ranks).astype(np.int64) + more * costliest
-    tokens = np.bincount(pack, weights=work.length[:head], minlength=num_ranks * num_microbatches).astype(np.int64)
-    rest = spread(
-        *(work.cost[head:], work.length[head:]),
+    np.maximum.at(costliest, pack // num_microbatches, work.cost[:head])
+    pack = np.concatenate((pack, np.full(work.cost.size - head, -1, np.int64)))
+    found = spread_rest(
+        *(work.cost, work.length, pack),
         num_ranks=num_ranks,
         packs_per_rank=num_microbatches,
         capacity=room.capacity,
-        loads=loads,
-        tokens=tokens,
+        loads=more * costliest,
     )
-    return None if rest is None else _resplit(work, np.concatenate((pack, rest)), room)
+    return None if found is None else _resplit(work, pack, room)
 
 
 def _costliest_gathered(work: Work, room: Room, more: int, time: int) -> IntArray | None:
@@ -150,9 +148,10 @@ def _costliest_gathered(work: Work, room: Room, more: int, time: int) -> IntArra
 
 def _resplit(work: Work, pack: IntArray, room: Room) -> IntArray:
     """Each rank's sequences split anew into even packs, where that lowers its costliest pack."""
-    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    ones = np.ones(num_microbatches, np.int64)
-    other, failed = split_ranks(work, pack, num_ranks, room.capacity, ones)
-    costliest = work.pack_costs(pack, num_ranks, num_microbatches).max(axis=1)
-    costliest_of_other = work.pack_costs(other, num_ranks, num_microbatches).max(axis=1)
-    return np.where((failed | (costliest_of_other >= costliest))[pack // num_microbatches], pack, other)
+    return split_ranks(
+        *(work.cost, work.length, pack),
+        num_ranks=room.num_ranks,
+        capacity=room.capacity,
+        weights=np.ones(room.num_microbatches, np.int64),
+        only_where_lower=True,
+    )

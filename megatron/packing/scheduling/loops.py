@@ -62,6 +62,31 @@ def spread(
     return np.array(placed, np.int64)
 
 
+def spread_rest(
+    cost: IntArray,
+    length: IntArray,
+    pack: IntArray,
+    num_ranks: int,
+    packs_per_rank: int,
+    capacity: int,
+    initial: IntArray | None,
+) -> int | None:
+    loads, tokens = [0] * num_ranks if initial is None else initial.tolist(), [0] * (num_ranks * packs_per_rank)
+    for sequence_cost, sequence_length, place in zip(cost.tolist(), length.tolist(), pack.tolist()):
+        if place >= 0:
+            loads[place // packs_per_rank] += sequence_cost
+            tokens[place] += sequence_length
+    rest = np.flatnonzero(pack < 0)
+    begun = np.array(loads, np.int64), np.array(tokens, np.int64)
+    found = spread(cost[rest], length[rest], num_ranks, packs_per_rank, capacity, *begun)
+    if found is None:
+        return None
+    pack[rest] = found
+    for sequence_cost, place in zip(cost[rest].tolist(), found.tolist()):
+        loads[place // packs_per_rank] += sequence_cost
+    return max(loads)
+
+
 class _Rooms:
     """Rooms of the ranks in use, in cost and in tokens; finds the first with room for both: a tree of maxima."""
 

@@ -1,384 +1,246 @@
-// The inner loops of placement.py and of step_time.simulate, with the same results to the last bit: integers only, ties
+// The inner loops of scheduling, with the same results as their Python twins to the last bit: integers only, ties
 // broken by number.
-// Plain C functions over int64 arrays, called through ctypes; no Python headers are needed to build them.
+// Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
+// them. What they do is told by the Python functions of the same names, in placement, repacking, work, step_time and the bounds.
 
-#include <algorithm>
-#include <cstdint>
-#include <functional>
 #include <set>
-#include <tuple>
-#include <utility>
-#include <vector>
 
-namespace {
-
-using Int = int64_t;
-using Tokens = std::pair<Int, Int>;                 // tokens of a pack, its number
-using Load = std::pair<Int, Int>;                   // cost of a rank, its number
-using Waiting = std::tuple<Int, Int, Int>;          // tokens of the emptiest pack, cost of the rank, its number
-
-// `item` in the place of the least of a heap.
-template <class T>
-void sift_down(T* heap, Int size, T item) {
-  Int at = 0;
-  for (Int child = 1; child < size; child = 2 * at + 1) {
-    if (child + 1 < size) child += heap[child + 1] < heap[child];
-    if (item < heap[child]) break;
-    heap[at] = heap[child];
-    at = child;
-  }
-  heap[at] = item;
-}
-
-// The least first; unlike std::priority_queue, it can replace that in one go.
-template <class T>
-class Heap {
- public:
-  Heap() = default;
-  explicit Heap(std::vector<T> items) : items_(std::move(items)) {
-    std::make_heap(items_.begin(), items_.end(), std::greater<T>());
-  }
-  bool empty() const { return items_.empty(); }
-  const T& top() const { return items_[0]; }
-  void push(T item) {
-    items_.push_back(item);
-    std::push_heap(items_.begin(), items_.end(), std::greater<T>());
-  }
-  void pop() {
-    std::pop_heap(items_.begin(), items_.end(), std::greater<T>());
-    items_.pop_back();
-  }
-  void replace_top(T item) { sift_down(items_.data(), static_cast<Int>(items_.size()), item); }
-
- private:
-  std::vector<T> items_;
-};
-
-// The packs of all ranks; of each rank the emptiest is at hand.
-class Packs {
- public:
-  Packs(Int num_ranks, Int packs_per_rank, const Int* tokens) : per_rank_(packs_per_rank), heap_(num_ranks * packs_per_rank) {
-    for (Int pack = 0; pack < num_ranks * packs_per_rank; ++pack) heap_[pack] = {tokens ? tokens[pack] : 0, pack};
-    if (tokens)
-      for (Int rank = 0; rank < num_ranks; ++rank)
-        std::make_heap(first(rank), first(rank) + per_rank_, std::greater<Tokens>());
-  }
-  Int least(Int rank) const { return heap_[rank * per_rank_].first; }
-  Int add(Int rank, Int length) {  // to the emptiest pack, whose number is returned
-    Tokens* heap = first(rank);
-    const Tokens grown = {heap[0].first + length, heap[0].second};
-    sift_down(heap, per_rank_, grown);
-    return grown.second;
-  }
-
- private:
-  Tokens* first(Int rank) { return heap_.data() + rank * per_rank_; }
-  Int per_rank_;
-  std::vector<Tokens> heap_;
-};
-
-Int spread_over(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
-                const Int* loads, const Int* tokens, Int* pack) {
-  Packs packs(num_ranks, packs_per_rank, tokens);
-  std::vector<Load> initial(num_ranks);
-  for (Int rank = 0; rank < num_ranks; ++rank) initial[rank] = {loads ? loads[rank] : 0, rank};
-  Heap<Load> cheapest(std::move(initial));
-  Heap<Waiting> waiting;
-  for (Int i = 0; i < n; ++i) {
-    const Int most = capacity - length[i];
-    while (!waiting.empty() && std::get<0>(waiting.top()) <= most) {
-      cheapest.push({std::get<1>(waiting.top()), std::get<2>(waiting.top())});
-      waiting.pop();
-    }
-    while (!cheapest.empty() && packs.least(cheapest.top().second) > most) {
-      const auto [load, rank] = cheapest.top();
-      cheapest.pop();
-      waiting.push({packs.least(rank), load, rank});
-    }
-    if (cheapest.empty()) return 0;
-    const auto [load, rank] = cheapest.top();
-    cheapest.replace_top({load + cost[i], rank});
-    pack[i] = packs.add(rank, length[i]);
-  }
-  return 1;
-}
-
-// Rooms of the ranks in use, in cost and in tokens; finds the first with room for both.
-class Rooms {
- public:
-  explicit Rooms(Int num_ranks) {
-    while (size_ < num_ranks) size_ *= 2;
-    cost_.assign(2 * size_, -1);
-    tokens_.assign(2 * size_, -1);
-  }
-  Int first(Int cost, Int tokens) const {
-    Int node = 1;
-    while (true) {
-      if (cost_[node] >= cost && tokens_[node] >= tokens) {
-        if (node >= size_) return node - size_;
-        node *= 2;
-      } else {
-        while (node & 1) {
-          if (node == 1) return -1;
-          node /= 2;
-        }
-        ++node;
-      }
-    }
-  }
-  Int cost(Int rank) const { return cost_[size_ + rank]; }
-  void set(Int rank, Int cost, Int tokens) {
-    Int node = size_ + rank;
-    cost_[node] = cost;
-    tokens_[node] = tokens;
-    for (node /= 2; node; node /= 2) {
-      const Int most_cost = std::max(cost_[2 * node], cost_[2 * node + 1]);
-      const Int most_tokens = std::max(tokens_[2 * node], tokens_[2 * node + 1]);
-      if (cost_[node] == most_cost && tokens_[node] == most_tokens) break;
-      cost_[node] = most_cost;
-      tokens_[node] = most_tokens;
-    }
-  }
-
- private:
-  Int size_ = 1;
-  std::vector<Int> cost_, tokens_;
-};
-
-// At most so many of the sequences that a rank holds, of all costs.
-void offer(const std::vector<Int>& held, Int most, std::vector<Int>* offered) {
-  const Int size = static_cast<Int>(held.size()), count = std::min(size, most);
-  offered->clear();
-  for (Int k = 0; k < count; ++k) offered->push_back(held[k * size / count]);
-}
-
-// A pass of one model chunk over one microbatch, numbered chunk * num_microbatches + microbatch.
-struct Pass {
-  bool backward;
-  Int number;
-};
-
-// 1F1B, or megatron-core's interleaved 1F1B, of one stage; see step_time._program.
-std::vector<Pass> program_of(Int stage, Int num_stages, Int num_chunks, Int stage_group, Int num_microbatches) {
-  std::vector<Int> forwards, backwards;
-  const Int group = num_chunks == 1 ? num_microbatches : stage_group;
-  for (Int start = 0; start < num_microbatches; start += group)
-    for (Int chunk = 0; chunk < num_chunks; ++chunk)
-      for (Int m = start; m < std::min(start + group, num_microbatches); ++m) {
-        forwards.push_back(chunk * num_microbatches + m);
-        backwards.push_back((num_chunks - 1 - chunk) * num_microbatches + m);
-      }
-  const Int size = static_cast<Int>(forwards.size());
-  Int warmup = num_stages - stage - 1;
-  if (num_chunks > 1) warmup = warmup * 2 + (num_chunks - 1) * stage_group;
-  warmup = std::min(warmup, size);
-  std::vector<Pass> program;
-  for (Int i = 0; i < warmup; ++i) program.push_back({false, forwards[i]});
-  for (Int i = warmup; i < size; ++i) {
-    program.push_back({false, forwards[i]});
-    program.push_back({true, backwards[i - warmup]});
-  }
-  for (Int i = size - warmup; i < size; ++i) program.push_back({true, backwards[i]});
-  return program;
-}
-
-}  // namespace
+#include "native_bounds.hpp"
+#include "native_order.hpp"
+#include "native_packs.hpp"
+#include "native_simulate.hpp"
+#include "native_trade.hpp"
 
 extern "C" {
-
-Int simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stages, Int num_chunks, Int stage_group,
-             Int* end) {
-  std::vector<std::vector<Pass>> programs;
-  for (Int stage = 0; stage < num_stages; ++stage)
-    programs.push_back(program_of(stage, num_stages, num_chunks, stage_group, num_microbatches));
-  const Int places = num_stages * num_chunks, passes = num_chunks * num_microbatches;
-  // When forward and backward end, by place (chunk * num_stages + stage) and microbatch; -1 until they are known.
-  std::vector<Int> forward(places * num_microbatches), backward(places * num_microbatches);
-  std::vector<Int> next(num_stages), free(num_stages);
-  for (Int rank = 0; rank < num_ranks; ++rank) {
-    std::fill(forward.begin(), forward.end(), -1);
-    std::fill(backward.begin(), backward.end(), -1);
-    std::fill(next.begin(), next.end(), 0);
-    std::fill(free.begin(), free.end(), 0);
-    for (Int done = 0; done < 2 * num_stages * passes;) {
-      const Int before = done;
-      for (Int stage = 0; stage < num_stages; ++stage) {
-        const auto& program = programs[stage];
-        for (; next[stage] < static_cast<Int>(program.size()); ++next[stage], ++done) {
-          const Pass pass = program[next[stage]];
-          const Int m = pass.number % num_microbatches;
-          const Int place = pass.number / num_microbatches * num_stages + stage;
-          const Int at = place * num_microbatches + m;
-          Int ready = 0;
-          if (pass.backward)
-            ready = place + 1 == places ? forward[at] : backward[at + num_microbatches];
-          else if (place > 0)
-            ready = forward[at - num_microbatches];
-          if (ready < 0) break;
-          const Int cost = costs[rank * num_microbatches + m] / num_chunks;
-          free[stage] = std::max(free[stage], ready) + (pass.backward ? 2 * cost : cost);
-          (pass.backward ? backward : forward)[at] = free[stage];
-        }
-      }
-      if (done == before) return 0;  // stages wait for one another
-    }
-    end[rank] = *std::max_element(free.begin(), free.end());
-  }
-  return 1;
-}
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
            const Int* loads, const Int* tokens, Int* pack) {
   return spread_over(n, cost, length, num_ranks, packs_per_rank, capacity, loads, tokens, pack);
 }
 
-Int split(Int num_ranks, const Int* starts, const Int* cost, const Int* length, Int packs_per_rank, Int capacity,
-          const Int* weights, Int* pack) {
-  Int sum_of_weights = 0, heaviest = 0, failed = 0;
-  for (Int m = 0; m < packs_per_rank; ++m) {
-    sum_of_weights += weights[m];
-    heaviest = std::max(heaviest, weights[m]);
-  }
-  std::vector<Int> loads(packs_per_rank);
-  for (Int rank = 0; rank < num_ranks; ++rank) {
-    const Int start = starts[rank], n = starts[rank + 1] - start;
-    Int total = 0;
-    for (Int i = start; i < start + n; ++i) total += cost[i];
-    for (Int m = 0; m < packs_per_rank; ++m) loads[m] = (heaviest - weights[m]) * (total / sum_of_weights);
-    if (!spread_over(n, cost + start, length + start, packs_per_rank, 1, capacity, loads.data(), nullptr, pack + start)) {
-      std::fill(pack + start, pack + start + n, Int(-1));
-      ++failed;
+Int spread_rest(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
+                const Int* initial, Int* pack) {
+  std::vector<Int> costs(num_ranks * packs_per_rank), tokens(num_ranks * packs_per_rank), loads(num_ranks);
+  const size_t num_left = std::count(pack, pack + n, Int(-1));
+  std::vector<Int> rest(num_left), rest_cost(num_left), rest_length(num_left), found(num_left);
+  for (Int i = 0, left = 0; i < n; ++i) {
+    if (pack[i] >= 0) {
+      costs[pack[i]] += cost[i];
+      tokens[pack[i]] += length[i];
+    } else {
+      rest[left] = i;
+      rest_cost[left] = cost[i];
+      rest_length[left++] = length[i];
     }
   }
-  return failed;
+  if (initial) loads.assign(initial, initial + num_ranks);
+  for (Int rank = 0; rank < num_ranks; ++rank) loads[rank] += sum_of(packs_per_rank, &costs[rank * packs_per_rank]);
+  const Int costliest = spread_over(static_cast<Int>(num_left), rest_cost.data(), rest_length.data(), num_ranks,
+                                    packs_per_rank, capacity, loads.data(), tokens.data(), found.data());
+  if (costliest >= 0)
+    for (size_t k = 0; k < num_left; ++k) pack[rest[k]] = found[k];
+  return costliest;
 }
 
 Int first_fit(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
               Int ceiling, Int overhead, Int opens_above, Int* pack) {
-  Packs packs(num_ranks, packs_per_rank, nullptr);
-  Rooms rooms(num_ranks);
-  Int in_use = 0;
-  for (Int i = 0; i < n; ++i) {
-    Int rank = rooms.first(cost[i], length[i]);
-    Int room;
-    if (rank >= 0) {
-      room = rooms.cost(rank);
-    } else {
-      room = std::min(limit, ceiling - overhead * cost[i]);
-      if (in_use == num_ranks || cost[i] <= opens_above || room < cost[i] || capacity < length[i]) {
-        pack[i] = -1;
-        continue;
+  return with_keys(1, 0, packs_per_rank, sum_of(n, length), [&](auto key) {
+    Packs<decltype(key)> packs;
+    packs.reset(num_ranks, packs_per_rank, nullptr);
+    Rooms rooms(num_ranks);
+    Int in_use = 0, rank = -1, room = 0;
+    for (Int i = 0; i < n; ++i) {
+      // Ranks before the one that took an equal sequence still have no room.
+      const bool is_equal = i > 0 && cost[i] == cost[i - 1] && length[i] == length[i - 1];
+      if (!(is_equal && (rank < 0 || (room >= cost[i] && packs.least(rank) + length[i] <= capacity)))) {
+        if (rank >= 0) rooms.set(rank, room, capacity - packs.least(rank));
+        rank = rooms.first(cost[i], length[i]);
+        if (rank >= 0) {
+          room = rooms.cost(rank);
+        } else {
+          room = std::min(limit, ceiling - overhead * cost[i]);
+          if (in_use < num_ranks && cost[i] > opens_above && room >= cost[i] && length[i] <= capacity) rank = in_use++;
+        }
       }
-      rank = in_use++;
+      if (rank >= 0) room -= cost[i];
+      pack[i] = rank < 0 ? -1 : packs.add(rank, length[i]);
     }
-    pack[i] = packs.add(rank, length[i]);
-    rooms.set(rank, room - cost[i], capacity - packs.least(rank));
-  }
-  return in_use;
+    return in_use;
+  });
 }
 
 Int best_fit(Int n, const Int* length, Int capacity, Int* pack) {
-  std::set<std::pair<Int, Int>> rooms;  // room of a pack, its number
+  std::set<std::pair<Int, Int>> rooms;  // room of a pack, its number; none that is too small for all that follow
   Int num_packs = 0;
   for (Int i = 0; i < n; ++i) {
     const auto found = rooms.lower_bound({length[i], 0});
-    std::pair<Int, Int> chosen = {capacity, num_packs};
     if (found == rooms.end()) {
-      ++num_packs;
-    } else {
-      chosen = *found;
-      rooms.erase(found);
+      pack[i] = num_packs++;
+      if (capacity - length[i] >= length[n - 1]) rooms.insert({capacity - length[i], pack[i]});
+      continue;
     }
-    rooms.insert({chosen.first - length[i], chosen.second});
-    pack[i] = chosen.second;
+    auto chosen = rooms.extract(found);
+    pack[i] = chosen.value().second;
+    chosen.value().first -= length[i];
+    if (chosen.value().first >= length[n - 1]) rooms.insert(std::move(chosen));
   }
   return num_packs;
 }
 
 void keep(Int n, const Int* cost, const Int* length, const Int* home, Int num_ranks, Int packs_per_rank, Int capacity,
           Int limit, Int* pack) {
-  Packs packs(num_ranks, packs_per_rank, nullptr);
-  std::vector<Int> loads(num_ranks, 0);
-  for (Int i = 0; i < n; ++i) {
-    const Int rank = home[i];
-    if (loads[rank] + cost[i] > limit || packs.least(rank) + length[i] > capacity) {
-      pack[i] = -1;
-    } else {
-      loads[rank] += cost[i];
-      pack[i] = packs.add(rank, length[i]);
+  with_keys(1, 0, packs_per_rank, sum_of(n, length), [&](auto key) {
+    Packs<decltype(key)> packs;
+    packs.reset(num_ranks, packs_per_rank, nullptr);
+    std::vector<Int> loads(num_ranks);
+    for (Int i = 0; i < n; ++i) {
+      const Int rank = home[i];
+      if (loads[rank] + cost[i] > limit || packs.least(rank) + length[i] > capacity) {
+        pack[i] = -1;
+      } else {
+        loads[rank] += cost[i];
+        pack[i] = packs.add(rank, length[i]);
+      }
     }
-  }
+  });
 }
 
 void trade(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, const Int* initial,
            Int partners, Int traded, Int budget, Int* pack) {
-  std::vector<std::vector<Int>> held(num_ranks);
-  std::vector<Int> loads(num_ranks, 0), tokens(num_ranks * packs_per_rank, 0), counts(num_ranks * packs_per_rank, 0);
-  if (initial) loads.assign(initial, initial + num_ranks);
+  Trades(n, cost, length, num_ranks, packs_per_rank, capacity, initial, pack).run(partners, traded, budget);
+}
+
+Int simulate(Int num_ranks, Int num_microbatches, const Int* costs, Int num_stages, Int num_chunks, Int stage_group,
+             Int* end) {
+  return simulate_ranks(num_ranks, num_microbatches, costs, num_stages, num_chunks, stage_group, end);
+}
+
+void stable_order(Int n, const Int* values, Int* order) { order_of(n, values, order); }
+
+Int pack_costs(Int n, const Int* cost, const Int* pack, Int num_packs, Int fixed, Int* costs) {
+  std::fill(costs, costs + num_packs, fixed);
   for (Int i = 0; i < n; ++i) {
-    const Int rank = pack[i] / packs_per_rank;
-    held[rank].push_back(i);
-    loads[rank] += cost[i];
-    tokens[pack[i]] += length[i];
-    ++counts[pack[i]];
+    if (pack[i] < 0 || pack[i] >= num_packs) return 0;
+    costs[pack[i]] += cost[i];
   }
-  std::vector<Load> by_load(num_ranks);
-  std::vector<Int> offered, wanted;
-  partners = std::min(partners, num_ranks);
-  Int asked = partners;
-  while (true) {
-    Int giver = 0;
-    for (Int rank = 0; rank < num_ranks; ++rank) {
-      by_load[rank] = {loads[rank], rank};
-      if (loads[rank] > loads[giver]) giver = rank;
-    }
-    std::partial_sort(by_load.begin(), by_load.begin() + asked, by_load.end());
-    Int best = loads[giver], given = -1, taken = -1, taker = -1, place = -1;
-    for (Int p = 0; p < asked; ++p) {
-      const Int other = by_load[p].second;
-      const Int gap = loads[giver] - loads[other];
-      if (gap < 2) break;
-      offer(held[giver], traded, &offered);
-      offer(held[other], traded, &wanted);
-      budget -= static_cast<Int>(offered.size() * (wanted.size() + 1));
-      if (budget < 0) return;
-      Int emptiest = other * packs_per_rank;
-      for (Int q = emptiest; q < (other + 1) * packs_per_rank; ++q)
-        if (tokens[q] < tokens[emptiest]) emptiest = q;
-      for (const Int i : offered) {
-        const Int alone = std::max(loads[giver] - cost[i], loads[other] + cost[i]);
-        if (alone < best && counts[pack[i]] > 1 && tokens[emptiest] + length[i] <= capacity)
-          best = alone, given = i, taken = -1, taker = other, place = emptiest;
-        for (const Int j : wanted) {
-          const Int difference = cost[i] - cost[j];
-          const Int both = std::max(loads[giver] - difference, loads[other] + difference);
-          if (both < best && tokens[pack[i]] - length[i] + length[j] <= capacity &&
-              tokens[pack[j]] - length[j] + length[i] <= capacity)
-            best = both, given = i, taken = j, taker = other, place = pack[j];
-        }
-      }
-    }
-    if (given < 0) {
-      if (asked == num_ranks) return;
-      asked = num_ranks;
-      continue;
-    }
-    asked = partners;
-    const auto hand_over = [&](Int i, Int from, Int to, Int to_pack) {
-      held[from].erase(std::lower_bound(held[from].begin(), held[from].end(), i));
-      held[to].insert(std::lower_bound(held[to].begin(), held[to].end(), i), i);
-      loads[from] -= cost[i];
-      loads[to] += cost[i];
-      tokens[pack[i]] -= length[i];
+  return 1;
+}
+
+void fill_empty(Int n, Int num_packs, Int* pack) {
+  std::vector<Int> counts(num_packs), empty;
+  for (Int i = 0; i < n; ++i) ++counts[pack[i]];
+  for (Int p = 0; p < num_packs; ++p)
+    if (counts[p] == 0) empty.push_back(p);
+  for (Int i = n - 1; i >= 0 && !empty.empty(); --i)
+    if (counts[pack[i]] > 1) {
       --counts[pack[i]];
-      tokens[to_pack] += length[i];
-      ++counts[to_pack];
-      pack[i] = to_pack;
-    };
-    const Int from_pack = pack[given];
-    hand_over(given, giver, taker, place);
-    if (taken >= 0) hand_over(taken, taker, giver, from_pack);
+      pack[i] = empty.back();
+      empty.pop_back();
+    }
+}
+
+void deal(Int n, const Int* cost, const Int* pack, Int num_ranks, Int num_microbatches, Int* dealt) {
+  const Int num_packs = num_ranks * num_microbatches;
+  std::vector<Int> costs(num_packs), order(num_packs), by_cost(num_packs), ones(num_packs, 1), rank(num_packs);
+  for (Int i = 0; i < n; ++i) costs[pack[i]] -= cost[i];
+  order_of(num_packs, costs.data(), order.data());
+  for (Int k = 0; k < num_packs; ++k) by_cost[k] = -costs[order[k]];
+  spread_over(num_packs, by_cost.data(), ones.data(), num_ranks, 1, num_microbatches, nullptr, nullptr, rank.data());
+  std::vector<Int> place(num_packs), held(num_ranks);
+  for (Int k = 0; k < num_packs; ++k) place[order[k]] = rank[k] * num_microbatches + held[rank[k]]++;
+  for (Int i = 0; i < n; ++i) dealt[i] = place[pack[i]];
+}
+
+void split_ranks(Int n, const Int* cost, const Int* length, const Int* pack, Int num_ranks, Int packs_per_rank,
+                 Int capacity, const Int* weights, Int only_where_lower, Int* other) {
+  std::vector<Int> rank_of(num_ranks * packs_per_rank), starts(num_ranks + 1), by_rank(n);
+  for (Int p = 0; p < num_ranks * packs_per_rank; ++p) rank_of[p] = p / packs_per_rank;
+  for (Int i = 0; i < n; ++i) ++starts[rank_of[pack[i]] + 1];
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  std::vector<Int> next(starts.begin(), starts.end() - 1);
+  for (Int i = 0; i < n; ++i) by_rank[next[rank_of[pack[i]]]++] = i;
+  const Int sum_of_weights = sum_of(packs_per_rank, weights), heaviest = most_of(packs_per_rank, weights);
+  with_keys(packs_per_rank, 2 * sum_of(n, cost), 1, sum_of(n, length), [&](auto key) {
+    Spread<decltype(key)> spread;
+    std::vector<Int> costs, lengths, position, loads(packs_per_rank), before(packs_per_rank), after(packs_per_rank);
+    for (Int rank = 0; rank < num_ranks; ++rank) {
+      const Int first = rank * packs_per_rank, size = starts[rank + 1] - starts[rank];
+      const Int* sequences = by_rank.data() + starts[rank];
+      for (std::vector<Int>* values : {&costs, &lengths, &position}) values->resize(size);
+      for (Int k = 0; k < size; ++k) {
+        costs[k] = cost[sequences[k]];
+        lengths[k] = length[sequences[k]];
+      }
+      const Int share = sum_of(size, costs.data()) / sum_of_weights;
+      for (Int m = 0; m < packs_per_rank; ++m) loads[m] = (heaviest - weights[m]) * share;
+      bool is_taken = spread.run(size, costs.data(), lengths.data(), packs_per_rank, 1, capacity, loads.data(), nullptr,
+                                 position.data()) >= 0;
+      if (is_taken && only_where_lower) {
+        std::fill(before.begin(), before.end(), 0);
+        std::fill(after.begin(), after.end(), 0);
+        for (Int k = 0; k < size; ++k) {
+          before[pack[sequences[k]] - first] += costs[k];
+          after[position[k]] += costs[k];
+        }
+        is_taken = most_of(packs_per_rank, after.data()) < most_of(packs_per_rank, before.data());
+      }
+      for (Int k = 0; k < size; ++k) other[sequences[k]] = is_taken ? first + position[k] : pack[sequences[k]];
+    }
+  });
+}
+
+void place_by_cost(Int num_ranks, Int num_microbatches, const Int* costs, const Int* order, Int* place) {
+  with_keys(num_microbatches, most_of(num_ranks * num_microbatches, costs), 1, 0, [&](auto key) {
+    const Pairs<decltype(key)> pairs(num_microbatches);
+    std::vector<decltype(key)> by_cost(num_microbatches);
+    for (Int rank = 0; rank < num_ranks; ++rank, costs += num_microbatches, place += num_microbatches) {
+      for (Int m = 0; m < num_microbatches; ++m) by_cost[m] = pairs.of(-costs[m], m);
+      std::sort(by_cost.begin(), by_cost.end());
+      for (Int k = 0; k < num_microbatches; ++k) place[pairs.number(by_cost[k])] = order[k];
+    }
+  });
+}
+
+void match(Int n, const Int* part, const Int* place, const Int* weight, Int size, Int most_pairs, Int* place_of) {
+  const Int bits = bits_of(size - 1), weight_bits = bits_of(most_of(n, weight));
+  std::vector<uint64_t> keys(n);
+  for (Int i = 0; i < n; ++i) keys[i] = (part[i] << bits | place[i]) << weight_bits | weight[i];
+  sort_by_bits(&keys, weight_bits, 2 * bits);
+  std::vector<uint64_t> shared;
+  shared.reserve(n);
+  uint64_t last = 0;
+  for (const uint64_t key : keys) {
+    const uint64_t pair = key >> weight_bits;
+    if (shared.empty() || pair != last) {
+      keys[shared.size()] = last = pair;
+      shared.push_back(0);
+    }
+    shared.back() += key - (pair << weight_bits);
   }
+  keys.resize(shared.size());
+  const uint64_t most = shared.empty() ? 0 : *std::max_element(shared.begin(), shared.end());
+  for (size_t k = 0; k < keys.size(); ++k) keys[k] |= (most - shared[k]) << 2 * bits;
+  sort_by_bits(&keys, 2 * bits, bits_of(most));
+  keys.resize(std::min<size_t>(keys.size(), most_pairs));
+  std::fill(place_of, place_of + size, Int(-1));
+  std::vector<char> is_taken(size);
+  const uint64_t mask = (uint64_t(1) << bits) - 1;
+  for (const uint64_t key : keys) {
+    Int& chosen = place_of[key >> bits & mask];
+    if (chosen < 0 && !is_taken[key & mask]) is_taken[chosen = key & mask] = true;
+  }
+  for (Int p = 0, left = 0; p < size; ++p)
+    if (place_of[p] < 0) {
+      while (is_taken[left]) ++left;
+      place_of[p] = left++;
+    }
+}
+
+void packs_needed(Int n, const Int* length, Int capacity, Int* packs) { packs_for(n, length, capacity, packs); }
+
+Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,
+          Int mean, Int room, Int most_per_rank, Int num_first) {
+  return ranks_hold(k, count, cost, sums, total, num_ranks, time, more, mean, room, most_per_rank, num_first);
 }
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 """pure. The inner loops of scheduling in C++ (native.cpp), which setup.py builds where there is a compiler.
 
-The same loops stand in Python, in `loops` and `step_time`. Both count in integers and break ties
-by number, so that they give the same result to the last bit (tested): ranks with and without the library agree.
+The same loops stand in Python, beside each call or in `loops`. Both count in integers and break ties by number, so that
+they give the same result to the last bit (tested): ranks with and without the library agree.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_NO_BYTES = ctypes.c_char * 0
+
 
 def address(array: npt.NDArray[np.int64] | None) -> int | None:
-    """Where the array's numbers lie, for C; None for none."""
+    """Where the array's numbers lie, for C; None for none. A third of a microsecond."""
     if array is None:
         return None
     assert array.dtype == np.int64
     assert array.flags.c_contiguous
+    if array.flags.writeable:  # several times as fast as the `ctypes` of an array
+        return ctypes.addressof(_NO_BYTES.from_buffer(array.data))
     return array.ctypes.data
 
 
@@ -31,16 +35,26 @@ def _load() -> Any:
     number, array = ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, list[Any]] = {
         "spread": [number, array, array, number, number, number, array, array, array],
-        "split": [number, array, array, array, number, number, array, array],
+        "spread_rest": [number, array, array, number, number, number, array, array],
         "first_fit": [number, array, array, number, number, number, number, number, number, number, array],
         "best_fit": [number, array, number, array],
         "keep": [number, array, array, array, number, number, number, number, array],
         "trade": [number, array, array, number, number, number, array, number, number, number, array],
         "simulate": [number, number, array, number, number, number, array],
+        "stable_order": [number, array, array],
+        "pack_costs": [number, array, array, number, number, array],
+        "fill_empty": [number, number, array],
+        "deal": [number, array, array, number, number, array],
+        "split_ranks": [number, array, array, array, number, number, number, array, number, array],
+        "place_by_cost": [number, number, array, array, array],
+        "match": [number, array, array, array, number, number, array],
+        "packs_needed": [number, array, number, array],
+        "holds": [number, array, array, array, *[number] * 8],
     }
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "holds"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None if name in ("keep", "trade") else number
+        function.argtypes, function.restype = arguments, number if name in counts else None
     return library
 
 

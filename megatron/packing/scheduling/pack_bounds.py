@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling import native
+from megatron.packing.scheduling.native import address as _at
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -41,6 +44,10 @@ def packs_needed(length: IntArray, capacity: int) -> IntArray:
     capacity / 2 tokens fit only beside the ones in between, or into packs of their own (Martello and Toth); and no
     pack holds more than capacity / t of them.
     """
+    if native.LIBRARY is not None:
+        needed = np.empty(length.size, np.int64)
+        native.LIBRARY.packs_needed(length.size, _at(length), capacity, _at(needed))
+        return needed
     sums = np.concatenate(([0], np.cumsum(length)))
     count = np.arange(1, length.size + 1)
     num_large = np.minimum(int(np.searchsorted(-length, -(capacity // 2))), count)

@@ -8,13 +8,10 @@ numbers are rank * packs_per_rank + position. A sequence goes to the pack of its
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling import loops
-from megatron.packing.scheduling.native import LIBRARY as _compiled
+from megatron.packing.scheduling import loops, native
 from megatron.packing.scheduling.native import address as _at
 
 IntArray = npt.NDArray[np.int64]
@@ -36,38 +33,36 @@ def spread(
     given. None where a sequence finds no room. O(N log N): a rank without room waits until sequences are short enough
     for its emptiest pack; it then takes one for sure, so that it waits at most once per sequence it takes.
     """
-    if _compiled is None:
+    if native.LIBRARY is None:
         return loops.spread(cost, length, num_ranks, packs_per_rank, capacity, loads, tokens)
     pack = np.empty(cost.size, np.int64)
-    found = _compiled.spread(
+    costliest = native.LIBRARY.spread(
         cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity, _at(loads), _at(tokens), _at(pack)
     )
-    return pack if found else None
+    return pack if costliest >= 0 else None
 
 
-def split(
-    starts: IntArray, cost: IntArray, length: IntArray, *, capacity: int, weights: IntArray
-) -> tuple[IntArray, int]:
-    """The sequences of each rank, `starts[rank]` to `starts[rank + 1]`, over packs in proportion to `weights` [M].
+def spread_rest(
+    cost: IntArray,
+    length: IntArray,
+    pack: IntArray,
+    *,
+    num_ranks: int,
+    packs_per_rank: int = 1,
+    capacity: int,
+    loads: IntArray | None = None,
+) -> int | None:
+    """The sequences without a pack, -1 in `pack` [N], spread over what the others leave, in place (see `spread`); ranks
+    have `loads` [num_ranks], zeros unless given, besides.
 
-    Returns the position of each sequence's pack in its rank, -1 for those of a rank where one found no room; and the
-    number of such ranks.
+    The cost of the costliest rank, or None where a sequence finds no room: `pack` is then as it was. O(N log N).
     """
-    position = np.empty(cost.size, np.int64)
-    num_ranks, num_packs = starts.size - 1, weights.size
-    if _compiled is not None:
-        failed = _compiled.split(
-            num_ranks, _at(starts), _at(cost), _at(length), num_packs, capacity, _at(weights), _at(position)
-        )
-        return position, failed
-    failed = 0
-    total_weight, heaviest = int(weights.sum()), int(weights.max())
-    for start, end in pairwise(starts.tolist()):
-        loads = (heaviest - weights) * (int(cost[start:end].sum()) // total_weight)
-        found = loops.spread(cost[start:end], length[start:end], num_packs, 1, capacity, loads, None)
-        position[start:end] = -1 if found is None else found
-        failed += found is None
-    return position, failed
+    if native.LIBRARY is None:
+        return loops.spread_rest(cost, length, pack, num_ranks, packs_per_rank, capacity, loads)
+    costliest: int = native.LIBRARY.spread_rest(
+        cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity, _at(loads), _at(pack)
+    )
+    return costliest if costliest >= 0 else None
 
 
 def first_fit(
@@ -88,10 +83,10 @@ def first_fit(
     costliest. Only sequences above `opens_above` take a rank into use. O(N log num_ranks), as a rule.
     """
     ceiling = limit if ceiling is None else ceiling
-    if _compiled is None:
+    if native.LIBRARY is None:
         return loops.first_fit(cost, length, num_ranks, packs_per_rank, capacity, limit, ceiling, overhead, opens_above)
     pack = np.empty(cost.size, np.int64)
-    in_use = _compiled.first_fit(
+    in_use = native.LIBRARY.first_fit(
         *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity),
         *(limit, ceiling, overhead, opens_above, _at(pack)),
     )
@@ -100,10 +95,10 @@ def first_fit(
 
 def best_fit(length: IntArray, *, capacity: int) -> tuple[IntArray, int]:
     """Each sequence to the fullest pack with room, else to a new one (best-fit decreasing): its pack [N]; packs."""
-    if _compiled is None:
+    if native.LIBRARY is None:
         return loops.best_fit(length, capacity)
     pack = np.empty(length.size, np.int64)
-    return pack, _compiled.best_fit(length.size, _at(length), capacity, _at(pack))
+    return pack, native.LIBRARY.best_fit(length.size, _at(length), capacity, _at(pack))
 
 
 def keep(
@@ -118,9 +113,12 @@ def keep(
 ) -> IntArray:
     """Each sequence to its own rank, `home` [N], while that has room up to a cost of `limit`; -1 for the others."""
     pack = np.empty(cost.size, np.int64)
-    if _compiled is None:
+    if native.LIBRARY is None:
         return loops.keep(cost, length, home, num_ranks, packs_per_rank, capacity, limit)
-    _compiled.keep(cost.size, _at(cost), _at(length), _at(home), num_ranks, packs_per_rank, capacity, limit, _at(pack))
+    native.LIBRARY.keep(
+        *(cost.size, _at(cost), _at(length), _at(home)),
+        *(num_ranks, packs_per_rank, capacity, limit, _at(pack)),
+    )
     return pack
 
 
@@ -143,10 +141,10 @@ def trade(
     zeros unless given, besides what they hold. Each offers `traded` sequences of all costs. No pack that holds a
     sequence is left empty.
     """
-    if _compiled is None:
+    if native.LIBRARY is None:
         loops.trade(cost, length, pack, num_ranks, packs_per_rank, capacity, loads, partners, traded, budget)
         return
-    _compiled.trade(
+    native.LIBRARY.trade(
         *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity),
         *(_at(loads), partners, traded, budget, _at(pack)),
     )

@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling import native
+from megatron.packing.scheduling.native import address
 from megatron.packing.scheduling.pack_bounds import Span
 from megatron.packing.scheduling.work import Work, by_cost_per_token
 
@@ -45,6 +47,7 @@ class RankBounds:
     def __init__(self, work: Work, num_ranks: int, capacity: int, num_stages: int) -> None:
         self._work, self._ranks, self._capacity, self._more = work, num_ranks, capacity, num_stages - 1
         self._sums = np.concatenate(([0], np.cumsum(work.cost)))
+        self._negative_cost, self._first_counts = -work.cost, np.arange(1, _NUM_LARGE + 1)
         self._rank_cost = rank_cost_lower_bound(work.cost, num_ranks)
         self._costliest = int(work.cost[0])
         self._tokens_beside_longest = int(work.length[1:].sum())
@@ -152,13 +155,18 @@ class RankBounds:
             mean = -(-time // (span.last + more))
             room = self._ranks * (time * span.last // (span.last + more) + 1)
         cost = self._work.cost
-        num_large = int(np.searchsorted(-cost, -mean))
+        num_large = int(np.searchsorted(self._negative_cost, -mean))
         if num_large == 0:
             return room >= int(self._sums[-1])
         if time - more * int(cost[0]) < int(cost[0]):
             return False
+        count = self._first_counts[:num_large] if num_large <= _NUM_LARGE else self._some_of(num_large)
+        if native.LIBRARY is not None and room < 1 << 62:
+            most = cost.size - (self._ranks - 1) * span.first if self._every_pack_is_used(span.last) else cost.size
+            addresses = address(count), address(cost), address(self._sums)
+            numbers = cost.size, self._ranks, time, more, mean, room, most, _NUM_FIRST
+            return bool(native.LIBRARY.holds(count.size, *addresses, *numbers))
         # Between two of the costs that are looked at, as many ranks lose as at the higher one.
-        count = np.arange(1, num_large + 1) if num_large <= _NUM_LARGE else self._some_of(num_large)
         ranks = self._ranks_with(count, time, span)
         large = cost[count - 1]
         steps = large - np.append(large[1:], min(mean, int(large[-1])))

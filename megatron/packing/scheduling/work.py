@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling import native
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.native import address as _at
 
 IntArray = npt.NDArray[np.int64]
 
@@ -64,17 +66,33 @@ class Work:
 
     def pack_costs(self, pack: IntArray, num_ranks: int, num_microbatches: int) -> IntArray:
         """int64 [num_ranks, num_microbatches], fixed cost included; `pack` [N] is in this order."""
-        # Sums of integers below 2^53 are exact in float64 too.
-        costs = np.bincount(pack, weights=self.cost, minlength=num_ranks * num_microbatches).astype(np.int64)
-        return costs.reshape(num_ranks, num_microbatches) + self.fixed
+        costs = pack_costs(self.cost, pack, num_ranks * num_microbatches, self.fixed)
+        return costs.reshape(num_ranks, num_microbatches)
+
+
+def pack_costs(cost: IntArray, pack: IntArray, num_packs: int, fixed: int = 0) -> IntArray:
+    """The sum of each pack's costs, and `fixed`: int64 [num_packs]. ValueError for a pack that is none of these."""
+    if native.LIBRARY is not None and pack.size == cost.size:
+        costs = np.empty(num_packs, np.int64)
+        pack = np.ascontiguousarray(pack, np.int64)
+        if native.LIBRARY.pack_costs(pack.size, _at(cost), _at(pack), num_packs, fixed, _at(costs)):
+            return costs
+    if pack.size and (pack.min() < 0 or pack.max() >= num_packs):
+        raise ValueError(f"packs must be 0 to {num_packs - 1}, but span {pack.min()} to {pack.max()}")
+    # Sums of integers below 2^53 are exact in float64 too.
+    return np.bincount(pack, weights=cost, minlength=num_packs).astype(np.int64) + fixed
 
 
 def stable_order(values: IntArray) -> IntArray:
     """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`, several times faster.
 
-    numpy sorts 16-bit numbers stably in linear time: by the low half first, then by the high one. Larger numbers are
-    sorted with their index in the low bits, for which it has vector instructions.
+    Compiled, by their digits, in linear time. So does numpy sort 16-bit numbers stably: by the low half first, then by
+    the high one. Larger numbers are sorted with their index in the low bits, for which it has vector instructions.
     """
+    if native.LIBRARY is not None:
+        order = np.empty(values.size, np.int64)
+        native.LIBRARY.stable_order(values.size, _at(np.ascontiguousarray(values)), _at(order))
+        return order
     smallest = int(values.min(initial=0))
     above = values - smallest
     bits = int(above.max(initial=0)).bit_length()

@@ -7,8 +7,13 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from megatron.packing.scheduling import placement
+from megatron.packing.scheduling import native
+
+needs_compiled = pytest.mark.skipif(
+    native.LIBRARY is None, reason="megatron.packing.scheduling._native is not built (setup.py found no C++ compiler)"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,6 @@ def array(*values: int) -> npt.NDArray[np.int64]:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """The Python form of `placement`, whatever is compiled."""
-    with mock.patch.object(placement, "_compiled", None):
+    """The Python form of scheduling's inner loops, whatever is compiled; simulations stay as they are."""
+    with mock.patch.object(native, "LIBRARY", None):
         yield

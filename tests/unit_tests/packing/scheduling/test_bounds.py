@@ -1,16 +1,19 @@
 """Lower bounds against brute force: a bound above the optimum would certify wrong schedules as optimal."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megatron.packing.scheduling.bounds import step_bound
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.rank_bounds import RankBounds
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
 from tests.unit_tests.packing.brute_force import MODES, least_time, random_instance
-from tests.unit_tests.packing.stubs import array
+from tests.unit_tests.packing.requests import DISTRIBUTIONS, lengths_of
+from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 
 @pytest.mark.parametrize(("mode", "met"), [("ranks", 0.9), ("pipelines", 0.8), ("ranks that meet", 0.8)])
@@ -57,6 +60,27 @@ def test_step_bound_counts_with_rounded_costs():
         optima = [least_time(work, 1, number, capacity, model) for number in range(1, 7)]
         best = min(time for time in optima if time is not None)
         assert best - 1 <= step_bound(work, 1, capacity, 1, model).time <= best
+
+
+@needs_compiled
+@pytest.mark.parametrize("model", [StepModel(), StepModel(num_stages=2), StepModel(num_stages=8)], ids=str)
+def test_compiled_and_numpy_form_are_equal(model):
+    """The search starts from the bound: ranks with and without a compiler would follow different schedules. Of
+    thousands of sequences, bounds of pipelines look at some only.
+    """
+    looked_at_some = 0
+    for case, distribution in itertools.product(range(12), DISTRIBUTIONS):
+        rng = np.random.default_rng([13, case])
+        num_ranks, size = int(rng.choice([1, 2, 8, 64])), int(rng.choice([1, 5, 100, 1000, 4000]))
+        lengths = lengths_of(distribution, rng, size)
+        work = Work.of(lengths, PackCost(1.0, 1e-4, float(rng.choice([0, 1e3]))))
+        options = num_ranks, int(lengths.max() * rng.choice([1, 1.5, 4])), int(rng.choice([1, 4])), model
+        with mock.patch.object(RankBounds, "_some_of", autospec=True, side_effect=RankBounds._some_of) as some_of:
+            bound = step_bound(work, *options)
+        with in_python():
+            assert step_bound(work, *options) == bound
+        looked_at_some += some_of.call_count
+    assert (looked_at_some > 0) == (model.num_stages > 1)
 
 
 def test_step_bound_lists_its_microbatches():

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.even import Effort, Room, deal, even_ranks, split_ranks
+from megatron.packing.scheduling.even import Effort, Room, even_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
 from megatron.packing.scheduling.even_rows import even_rows
 from megatron.packing.scheduling.placement import best_fit
+from megatron.packing.scheduling.repacking import deal
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
 from tests.unit_tests.packing.stubs import array
@@ -67,25 +68,6 @@ def test_effort_is_counted():
     assert not part.spend(1)
     assert effort.spend(3)
     assert not effort.spend(1)
-
-
-def test_deal_by_hand():
-    """Packs of 9, 6, 5, 4 on two ranks of two: 9 + 4 and 6 + 5."""
-    pack = deal(array(9, 6, 5, 4), array(0, 1, 2, 3), 2, 2)
-    assert pack.tolist() == [0, 2, 3, 1]
-    assert deal(array(9, 6, 5, 4), array(1, 0, 0, 1), 2, 1).tolist() == [0, 1, 1, 0]
-
-
-def test_split_ranks_by_hand():
-    """Each rank anew, in proportion to the weights; a rank for which capacity is too tight stays as it was."""
-    work = Work.of(array(6, 4, 2, 5, 5, 2), PackCost(1.0, 0.0))  # in order: 6, 5, 5, 4, 2, 2
-    pack = array(0, 3, 2, 0, 0, 3)
-    other, failed = split_ranks(work, pack, 2, 7, array(1, 1))
-    assert other.tolist() == [0, 2, 3, 1, 1, 2]
-    assert failed.tolist() == [False, False]
-    other, failed = split_ranks(work, pack, 2, 6, array(1, 1))
-    assert other.tolist() == [0, 3, 2, 1, 1, 3]
-    assert failed.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("mode", ["ranks", "pipelines", "rows"])

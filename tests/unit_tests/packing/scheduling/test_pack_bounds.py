@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron.packing.scheduling.pack_bounds import microbatch_lower_bound, packs_needed
 from tests.unit_tests.packing.brute_force import descending
-from tests.unit_tests.packing.stubs import array
+from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
@@ -54,6 +54,18 @@ def test_packs_needed_is_never_above_the_optimum_of_any_prefix():
         exact += sum(bound == optimum for bound, optimum in zip(needed, optima))
         total += len(needed)
     assert exact > 0.9 * total
+
+
+@needs_compiled
+def test_compiled_and_numpy_form_are_equal():
+    """Ranks with and without a compiler would try other numbers of microbatches, and follow different schedules."""
+    rng = np.random.default_rng(4)
+    for _ in range(2000):
+        length = descending(rng, 1, int(rng.choice([3, 50, 5000])), rng.integers(0, 100))
+        capacity = int(length.max(initial=1) * rng.choice([1, 1.3, 2, 2.5, 5, 100]))
+        needed = packs_needed(length, capacity)
+        with in_python():
+            assert packs_needed(length, capacity).tolist() == needed.tolist()
 
 
 def test_microbatch_bound_sees_what_the_token_sum_does_not():

@@ -1,31 +1,16 @@
 """The inner loops: literal results, and the compiled form equal to the Python form to the bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.packing.scheduling import native
-from megatron.packing.scheduling.placement import best_fit, first_fit, keep, split, spread, trade
-from tests.unit_tests.packing.stubs import array, in_python
+from megatron.packing.scheduling.placement import best_fit, first_fit, keep, spread, spread_rest, trade
+from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 IntArray = npt.NDArray[np.int64]
-
-needs_compiled = pytest.mark.skipif(
-    native.LIBRARY is None, reason="megatron.packing.scheduling._native is not built (setup.py found no C++ compiler)"
-)
-
-
-@pytest.fixture(params=["python", pytest.param("compiled", marks=needs_compiled)])
-def form(request) -> Iterator[str]:
-    """Each literal test runs on both forms."""
-    if request.param == "compiled":
-        yield request.param
-    else:
-        with in_python():
-            yield request.param
 
 
 def descending(rng, size: int, longest: int) -> tuple[IntArray, IntArray]:
@@ -45,14 +30,18 @@ def random_spread(rng) -> tuple[Any, ...]:
     return spread(cost, length, **options), True
 
 
-def random_split(rng) -> tuple[Any, ...]:
-    cost, length = descending(rng, int(rng.integers(0, 60)), int(rng.choice([1, 3, 50])))
-    starts = np.sort(rng.integers(0, cost.size + 1, int(rng.integers(1, 6)))).astype(np.int64)
-    starts = np.concatenate(([0], starts, [cost.size]))
-    weights = rng.integers(1, 1001, int(rng.integers(1, 9)))
-    capacity = int(length.max(initial=1) * rng.choice([1, 2, 5, 100]))
-    position, failed = split(starts, cost, length, capacity=capacity, weights=weights)
-    return position, failed
+def random_spread_rest(rng) -> tuple[Any, ...]:
+    cost, length = descending(rng, int(rng.integers(0, 40)), int(rng.choice([1, 3, 50])))
+    num_ranks, packs_per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 6))
+    pack = np.where(rng.random(cost.size) < rng.random(), -1, rng.integers(0, num_ranks * packs_per_rank, cost.size))
+    costliest = spread_rest(
+        *(cost, length, pack),
+        num_ranks=num_ranks,
+        packs_per_rank=packs_per_rank,
+        capacity=int(length.max(initial=1) * rng.choice([1, 1.5, 3, 100])),
+        loads=None if rng.random() < 0.5 else rng.integers(0, 100, num_ranks),
+    )
+    return pack, costliest
 
 
 def random_first_fit(rng) -> tuple[Any, ...]:
@@ -110,7 +99,7 @@ def random_trade(rng) -> tuple[Any, ...]:
 
 CASES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "spread": random_spread,
-    "split": random_split,
+    "spread_rest": random_spread_rest,
     "first_fit": random_first_fit,
     "best_fit": random_best_fit,
     "keep": random_keep,
@@ -135,7 +124,13 @@ def test_compiled_and_python_form_are_equal(name):
         assert numbers_in_python.dtype == numbers.dtype == np.int64
         assert numbers_in_python.tolist() == numbers.tolist(), case
         seen.add("a sequence left out" if numbers.min(initial=0) < 0 else "all placed")
-    failures = {"spread": {"nothing"}, "best_fit": set(), "trade": set()}.get(name, {"a sequence left out"})
+        seen |= {"nothing"} if other is None else set()
+    failures = {
+        "spread": {"nothing"},
+        "spread_rest": {"nothing", "a sequence left out"},
+        "best_fit": set(),
+        "trade": set(),
+    }.get(name, {"a sequence left out"})
     assert seen == failures | {"all placed"}
 
 
@@ -160,16 +155,32 @@ def test_spread_without_room(form):
     assert places(array(), num_ranks=3, capacity=1) == []
 
 
-def test_split_by_hand(form):
-    """Packs in proportion to weights; a rank for which this finds no room is all -1, and the others are not."""
-    starts, length = array(0, 4, 4, 7), array(4, 3, 2, 1, 5, 5, 2)
-    position, failed = split(starts, length, length, capacity=7, weights=array(1, 1))
-    assert (position.tolist(), failed) == ([0, 1, 1, 0, 0, 1, 0], 0)
-    position, failed = split(starts, length, length, capacity=6, weights=array(1, 1))
-    assert (position.tolist(), failed) == ([0, 1, 1, 0, -1, -1, -1], 1)
-    # Weights 1 and 3: the first pack starts with (3 - 1) * (10 // 4) = 4 of the cost.
-    position, failed = split(starts, length, length, capacity=10, weights=array(1, 3))
-    assert position.tolist()[:4] == [1, 0, 1, 1]
+def test_spread_rest_by_hand(form):
+    """What has a pack stays there and counts; without room for the rest nothing is changed."""
+    cost = length = array(5, 4, 3, 3, 2)
+    pack = array(0, -1, 1, -1, -1)
+    assert spread_rest(cost, length, pack, num_ranks=2, capacity=100) == 9  # 5 + 3, and 3 + 4 + 2
+    assert pack.tolist() == [0, 1, 1, 0, 1]
+    pack = array(0, -1, 1, -1, -1)
+    assert spread_rest(cost, length, pack, num_ranks=2, capacity=100, loads=array(9, 0)) == 14
+    assert pack.tolist() == [0, 1, 1, 1, 1]
+    pack = array(0, -1, 1, -1, -1)
+    assert spread_rest(cost, length, pack, num_ranks=2, packs_per_rank=1, capacity=8) is None
+    assert pack.tolist() == [0, -1, 1, -1, -1]
+    assert spread_rest(cost, length, array(0, 0, 2, 2, 3), num_ranks=2, packs_per_rank=2, capacity=1) == 9
+
+
+def test_costs_and_tokens_of_any_size(form):
+    """Costs that leave no room for a rank's number beside them take wider integers: ties would be broken otherwise."""
+    cost, length = array(*[2**58] * 6), array(*[2**57] * 6)
+    options: dict[str, Any] = {"num_ranks": 5, "packs_per_rank": 3, "capacity": 2**60}
+    spread_out = spread(cost, length, **options)
+    assert spread_out is not None
+    assert spread_out.tolist() == [0, 3, 6, 9, 12, 1]
+    pack, in_use = first_fit(cost, length, **options, limit=2**59)
+    assert (pack.tolist(), in_use) == ([0, 1, 3, 4, 6, 7], 3)
+    home = array(0, 0, 0, 0, 4, 4)
+    assert keep(cost, length, home, **options, limit=2**60).tolist() == [0, 1, 2, 0, 12, 13]
 
 
 def test_first_fit_by_hand(form):

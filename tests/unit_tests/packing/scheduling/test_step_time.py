@@ -136,6 +136,8 @@ def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
             assert (backward, microbatch, layer) not in ends
             ends[backward, microbatch, layer] = free[stage] = end
         assert len(run) == 2 * num_microbatches * (last_layer + 1)
+        many = np.concatenate([costs] * 4)  # compiled, ranks are simulated eight at once
+        assert simulate(many, model).tolist() == free.max(axis=0).tolist() * 4
         assert simulate(costs, model).tolist() == free.max(axis=0).tolist()
 
 
