@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+_INTERFACE_VERSION = 1
+"""That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
 
@@ -32,6 +35,13 @@ def _load() -> Any:
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)
+    if not hasattr(library, "interface_version") or library.interface_version() != _INTERFACE_VERSION:
+        warnings.warn(
+            f"{found.origin} was built of another version of the code: scheduling is slow without it; "
+            "install the project again (pip install --editable .)",
+            stacklevel=2,
+        )
+        return None
     number, array = ctypes.c_int64, ctypes.c_void_p
     signatures: dict[str, list[Any]] = {
         "spread": [number, array, array, number, number, number, array, array, array],
@@ -59,4 +69,4 @@ def _load() -> Any:
 
 
 LIBRARY = _load()
-"""Functions of native.cpp by name; None where it is not built."""
+"""Functions of native.cpp by name; None where it is not built, or was not built again after a change."""
