@@ -1,13 +1,15 @@
 // The inner loops of scheduling, with the same results as their Python twins to the last bit: integers only, ties
 // broken by number.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
-// them. What they do is told by the Python functions of the same names, in placement, repacking, work, step_time and the bounds.
+// them. What they do is told by the Python functions of the same names, in placement, repacking,
+// pack_search, work, step_time and the bounds.
 
 #include <set>
 
 #include "native_bounds.hpp"
 #include "native_order.hpp"
 #include "native_packs.hpp"
+#include "native_search.hpp"
 #include "native_simulate.hpp"
 #include "native_trade.hpp"
 
@@ -240,6 +242,17 @@ void match(Int n, const Int* part, const Int* place, const Int* weight, Int size
 }
 
 void packs_needed(Int n, const Int* length, Int capacity, Int* packs) { packs_for(n, length, capacity, packs); }
+
+Int search_packing(Int n, const Int* length, Int capacity, Int num_packs, Int swerves, Int most_sets, Int steps_per_pack,
+                   Int budget, Int* pack) {
+  std::vector<Int> rest(n);
+  Int spare = num_packs * capacity;
+  for (Int i = 0; i < n; ++i) {
+    rest[i] = i;
+    spare -= length[i];
+  }
+  return PackSearch(length, capacity, most_sets, steps_per_pack, budget, pack).fill(rest, 0, spare, swerves);
+}
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,
           Int mean, Int room, Int most_per_rank, Int num_first) {

@@ -59,9 +59,10 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
+        "search_packing": [number, array, *[number] * 6, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
-    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "holds"}
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

@@ -18,6 +18,17 @@ def descending(rng, low, high, size) -> IntArray:
     return np.sort(rng.integers(low, high, size))[::-1].astype(np.int64)
 
 
+def fits(lengths: list[int], rooms: tuple[int, ...]) -> bool:
+    """Whether there is a packing into packs with so much room."""
+    if not lengths:
+        return True
+    return any(
+        fits(lengths[1:], (*rooms[:i], room - lengths[0], *rooms[i + 1 :]))
+        for i, room in enumerate(rooms)
+        if room >= lengths[0] and room not in rooms[:i]
+    )
+
+
 @cache
 def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArray[np.bool_]:
     """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered sets and packs, and

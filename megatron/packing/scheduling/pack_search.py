@@ -1,0 +1,185 @@
+"""pure. Whether sequences fit into so many packs: a packing, a proof that there is none, or neither within its budget.
+
+Bin completion (Korf, "A new algorithm for optimal bin packing", AAAI 2002): the longest sequence left opens a pack, and
+each set of others that may share it is tried, as long as all packs together leave no more room empty than there is to
+spare. A set is not tried where another one is as good: one with a sequence more, with a longer one instead of one of
+its own, or with one instead of two (dominance of Martello and Toth, "Lower bounds and reduction procedures for the bin
+packing problem", 1990). Sets of few sequences come first, of those the fullest: short ones fill gaps later.
+
+The search exists twice, in C++ (see `native`) and in Python (below), and gives the same result in both forms and on
+every machine: its budget counts steps, not time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling import native
+from megatron.packing.scheduling.native import address as _at
+
+IntArray = npt.NDArray[np.int64]
+
+_MOST_SETS = 50
+"""Looked for, for one pack; where there are more, a search that finds nothing proves nothing."""
+_STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
+"""To find a packing, where hardly more than the first set of each pack is tried."""
+_STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
+"""And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
+
+
+class Answer(NamedTuple):
+    """What a search found."""
+
+    pack: IntArray | None
+    """Pack of each sequence, int64 [N]; None where no packing was found."""
+    is_proof: bool
+    """None was found, for there is none."""
+
+
+def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
+    """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
+
+    A search that goes nearly straight down finds most packings that there are; one that comes back to everything proves
+    that there is none. Up to a millisecond for 64 sequences, 3 for 256, 5 for 1,024, where neither comes to an end;
+    some fifty times that in Python.
+    """
+    budget = _STEPS_PER_SEQUENCE * length.size
+    answer = search_packing(
+        length, capacity=capacity, num_packs=num_packs, swerves=1, steps_per_pack=_STEPS_PER_PACK, budget=budget
+    )
+    if answer.pack is not None or answer.is_proof or length.size > _MOST_TO_REFUTE:
+        return answer
+    budget = _STEPS_TO_REFUTE
+    return search_packing(
+        length, capacity=capacity, num_packs=num_packs, swerves=budget, steps_per_pack=budget, budget=budget
+    )
+
+
+def search_packing(
+    length: IntArray, *, capacity: int, num_packs: int, swerves: int, steps_per_pack: int, budget: int
+) -> Answer:
+    """`fit_into` by one search.
+
+    On each way down it leaves the first set of packs for later ones at most `swerves` times: an n-th later set counts
+    n times (limited discrepancy search: Harvey and Ginsberg, IJCAI 1995). A step of the `budget` is one look at a
+    sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none.
+    """
+    if num_packs * capacity < int(length.sum()):
+        return Answer(None, True)
+    if native.LIBRARY is None:
+        return _Search(length.tolist(), capacity, steps_per_pack, budget).run(num_packs, swerves)
+    pack = np.empty(length.size, np.int64)
+    found = native.LIBRARY.search_packing(
+        length.size, _at(length), capacity, num_packs, swerves, _MOST_SETS, steps_per_pack, budget, _at(pack)
+    )
+    return Answer(pack if found == 1 else None, found == 0)
+
+
+class _Set(NamedTuple):
+    """Sequences that may share a pack with the longest one left: their places among those left."""
+
+    places: tuple[int, ...]
+    room_left: int
+
+
+class _Begun(NamedTuple):
+    """A pack that sets are being tried for."""
+
+    rest: list[int]
+    """Sequences left, descending; the first one opened the pack."""
+    sets: Iterator[tuple[int, _Set]]
+    spare: int
+    """Tokens that this pack and all later ones may leave empty together."""
+    swerves: int
+
+
+class _Search:
+    """In Python, with the same steps as in C++."""
+
+    def __init__(self, length: list[int], capacity: int, steps_per_pack: int, budget: int) -> None:
+        self._length, self._capacity, self._budget = length, capacity, budget
+        self._steps_per_pack = steps_per_pack
+        self._misses_none = True
+
+    def run(self, num_packs: int, swerves: int) -> Answer:
+        size = len(self._length)
+        begun: list[_Begun] = []
+        taken: list[list[int]] = []
+        rest, spare = list(range(size)), num_packs * self._capacity - sum(self._length)
+        while rest:
+            begun.append(_Begun(rest, iter(enumerate(self._sets(rest, spare))), spare, swerves))
+            if self._budget < 0:
+                return Answer(None, False)
+            while (later := next(begun[-1].sets, None)) is None or later[0] > begun[-1].swerves:
+                self._misses_none &= later is None
+                begun.pop()
+                if not begun:
+                    return Answer(None, self._misses_none)
+            number, (places, room_left) = later
+            del taken[len(begun) - 1 :]
+            taken.append([begun[-1].rest[place] for place in (0, *places)])
+            spare, swerves = begun[-1].spare - room_left, begun[-1].swerves - number
+            gone = set(taken[-1])
+            rest = [sequence for sequence in begun[-1].rest if sequence not in gone]
+        pack = np.empty(size, np.int64)
+        for number, sequences in enumerate(taken):
+            pack[sequences] = number
+        return Answer(pack, False)
+
+    def _sets(self, rest: list[int], spare: int) -> list[_Set]:
+        """That may share a pack with the first of `rest`, with at most `spare` tokens left empty."""
+        length = [self._length[sequence] for sequence in rest]
+        negative = [-tokens for tokens in length]
+        left_from = [*accumulate(reversed(length), initial=0)][::-1]
+        self._budget -= len(rest)
+        enough = self._budget - self._steps_per_pack
+        found: list[_Set] = []
+        places: list[int] = []
+        room, place = self._capacity - length[0], 1
+        while self._budget >= 0:
+            self._budget -= 1
+            place = bisect_right(negative, -room - 1, place)  # the first one that fits
+            if place < len(rest) and room - left_from[place] <= spare:
+                places.append(place)
+                room -= length[place]
+                place += 1
+                continue
+            if room <= spare and not self._is_dominated(length, negative, places, room):
+                found.append(_Set(tuple(places), room))
+            if not places:
+                break
+            if len(found) == _MOST_SETS or (found and self._budget < enough):
+                self._misses_none = False
+                break
+            last = places.pop()
+            room += length[last]
+            place = bisect_right(negative, negative[last], last)  # the next shorter one
+        return sorted(found, key=lambda entry: (len(entry.places), entry.room_left))
+
+    def _is_dominated(self, length: list[int], negative: list[int], places: list[int], room_left: int) -> bool:
+        """Whether one more sequence fits in, a longer one instead of one of these, or one instead of two."""
+        self._budget -= len(places) * len(places)
+        used, size = {0, *places}, len(length)
+        unused = next(place for place in range(size - 1, -1, -1) if place not in used or place == 0)
+        if unused > 0 and length[unused] <= room_left:
+            return True
+        for place in places:
+            longer = place - 1
+            while longer > 0 and (longer in used or length[longer] == length[place]):
+                longer -= 1
+            if longer > 0 and length[longer] - length[place] <= room_left:
+                return True
+        for first, second in combinations(places, 2):
+            both = length[first] + length[second]
+            one = bisect_right(negative, -both - room_left - 1, 1)
+            while one < size and one in used:
+                one += 1
+            if one < size and length[one] >= both:
+                return True
+        return False
