@@ -12,9 +12,9 @@ is as good as the bound, and the best is taken. What is tried depends on how ran
     at every microbatch        rows of even packs: while a sequence costs more than a fair pack, a row filled up to its
                                cost; then rows of even packs; then trades between rows
 
-Where capacity is tight, packs by best-fit decreasing are dealt instead. In pipelines `arrange` then puts the packs of
-the best few in order and shapes them, and the quickest by simulated 1F1B is taken. At last `movement` looks for a
-placement as good that moves fewer tokens.
+Where capacity is tight, packs by best-fit decreasing, or those that the bound was found with, are dealt instead. In
+pipelines `arrange` then puts the packs of the best few in order and shapes them, and the quickest by simulated 1F1B is
+taken. At last `movement` looks for a placement as good that moves fewer tokens.
 """
 
 from __future__ import annotations
@@ -248,6 +248,10 @@ class _Search:
 
     @cached_property
     def _tight(self) -> tuple[IntArray, int]:
+        """As few packs as are known of, and how many."""
+        packing = self._request.bound.packing
+        if packing is not None:
+            return packing, int(packing.max()) + 1
         return best_fit(self._work.length, capacity=self._request.capacity)
 
     def _time_of(self, pack: IntArray, num_microbatches: int) -> int:

@@ -22,6 +22,10 @@ inline void packs_for(Int n, const Int* length, Int capacity, Int* packs) {
     most = std::max(most, num_large);
     if (overflow > (most - num_large) * capacity) most = num_large + ceil_div(overflow, capacity);
     if (i + 1 > most * per_pack) most = ceil_div(i + 1, per_pack);
+    if (i >= num_halves && length[i] > capacity / 3) {
+      const Int unpaired = (i + 1 - num_halves) - (num_halves - num_longer);
+      if (unpaired > 2 * (most - num_halves)) most = num_halves + ceil_div(unpaired, 2);
+    }
     packs[i] = most;
   }
 }

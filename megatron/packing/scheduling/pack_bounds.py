@@ -10,8 +10,16 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
+from megatron.packing.scheduling.pack_search import fit_into
+from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
+
+
+_MOST_SEARCHED = 1024
+"""Sequences; of more, a search would take longer than the microbatches that it might save are worth."""
+_MOST_MULTIPLES = 32
+"""Microbatches, in multiples, beside which one multiple more hardly counts: it adds nothing but fixed costs."""
 
 
 class Span(NamedTuple):
@@ -23,6 +31,38 @@ class Span(NamedTuple):
     @property
     def is_single(self) -> bool:
         return self.first == self.last
+
+
+class Fewest(NamedTuple):
+    """Microbatches per rank that every schedule needs."""
+
+    num_microbatches: int
+    pack: IntArray | None
+    """Pack of each sequence, int64 [N], below num_ranks * num_microbatches: no schedule needs more. None where that was
+    not asked or stays open.
+    """
+
+
+def fewest_microbatches(length: IntArray, num_ranks: int, capacity: int, multiple: int) -> Fewest:
+    """`microbatch_lower_bound`, or more where best-fit decreasing finds no packing for so many and a search proves that
+    there is none.
+
+    Nearly always best-fit does, or capacity is so large that it would, which costs nothing; a search takes milliseconds
+    (see `fit_into`).
+    """
+    number = microbatch_lower_bound(length, num_ranks, capacity, multiple)
+    # Of the packs of best-fit, at most one is filled up to no more than half.
+    if length.size > _MOST_SEARCHED or (number * num_ranks - 1) * capacity >= 2 * int(length.sum()):
+        return Fewest(number, None)
+    pack, num_packs = best_fit(length, capacity=capacity)
+    while num_packs > number * num_ranks:
+        if number > _MOST_MULTIPLES * multiple:
+            return Fewest(number, None)
+        answer = fit_into(length, capacity=capacity, num_packs=number * num_ranks)
+        if not answer.is_proof:
+            return Fewest(number, answer.pack)
+        number += multiple
+    return Fewest(number, pack)
 
 
 def microbatch_lower_bound(length: IntArray, num_ranks: int, capacity: int, multiple: int) -> int:
@@ -42,7 +82,8 @@ def packs_needed(length: IntArray, capacity: int) -> IntArray:
     `length` is int64 [N], descending, each in 1..capacity. Let t be the shortest of those i. Two sequences longer than
     capacity / 2 never share a pack; one longer than capacity - t has no room for t tokens, so that those of t to
     capacity / 2 tokens fit only beside the ones in between, or into packs of their own (Martello and Toth); and no
-    pack holds more than capacity / t of them.
+    pack holds more than capacity / t of them. Of those above capacity / 3, a pack holds at most two: for each length,
+    as many as there are more of that length than of rooms for it, beside longer ones, must share packs by twos.
     """
     if native.LIBRARY is not None:
         needed = np.empty(length.size, np.int64)
@@ -50,9 +91,15 @@ def packs_needed(length: IntArray, capacity: int) -> IntArray:
         return needed
     sums = np.concatenate(([0], np.cumsum(length)))
     count = np.arange(1, length.size + 1)
-    num_large = np.minimum(int(np.searchsorted(-length, -(capacity // 2))), count)
+    num_long = int(np.searchsorted(-length, -(capacity // 2)))
+    num_large = np.minimum(num_long, count)
     num_alone = np.minimum(np.searchsorted(-length, -(capacity - length)), num_large)
     room_beside_large = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
     overflow = np.maximum(sums[1:] - sums[num_large] - room_beside_large, 0)
     packs = np.maximum(num_large + -(-overflow // capacity), -(-count // (capacity // np.maximum(length, 1))))
+    end = int(np.searchsorted(-length, -(capacity // 3)))
+    middle = length[num_long:end]
+    rooms = num_long - np.searchsorted(-length[:num_long], middle - capacity)
+    unpaired = np.maximum(np.arange(1, middle.size + 1) - rooms, 0)
+    packs[num_long:end] = np.maximum(packs[num_long:end], num_long - (-unpaired // 2))
     return np.maximum.accumulate(packs)

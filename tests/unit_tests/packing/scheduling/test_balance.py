@@ -109,6 +109,17 @@ def test_few_microbatches_where_they_are_dear(asked):
     assert asked.bound.min_microbatches <= default(dear).num_microbatches <= tight
 
 
+def test_few_microbatches_where_only_a_search_finds_them():
+    """The packing that the bound knows of must be used, or the bound is right and no schedule ever gets near it."""
+    lengths = [10, 8, 7, 7, 6, 6, 6, 5, 5]
+    assert best_fit(np.array(lengths), capacity=20)[1] == 4
+    for model in (StepModel(), StepModel(num_stages=2), StepModel(ranks_meet=True)):
+        asked = request(lengths, 3, 20, cost=PackCost(1.0, 0.0, 1000.0), model=model)
+        schedule = default(asked)
+        check_schedule(asked, schedule)
+        assert schedule.num_microbatches == asked.bound.min_microbatches == 1
+
+
 def test_more_microbatches_where_they_are_cheaper():
     """In a pipeline short microbatches make small bubbles: one alone would take 4 times as long."""
     asked = request([10] * 64, 1, 1000, cost=PackCost(1.0, 0.0), model=StepModel(num_stages=4))

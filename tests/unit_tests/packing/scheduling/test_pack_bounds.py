@@ -4,24 +4,15 @@ import itertools
 
 import numpy as np
 
-from megatron.packing.scheduling.pack_bounds import microbatch_lower_bound, packs_needed
-from tests.unit_tests.packing.brute_force import descending
+from megatron.packing.scheduling.pack_bounds import fewest_microbatches, microbatch_lower_bound, packs_needed
+from tests.unit_tests.packing.brute_force import descending, fits
+from tests.unit_tests.packing.scheduling.test_pack_search import NEEDS_33
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 
 def fewest_packs(lengths: list[int], capacity: int) -> int:
     """Packs of the best of all packings."""
     return next(n for n in itertools.count() if fits(lengths, (capacity,) * n))
-
-
-def fits(lengths: list[int], rooms: tuple[int, ...]) -> bool:
-    if not lengths:
-        return True
-    return any(
-        fits(lengths[1:], (*rooms[:i], room - lengths[0], *rooms[i + 1 :]))
-        for i, room in enumerate(rooms)
-        if room >= lengths[0] and room not in rooms[:i]
-    )
 
 
 def test_microbatch_bound_is_never_above_the_optimum_and_often_meets_it():
@@ -74,3 +65,43 @@ def test_microbatch_bound_sees_what_the_token_sum_does_not():
     assert microbatch_lower_bound(array(*[6] * 6 + [4] * 6), 1, 10, 1) == 6
     assert microbatch_lower_bound(array(*[6] * 6 + [5] + [4] * 4), 1, 10, 1) == 7
     assert microbatch_lower_bound(array(*[6] * 6), 2, 10, 2) == 4
+
+
+def test_packs_needed_sees_pairs():
+    """Of what is above a third of capacity, a pack holds two, and only where they fit beside one another."""
+    assert packs_needed(array(8, 8, 5, 5, 5, 4, 4), 12).tolist() == [1, 2, 3, 3, 4, 4, 4]
+    assert packs_needed(array(7, 7, 6, 4, 4, 4, 4), 10).tolist() == [1, 2, 3, 3, 4, 4, 5]  # 7 + 7 + 6 + 4 * 4 = 36
+
+
+def test_fewest_microbatches_is_never_above_the_optimum_and_nearly_always_it():
+    """What a search proves must be so; and its packing, from which schedules start, must be one."""
+    rng = np.random.default_rng(5)
+    exact = proven = 0
+    for _ in range(1500):
+        capacity = int(rng.integers(10, 60))
+        length = descending(rng, max(capacity // 5, 1), capacity * 2 // 3, rng.integers(6, 11))
+        num_ranks, multiple = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        fewest, pack = fewest_microbatches(length, num_ranks, capacity, multiple)
+        step = num_ranks * multiple
+        optimum = max(1, -(-fewest_packs(length.tolist(), capacity) // step)) * multiple
+        assert fewest % multiple == 0
+        assert 1 <= fewest <= optimum, (length, capacity, num_ranks, multiple)
+        if pack is not None:
+            assert pack.min() >= 0
+            assert pack.max() < num_ranks * fewest
+            assert np.bincount(pack, weights=length).max() <= capacity
+        exact += fewest == optimum
+        proven += fewest > microbatch_lower_bound(length, num_ranks, capacity, multiple)
+    assert exact == 1500
+    assert proven > 30, proven
+
+
+def test_fewest_microbatches_of_a_batch_in_doubt():
+    """L2 allows 4 microbatches on 8 ranks, a search proves that 32 packs are too few: by the multiple of 4, that is
+    twice the microbatches, and the bound was as much too low.
+    """
+    assert microbatch_lower_bound(NEEDS_33, 8, 7845, 4) == 4
+    fewest, pack = fewest_microbatches(NEEDS_33, 8, 7845, 4)
+    assert fewest == 8
+    assert pack is not None
+    assert fewest_microbatches(NEEDS_33, 8, 3 * 7845, 4).num_microbatches == 4
