@@ -31,7 +31,7 @@ from megatron.packing.scheduling.arrange import arrange, can_simulate, costliest
 from megatron.packing.scheduling.bounds import MicrobatchBound
 from megatron.packing.scheduling.even import Effort, Room, even_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
-from megatron.packing.scheduling.even_rows import even_rows
+from megatron.packing.scheduling.even_rows import Rows, even_rows, rows_with_short_last
 from megatron.packing.scheduling.movement import stay_home
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.repacking import deal, fill_empty
@@ -241,7 +241,7 @@ class _Search:
             return deal(work.cost, packs, request.num_ranks, num_microbatches) if fit else None
 
         if model.ranks_meet:
-            return even_rows(work, room, tight)
+            return even_rows(work, room, tight, lambda: self._short_last)
         if model.num_stages > 1:
             return even_pipelines(work, room, tight, model.num_stages, bound)
         return even_ranks(work, room, tight)
@@ -253,6 +253,10 @@ class _Search:
         if packing is not None:
             return packing, int(packing.max()) + 1
         return best_fit(self._work.length, capacity=self._request.capacity)
+
+    @cached_property
+    def _short_last(self) -> Rows | None:
+        return rows_with_short_last(self._work, self._request.num_ranks, self._request.capacity)
 
     def _time_of(self, pack: IntArray, num_microbatches: int) -> int:
         return self._request.model.time_of(self._work.pack_costs(pack, self._request.num_ranks, num_microbatches))

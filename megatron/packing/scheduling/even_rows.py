@@ -2,24 +2,28 @@
 
 A row is the packs of all ranks at one microbatch; it takes as long as its costliest. So while a sequence costs more
 than a fair pack, a row is filled up to its cost; the others make rows of even packs. Then sequences are traded between
-rows: what makes one row long fits beside what makes another one longer.
+rows: what makes one row long fits beside what makes another one longer. Where capacity is tight, rows of packs by
+best-fit decreasing, too, with even packs of the shortest sequences after them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.even import Room, Tight, evener_packs
-from megatron.packing.scheduling.placement import first_fit, spread, trade
+from megatron.packing.scheduling.placement import best_fit, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 
 IntArray = npt.NDArray[np.int64]
 
+_MOST_ROWS = 16
+_MAX_BISECTIONS = 7
+"""To find how many sequences have room in rows that can't hold all."""
 _ROUNDS = 2
 """Times that each row is lowered."""
 _PARTS = (4, 32)
@@ -28,20 +32,54 @@ _TRADES = 50_000
 """Pairs of sequences looked at in all rows, for each of the parts."""
 
 
-def even_rows(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
-    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`."""
+class Rows(NamedTuple):
+    """Sequences in rows, of as many packs each as there are ranks."""
+
+    pack: IntArray
+    """int64 [N], row * num_ranks + rank."""
+    num_rows: int
+
+
+def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | None:
+    """A row less than best-fit decreasing needs, with as many sequences as that can hold, and the shortest ones in even
+    packs of a row after it: best-fit would leave a longer one for that. None where that is one row in all, or many, of
+    which the last hardly matters, or where the shortest ones take more than one.
+    """
+    _, num_packs = best_fit(work.length, capacity=capacity)
+    num_rows = (num_packs - 1) // num_ranks
+    if not 0 < num_rows <= _MOST_ROWS:
+        return None
+    low, high = num_rows * num_ranks, work.length.size  # so many fit, so many don't
+    packs = np.arange(low)
+    for _ in range(_MAX_BISECTIONS):
+        middle = (low + high) // 2
+        middle_packs, num_packs = best_fit(work.length[:middle], capacity=capacity)
+        if num_packs <= num_rows * num_ranks:
+            low, packs = middle, middle_packs
+        else:
+            high = middle
+    last = spread(work.cost[low:], work.length[low:], num_ranks=num_ranks, capacity=capacity)
+    return None if last is None else Rows(np.concatenate((packs, last + num_rows * num_ranks)), num_rows + 1)
+
+
+def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Rows | None]) -> Iterator[IntArray | None]:
+    """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`, and `rows_with_short_last`."""
     full, rests = _full_rows(work, room)
     ways = []
     for way in _quick_ways(work, room, full, rests):
         ways.append(way)
         yield way.pack
     found = [way.pack for way in ways if way.pack is not None]
+    tight_packs, rows = tight(), short_last()
+    if tight_packs is not None:
+        found.append(_in_rows(work, room, tight_packs))
+        yield found[-1]
+    if rows is not None and rows.num_rows <= room.num_microbatches:
+        row, column = np.divmod(rows.pack, room.num_ranks)
+        found.append(_in_rows(work, room, column * room.num_microbatches + row))
+        yield found[-1]
     if not found:
-        pack = tight()
-        if pack is None:
-            return
-        found = [_in_rows(work, room, pack)]
-        yield found[0]
+        return
     for way in sorted(ways, key=lambda way: math.inf if way.pack is None else _time_of(work, room, way.pack)):
         pack = _evener(work, room, full, rests[way.num_full], way)
         found += [] if pack is None else [pack]

@@ -9,7 +9,7 @@ import pytest
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.even import Effort, Room, even_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
-from megatron.packing.scheduling.even_rows import even_rows
+from megatron.packing.scheduling.even_rows import even_rows, rows_with_short_last
 from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.repacking import deal
 from megatron.packing.scheduling.step_time import StepModel
@@ -26,7 +26,7 @@ def placements(mode: str, work: Work, room: Room) -> Iterator[np.ndarray | None]
     if mode == "ranks":
         return even_ranks(work, room, tight)
     if mode == "rows":
-        return even_rows(work, room, tight)
+        return even_rows(work, room, tight, lambda: rows_with_short_last(work, room.num_ranks, room.capacity))
     low = 4 * work.total // (room.num_ranks * 4) + work.fixed * (room.num_microbatches + 3)
     return even_pipelines(work, room, tight, 4, low)
 
@@ -111,3 +111,16 @@ def test_rows_are_lowered_by_trades():
         assert min(times) <= before
         gains += min(times) < before
     assert gains > 4
+
+
+def test_rows_with_short_last_by_hand():
+    """Where two packs lack a little room, the shortest sequence goes to the next row; best-fit would leave a longer one
+    for that, and the row would take as long.
+    """
+    length = array(6, 5, 5, 3, 2)  # 6 + 3 and 5 + 5 in packs of 10; best-fit alone leaves the 2
+    work = Work(order=np.arange(5), length=length, cost=length, fixed=0, unit=1.0)
+    rows = rows_with_short_last(work, 2, 10)
+    assert rows is not None
+    assert rows.num_rows == 2
+    assert rows.pack.tolist() == [0, 1, 1, 0, 2]
+    assert rows_with_short_last(work, 5, 10) is None  # one row holds all
