@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 """That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
