@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
-from megatron.packing.scheduling.pack_search import fit_into
+from megatron.packing.scheduling.pack_search import fit_into, search_packing
 from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
@@ -20,6 +20,10 @@ _MOST_SEARCHED = 1024
 """Sequences; of more, a search would take longer than the microbatches that it might save are worth."""
 _MOST_MULTIPLES = 32
 """Microbatches, in multiples, beside which one multiple more hardly counts: it adds nothing but fixed costs."""
+
+
+_NUM_PROBES, _STEPS_PER_PROBE = 4, 50_000
+"""Searches for how many of the longest sequences need more packs."""
 
 
 class Span(NamedTuple):
@@ -74,6 +78,36 @@ def microbatch_lower_bound(length: IntArray, num_ranks: int, capacity: int, mult
     """
     packs = int(packs_needed(length, capacity).max(initial=0))
     return max(1, math.ceil(packs / (num_ranks * multiple))) * multiple
+
+
+def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, num_packs: int) -> int:
+    """So many of the longest sequences need more than `num_packs` packs; above N if all may fit.
+
+    `needed` is `packs_needed`, which says so of some number. Where best-fit decreasing does not find packings for all
+    smaller ones, a few searches look for proofs that there are none: up to 0.2 milliseconds each.
+    """
+    number = int(np.searchsorted(needed, num_packs + 1)) + 1
+    if length.size > _MOST_SEARCHED or best_fit(length[: number - 1], capacity=capacity)[1] <= num_packs:
+        return number
+    fits, fails = num_packs, number - 1  # best-fit
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if best_fit(length[:middle], capacity=capacity)[1] <= num_packs:
+            fits = middle
+        else:
+            fails = middle
+    probe = fails
+    for _ in range(_NUM_PROBES):
+        budget = _STEPS_PER_PROBE
+        options = {"swerves": budget, "steps_per_pack": budget, "budget": budget}
+        if search_packing(length[:probe], capacity=capacity, num_packs=num_packs, **options).is_proof:
+            number = probe
+        else:
+            fails = probe + 1
+        if fails >= number:
+            break
+        probe = (fails + number) // 2
+    return number
 
 
 def packs_needed(length: IntArray, capacity: int) -> IntArray:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.pack_bounds import Span, packs_needed
+from megatron.packing.scheduling.pack_bounds import Span, longest_that_need_more, packs_needed
 from megatron.packing.scheduling.rank_bounds import rank_cost_lower_bound
 from megatron.packing.scheduling.second_row import LaterRows
 from megatron.packing.scheduling.work import Work, by_cost_per_token
@@ -17,6 +17,8 @@ IntArray = npt.NDArray[np.int64]
 
 _NUM_ROWS = 64
 """Microbatches, the costliest ones, that are looked at one by one."""
+_MOST_SEARCHED_ROWS = 4
+"""First rows, of which searches tell what has no room in them: later ones are a smaller part of the sum."""
 _MOST_ROWS_WITH_SECOND = 6
 """Times the costliest sequence that a rank's mean may be, for the second row to be looked at: of more rows it is but a
 small part.
@@ -48,6 +50,9 @@ class RowBounds:
         self._rank_cost = rank_cost_lower_bound(work.cost, num_ranks)
         self._held_before = _most_cost(work, before * capacity)
         self._sequence = self._cost_at(np.searchsorted(needed, before + 1))
+        for row in range(1, min(fewest, _MOST_SEARCHED_ROWS) + 1):
+            number = longest_that_need_more(work.length, needed, capacity, row * num_ranks)
+            self._sequence[row] = self._cost_at(np.array(number - 1))
         self._sequence[:fewest] = np.maximum(self._sequence[:fewest], work.cost[-1])
         self._held_by_packs = _HeldByPacks(work, capacity, before)
         self._held_before = np.minimum(self._held_before, self._held_by_packs.most(None))

@@ -4,7 +4,12 @@ import itertools
 
 import numpy as np
 
-from megatron.packing.scheduling.pack_bounds import fewest_microbatches, microbatch_lower_bound, packs_needed
+from megatron.packing.scheduling.pack_bounds import (
+    fewest_microbatches,
+    longest_that_need_more,
+    microbatch_lower_bound,
+    packs_needed,
+)
 from tests.unit_tests.packing.brute_force import descending, fits
 from tests.unit_tests.packing.scheduling.test_pack_search import NEEDS_33
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
@@ -105,3 +110,22 @@ def test_fewest_microbatches_of_a_batch_in_doubt():
     assert fewest == 8
     assert pack is not None
     assert fewest_microbatches(NEEDS_33, 8, 3 * 7845, 4).num_microbatches == 4
+
+
+def test_longest_that_need_more_do():
+    """Where ranks meet, a row after those packs is said to hold one of them, and to take as long."""
+    rng = np.random.default_rng(6)
+    exact = lower = total = 0
+    for _ in range(1500):
+        capacity = int(rng.integers(10, 60))
+        length = descending(rng, max(capacity // 5, 1), capacity * 2 // 3, rng.integers(6, 11))
+        num_packs = max(fewest_packs(length.tolist(), capacity) - int(rng.integers(0, 2)), 1)
+        needed = packs_needed(length, capacity)
+        number = longest_that_need_more(length, needed, capacity, num_packs)
+        everything = (capacity,) * num_packs
+        assert number > length.size or not fits(length[:number].tolist(), everything), (length, capacity, num_packs)
+        exact += fits(length[: number - 1].tolist(), everything)
+        lower += number <= int(np.searchsorted(needed, num_packs + 1))
+        total += 1
+    assert exact > 0.99 * total
+    assert lower > 10, lower
