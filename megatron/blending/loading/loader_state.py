@@ -71,11 +71,18 @@ def position_of_blend(root: SavableDataset[Any], place: str, position: int, draw
     """Return how many outputs of the blend at a place the first outputs of the stream are made of."""
     if isinstance(root, BlendDataset) and root.place == place:
         return position
-    for child, count in zip(root.children, root.used(position, drawn)):
-        # Of a node with one child both may have the same place.
-        if (place + ".").startswith(child.place + ".") or not child.place:
-            return position_of_blend(child, place, count, drawn)
-    raise ValueError(f"there is no blend at place {place!r}; the outermost one is at ''")
+    child = _towards(root, place)
+    if child is None:
+        raise ValueError(f"there is no blend at place {place!r}; the outermost one is at ''")
+    return position_of_blend(root.children[child], place, root.used(position, drawn)[child], drawn)
+
+
+def is_below_buffers(root: SavableDataset[Any], place: str) -> bool:
+    """Whether outputs of the blend at a place are held back on their way, so that no arithmetic tells how many."""
+    if isinstance(root, BlendDataset) and root.place == place:
+        return False
+    child = _towards(root, place)
+    return isinstance(root, HoldingDataset) or (child is not None and is_below_buffers(root.children[child], place))
 
 
 def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None) -> int:
@@ -84,7 +91,8 @@ def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None)
     None: the most of 1, 2, 4, ... 64, 192, 320, 960 that leave each lane 64 samples of an epoch of all sources, and
     eight times what it holds back; for lanes that leave out or hold back drift apart, and few samples for each mean
     that an epoch is read far into the next ones before all of it was. 8 where nothing is held back, however small the
-    data, as workers that share a lane make all of it. All lanes together hold at most 65,536 samples back, which are
+    data, as workers that share a lane make all of it. Of finite batches each lane has 64, for it may end with a short
+    one. All lanes together hold at most 65,536 samples back, which are
     part of a state. A pass over finite data reads each sample once with any number. They are powers of two, or
     multiples of 64, as numbers of ranks times workers mostly are: fewer lanes than 960 are then seldom shared by more.
 
@@ -96,6 +104,8 @@ def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None)
     if num_lanes is None:
         if holding:
             most.append(_MOST_HELD // sum(node.num_under_way for node in holding))
+        if root.size is not None and not root.goes_on and root.samples_per_output > 1:
+            most.append(max(_LEAST_UNHELD, root.size // _LEAST_OF_LANE))
         if root.size is None or root.goes_on:
             most.append(max(_LEAST_UNHELD, sum(map(len, _leaves(root))) // _LEAST_OF_LANE))
             most += [len(node.children[0]) // (_LEAST_HELD_TIMES * node.num_under_way) for node in holding]
@@ -214,6 +224,13 @@ def _leaves(root: SavableDataset[Any]) -> list[LeafDataset]:
     if isinstance(root, LeafDataset):
         return [root]
     return [leaf for child in root.children for leaf in _leaves(child)]
+
+
+def _towards(root: SavableDataset[Any], place: str) -> int | None:
+    """Number of the child that stands on the way to a place."""
+    # Of a node with one child both may have the same place.
+    on_the_way = (not child.place or (place + ".").startswith(child.place + ".") for child in root.children)
+    return next((number for number, is_there in enumerate(on_the_way) if is_there), None)
 
 
 def _turn(state: State) -> int:

@@ -168,6 +168,8 @@ class Loader(Generic[T_co]):
         `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.
         """
         here = self._turn if output is None else output
+        if not isinstance(here, int) or isinstance(here, bool):
+            raise ValueError(f"output must be a whole number, but is {output!r}")
         if here < self._turn:
             raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()

@@ -75,6 +75,7 @@ class Server:
             if (lane is None and is_beyond) or (lane is not None and self._is_done(lane, slot)):
                 self._slot += self._step
                 continue
+            counts = self.failures.num_failed, self.failures.num_skipped
             try:
                 if lane is None:
                     value = self._take(slot)
@@ -93,6 +94,8 @@ class Server:
             self.failures.succeeded(self._sources if lane is None else lane.sources)
             if slot >= self._first_wanted and slot % self._num_seats == self._seat:
                 return Output(slot, value)
+            # Whoever serves it counts what was left out for it.
+            self.failures.num_failed, self.failures.num_skipped = counts
 
     def lane_states(self) -> dict[int, Any]:
         """States of the lanes that are out of step."""

@@ -9,6 +9,7 @@ from megatron.blending.loading.loader_state import (
     State,
     check_stream,
     describe_stream,
+    is_below_buffers,
     lanes_of,
     leaf_positions,
     position_of_blend,
@@ -67,13 +68,21 @@ class Stream:
         self._bind(salts, bases, [])
 
     def change_weights(self, weights: Sequence[float], blend: str, turn: int, lanes: dict[str, Any]) -> None:
-        """From output `turn` on, give the children of the blend at a place other weights."""
+        """From output `turn` on, give the children of the blend at a place other weights. ValueError if that is not the
+        same for all ranks: where samples are held back, each knows only how many it drew itself.
+        """
+        if self._num_ranks > 1 and is_below_buffers(self.root, blend):
+            raise ValueError(
+                "weights below packing_buffer_size or batch groups cannot be changed on several ranks, "
+                "none of which knows how far the others have read; plan the change (weight_schedule)"
+            )
         drawn = total_drawn(lanes, self.num_lanes, self.binding)
         position = position_of_blend(self.root, blend, turn, drawn)
         change = (blend, position, [float(weight) for weight in weights])
         self._bind(self.binding.salts, self.binding.bases, [*self.binding.changes, change])
 
     def _bind(self, salts: dict[str, str], bases: dict[str, int], changes: list[Any]) -> None:
-        self.binding = Binding(self._seed, self._num_ranks, salts=salts, bases=bases, changes=changes)
-        self.root = self.dataset.bind(self.binding)
+        binding = Binding(self._seed, self._num_ranks, salts=salts, bases=bases, changes=changes)
+        self.root = self.dataset.bind(binding)
+        self.binding = binding
         self._description = None

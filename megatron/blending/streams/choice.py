@@ -15,6 +15,8 @@ from megatron.blending.streams.segments import Segments, UntilExhausted
 from megatron.blending.streams.weights import Weight, WeightSchedule, integer_weights
 
 _FEW_CHILDREN = 32
+_AWAY_BLOCKS = 64
+"""A child without weight for so long is not waited for."""
 
 
 class ChoiceDataset(SavableDataset[Any]):
@@ -26,7 +28,7 @@ class ChoiceDataset(SavableDataset[Any]):
         raise NotImplementedError
 
     def plan(self, positions: Ints, block: Block) -> "ChoicePlan":
-        return ChoicePlan(self, self.choose(positions), block)
+        return ChoicePlan(self, positions, block)
 
     def in_lane(self, lane: Any, parent: Any, child_number: int) -> "ChoiceLane":
         return ChoiceLane(self, lane, parent, child_number)
@@ -37,6 +39,10 @@ class ChoiceDataset(SavableDataset[Any]):
     def counts(self, position: int) -> list[int]:
         """How many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
+
+    def is_away(self, child: int, position: int, length: int) -> bool:
+        """Whether it is known that none of `length` outputs is a child's."""
+        return False
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return self.counts(position)
@@ -113,6 +119,9 @@ class BlendDataset(ChoiceDataset):
         passes, place = divmod(position, self.size)
         return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
 
+    def is_away(self, child: int, position: int, length: int) -> bool:
+        return self.size is None and self._sequence.is_away(child, position, length)
+
     def signature(self) -> list[Any]:
         if self.schedule is None:
             return [type(self).__name__, self.mode, [[0, list(self._whole)]]]
@@ -153,7 +162,9 @@ class ConcatDataset(ChoiceDataset):
 
 
 class ChoicePlan:
-    def __init__(self, node: ChoiceDataset, chosen: Choices, block: Block) -> None:
+    def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
+        chosen = node.choose(positions)
+        self._positions = positions
         self.length = len(chosen.children)
         self._children = chosen.children
         self._list: list[int] | None = None
@@ -187,6 +198,11 @@ class ChoicePlan:
         places = map(self.at, range(start, end))
         return set().union(*(self._plans[child].sources(rank, rank + 1) for child, rank in places))
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last of the positions."""
+        return int(self._positions.min()), int(self._positions.max())
+
     def at(self, place: int) -> tuple[int, int]:
         """Return (child, place in the child's plan)."""
         if self._ranks is None:
@@ -208,7 +224,9 @@ class ChoiceLane(CursorNode):
             number, child = self._last
             self._children[number] = child
             try:
-                return child.pull_same()
+                # A rare one, or one whose weight is 0 by now, may have its next output far away.
+                with self.lane.only_near():
+                    return child.pull_same()
             except LaneEnd:
                 pass
         return super().pull_same()
@@ -232,6 +250,13 @@ class ChoiceLane(CursorNode):
             if len(self._children) > _FEW_CHILDREN and not child.collect():
                 del self._children[number]
             return found
+
+    def is_away(self, child_number: int, block: int) -> bool:
+        plan: Any = self.plan(block)
+        if plan is not None and plan.length:
+            first, last = plan.span
+            return self.node.is_away(child_number, first, _AWAY_BLOCKS * (last + 1 - first)) or self._is_away(block)
+        return self._is_away(block)
 
     def _rest(self) -> tuple[Any, Any]:
         """What children still have that gave more than planned."""

@@ -9,7 +9,8 @@ A node is in step with its parent, whose plan says where the node stands (a `Pla
 planned: from then on it has a cursor, which is all that a lane's state holds, apart from what is held back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ Place = tuple[int, int]
 _SAMPLES_PER_BLOCK = 512
 _KEPT_BLOCKS = 2
 _MOST_EMPTY_BLOCKS = 20_000
+_FEW_EMPTY_BLOCKS = 8
 
 
 class LaneEnd(Exception):
@@ -49,6 +51,8 @@ class Lane:
         self.failures = failures
         self.index = index
         self.is_over = False
+        self.most_empty_blocks = _MOST_EMPTY_BLOCKS
+        """How far a node that has a cursor looks for its next output."""
         self.number = number
         self.num_lanes = num_lanes
         self._first = 0 if size is None else pass_number * size
@@ -81,6 +85,15 @@ class Lane:
         found = self._top.pull(None if plan is None or place >= plan.length else (block, place))
         self.index += 1
         return found
+
+    @contextmanager
+    def only_near(self) -> Iterator[None]:
+        """Look for outputs in the next blocks only: each that is gone through is planned, which takes milliseconds."""
+        self.most_empty_blocks = _FEW_EMPTY_BLOCKS
+        try:
+            yield
+        finally:
+            self.most_empty_blocks = _MOST_EMPTY_BLOCKS
 
     def plan(self, block: int) -> Plan | None:
         """What the root makes in a block of this lane; None beyond the end."""
@@ -179,6 +192,13 @@ class LaneNode:
             self._block = block
         return self._plan
 
+    def is_away(self, child_number: int, block: int) -> bool:
+        """Whether it is known that a child is not asked for anything in this block and in many after it."""
+        return self._is_away(block)
+
+    def _is_away(self, block: int) -> bool:
+        return self._parent is not None and self._parent.is_away(self._child_number, block)
+
     def fail(self, error: Exception | None, function: Any, origin: Any, value: Any) -> None:
         sources = sources_of(origin)
         self.lane.failures.leave_out(
@@ -235,12 +255,14 @@ class CursorNode(LaneNode):
         if at is None:
             raise LaneEnd
         block, within = at
-        for _ in range(_MOST_EMPTY_BLOCKS):
+        for _ in range(self.lane.most_empty_blocks):
             plan = self.plan(block)
             if plan is None:
                 break
             if within < plan.length:
                 return plan, block, within
+            if not plan.length and self._is_away(block):
+                break
             block, within = block + 1, within - plan.length
         raise LaneEnd
 

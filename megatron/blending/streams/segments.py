@@ -1,8 +1,10 @@
 """pure. Sequences of a blend whose proportions change: when they are told to, or when children run out."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -48,6 +50,8 @@ class Segments:
         self._num_children = len(segments[0][1])
         self._seed = seed
         self._mode = mode
+        self._in_force: _Segments = []
+        """All that come to be, seen from output 0; none before it is asked for."""
         for _, weights in segments:
             self._check(weights)
         if mode == "exact":
@@ -61,6 +65,7 @@ class Segments:
         self._parts = [part for part in self._parts if part.start < start]
         last = self._parts[-1] if self._parts else None
         number = last.number + sum(last.start + first < start for first, _ in last.segments) if last else 0
+        self._in_force = []
         self._parts.append(_Part(start, [(0, weights)], number))
 
     def choose(self, positions: Ints) -> Choices:
@@ -79,6 +84,17 @@ class Segments:
     def counts(self, position: int) -> list[int]:
         (number,) = self._parts_of(np.array([position], np.int64)).tolist()
         return self._counts(number, position).tolist()
+
+    def is_away(self, child: int, position: int, length: int) -> bool:
+        """Whether a child has no weight in any of `length` outputs."""
+        if not self._in_force:
+            ends = [*(part.start for part in self._parts[1:]), math.inf]
+            for part, end in zip(self._parts, ends):
+                told = ((part.start + start, weights) for start, weights in part.segments)
+                self._in_force += [(start, weights) for start, weights in told if start < end]
+        first = bisect_right(self._in_force, position, key=itemgetter(0)) - 1
+        last = bisect_left(self._in_force, position + length, key=itemgetter(0))
+        return not any(weights[child] for _, weights in self._in_force[first:last])
 
     def _parts_of(self, positions: Ints) -> Ints:
         return np.searchsorted([part.start for part in self._parts], positions, side="right") - 1

@@ -124,9 +124,13 @@ def _rounded(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
 
 
 def _between(start: Sequence[Weight], end: Sequence[Weight], share: Fraction) -> tuple[Weight, ...]:
-    """Weights on the way between two points, as shares of 1 in 4096ths: a short table, for each of many pieces."""
+    """Weights on the way between two points, as shares of 1 in 4096ths, which makes a short table for each of many
+    pieces; or in such parts, of 2**-20 at the least, as are a hundredth of the smallest.
+    """
     if not share:
         return tuple(start)
     whole = [integer_weights(weights, max_period=MAX_PERIOD) for weights in (start, end)]
     before, after = ([Fraction(weight, sum(weights)) for weight in weights] for weights in whole)
-    return _rounded([a + (b - a) * share for a, b in zip(before, after)], 4096)
+    shares = [a + (b - a) * share for a, b in zip(before, after)]
+    parts = int(100 / min(filter(None, shares))).bit_length()
+    return _rounded(shares, min(max(4096, 2**parts), MAX_PERIOD))

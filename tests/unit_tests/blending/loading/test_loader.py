@@ -560,6 +560,81 @@ def test_weights_changed_at_a_later_output_or_further_in():
         loaders(BlendDataset((leaf("a"), 1), (leaf("b"), 1)))[0].change_weights((1, 2))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_refused_change_of_weights_changes_nothing(num_workers):
+    """The next change, the next batch and every later checkpoint failed of it."""
+    tree = BlendDataset((endless("a"), 1), (endless("b"), 1))
+    expected = list(outputs(tree, 40).values())
+    (loader,) = loaders(tree, num_workers=num_workers)
+    found = [next(loader) for _ in range(10)]
+    for wrong in ((1,), (1, -1), (0, 0)):
+        with pytest.raises(ValueError, match="weight"):
+            loader.change_weights(wrong)
+    with pytest.raises(ValueError, match="output must be a whole number"):
+        loader.change_weights((1, 2), output=20.5)  # type: ignore[arg-type]
+    again = loaders(tree, states=loader.state_dict())[0]
+    assert found + [next(loader) for _ in range(30)] == expected
+    assert [next(again) for _ in range(30)] == expected[10:]
+    loader.close()
+
+
+def test_weights_below_a_buffer_are_not_changed_on_several_ranks():
+    """Each would have changed them elsewhere: ranks draw samples twice, and their states do not fit together."""
+    blend = BlendDataset((endless("a"), 1), (endless("b"), 1))
+    for tree in (PackingDataset(blend, 20, first_fit, list), GroupBatchDataset(blend, parity, fixed_batch_size=4)):
+        for loader in loaders(tree, 2):
+            next(loader)
+            with pytest.raises(ValueError, match=r"below packing_buffer_size.*plan the change \(weight_schedule\)"):
+                loader.change_weights((1, 9))
+        loaders(tree)[0].change_weights((1, 9))
+    packs = PackingDataset(endless("a"), 20, first_fit, list)
+    for loader in loaders(BlendDataset((packs, 1), (endless("b"), 1)), 2):
+        loader.change_weights((1, 9))
+
+
+def test_finite_batches_are_full_where_samples_are_left_out():
+    """Each of 960 lanes ended with a short batch, or dropped it: four fifths of the data."""
+    tree = BatchDataset(FilterDataset(leaf("a", 5000), lambda sample: sample[1] % 20 > 0), 8, drop_last=True)
+    assert len(list(get_loader(tree, config(num_lanes=None)))) > 0.98 * 0.95 * 5000 / 8
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_what_is_left_out_counts_once(num_workers):
+    """Workers that share a lane make all of it."""
+    tree = FilterDataset(endless("a", 50), is_odd)
+    (alone,) = loaders(tree, num_lanes=8)
+    (shared,) = loaders(tree, num_workers=num_workers, num_lanes=8)
+    for _ in range(40):
+        assert next(shared) == next(alone)
+    assert shared.num_skipped == alone.num_skipped > 30
+    shared.close()
+
+
+def test_a_failing_source_that_lost_its_weight_is_not_waited_for(monkeypatch):
+    """A lane went through 20,000 blocks without it, in seconds, for each sample that failed."""
+    planned: list[Any] = []
+    plan = BlendDataset.plan
+
+    def counted(*given):
+        planned.append(given)
+        return plan(*given)
+
+    monkeypatch.setattr(BlendDataset, "plan", counted)
+
+    def may_fail(sample):
+        if sample[0] == "b" and sample[1] % 3 == 0:
+            raise RuntimeError("bad")
+        return sample
+
+    schedule = WeightSchedule(((0, (1, 1)), (5, (1, 0)), (5_000_000, (1, 1))), outputs_per_step=20)
+    blend = BlendDataset((endless("a"), 1), (endless("b"), 1), schedule=schedule)
+    loader = get_loader(MapDataset(blend, may_fail), config(failure_tolerance=1000))
+    names = [next(loader)[0] for _ in range(300)]
+    assert names[:100].count("b") > 20
+    assert set(names[130:]) == {"a"}
+    assert len(planned) < 2000
+
+
 def test_finite_packs_are_full():
     """960 lanes of a few samples each would make as many packs, all but empty."""
     tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
@@ -618,7 +693,9 @@ def test_replacements_come_from_the_same_epoch():
         (lambda: BatchDataset(endless("a", 20_000), 4), 192),
         (lambda: BatchDataset(shares(endless("a", 10**6), endless("b", 20)), 4), 960),
         (lambda: EpochizeDataset(leaf("a", 20_000), length=9), 192),
-        (lambda: BatchDataset(leaf("a", 100), 4), 960),
+        (lambda: BatchDataset(leaf("a", 100), 4), 8),
+        (lambda: BatchDataset(leaf("a", 50_000), 4), 192),
+        (lambda: leaf("a", 100), 960),
         (lambda: PackingDataset(endless("a", 100), 40, in_fours, list), 1),
         (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 320),
         (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 16),

@@ -155,22 +155,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_workers", "num_lanes", "counts"),
+    ("kind", "num_workers", "num_lanes"),
     [
-        ("process", 2, 2, "1 2 1 2"),
-        ("process", 2, 1, "2 4 2 4"),
-        ("thread", 2, 1, "2 4 2 4"),
-        ("process", 0, 2, "1 2 1 2"),
+        ("process", 2, 2),
+        ("process", 2, 1),
+        ("thread", 2, 1),
+        ("process", 0, 2),
     ],
 )
-def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, kind, num_workers, num_lanes, counts):
+def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, kind, num_workers, num_lanes):
     """In several lanes of a worker each, in a lane that all workers run, over epochs, and after they start again."""
     script, meetings = tmp_path / "broken.py", tmp_path / "meetings"
     script.write_text(BROKEN_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
     command = [sys.executable, str(script), kind, str(num_workers), str(num_lanes), str(meetings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
-    assert done.stdout.split() == counts.split(), done.stderr
+    assert done.stdout.split() == ["1", "2", "1", "2"], done.stderr
     lines = [line for line in done.stderr.splitlines() if "seven" in line]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("LOG a:7: ")
