@@ -25,8 +25,8 @@ def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
     """A cost that the costliest rank reaches in every schedule of sequences of these costs (int64 [N], descending).
 
     The largest of: the mean over ranks; the costliest sequence; and for each k, the pigeonhole bound: of the k *
-    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them. 0 without
-    sequences.
+    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them; and what pairs
+    cost. 0 without sequences.
     """
     if cost.size == 0:
         return 0
@@ -35,7 +35,25 @@ def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
     cheapest = np.arange(num_ranks, cost.size, num_ranks)
     k = np.arange(1, cheapest.size + 1)
     pigeonhole = sums[cheapest + 1] - sums[cheapest - k]
-    return max(-(-int(sums[-1]) // num_ranks), int(cost[0]), int(pigeonhole.max(initial=0)))
+    mean = -(-int(sums[-1]) // num_ranks)
+    return max(mean, int(cost[0]), int(pigeonhole.max(initial=0)), _pairs_lower_bound(cost, sums, num_ranks))
+
+
+def _pairs_lower_bound(cost: IntArray, sums: IntArray, num_ranks: int) -> int:
+    """A cost that the costliest rank reaches because of the ranks that hold two of the costliest sequences, or three.
+
+    Of the num_ranks + j costliest, some rank holds three, at the least the three cheapest; or j ranks or more hold two.
+    Then the costliest pair costs no less than where the 2 j cheapest are paired from the outside in: were each pair
+    below c[i] + c[k], i < k, the sequences up to i would have partners behind k only, of which there are too few.
+    """
+    num_pairs = min(num_ranks, cost.size - num_ranks)
+    if num_pairs < 1:
+        return 0
+    places = np.arange(num_pairs)
+    pairs = np.maximum.accumulate(cost[num_ranks - 1 - places] + cost[num_ranks + places])
+    ends = num_ranks + places + 1
+    triples = np.where(ends >= 3, sums[ends] - sums[np.maximum(ends - 3, 0)], pairs)
+    return int(np.minimum(pairs, triples).max())
 
 
 class RankBounds:

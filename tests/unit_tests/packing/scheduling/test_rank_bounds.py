@@ -34,8 +34,10 @@ def test_rank_cost_bound_is_never_above_the_optimum_and_often_meets_it():
 
 
 def test_rank_cost_bound_terms():
-    """Each of the three terms must be the one that decides where it should."""
+    """Each of the terms must be the one that decides where it should."""
     assert rank_cost_lower_bound(array(), 4) == 0
     assert rank_cost_lower_bound(array(3, 3, 2), 2) == 5  # two of three meet: the pigeonhole
     assert rank_cost_lower_bound(array(9, 1, 1), 2) == 9  # the largest
     assert rank_cost_lower_bound(array(4, 3, 2, 2), 2) == 6  # the mean, 5.5
+    assert rank_cost_lower_bound(array(14, 12, 8, 7, 7), 3) == 19  # two pairs: 8 and 7, 12 and 7
+    assert rank_cost_lower_bound(array(12, 12, 6, 4, 4), 3) == 14  # three on one rank
