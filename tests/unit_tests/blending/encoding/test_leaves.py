@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +236,7 @@ def test_a_key_that_some_sample_may_have_is_no_mistake(tmp_path, source):
     """The last one has it here, or a longer list, or one of 60; data sets that a few samples fail in are trained on as
     before.
     """
-    samples = [{"m": None, "l": [0]}] * 59 + [{"q": "x", "m": {"q": "x"}, "l": [0, "x"]}]
+    samples: list[Any] = [{"m": None, "l": [0]}] * 59 + [{"q": "x", "m": {"q": "x"}, "l": [0, "x"]}]
     samples[41] = {**samples[41], "once": "x"}
     folder = write_json_samples(tmp_path, samples, source)
     records, load = records_of(str(folder), "train", Reading(encoder=DefaultTaskEncoder()))
