@@ -35,7 +35,7 @@ from megatron.blending.streams.leaf import LeafDataset
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TOKENS_SUFFIX = ".bin"
-_LOOKED_AT = 8
+_LOOKED_AT = 64
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
 
@@ -106,9 +106,10 @@ def _typed_load(
 
 
 def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
-    """ValueError if a field comes from a part, or a key in JSON, that none of 8 samples has, evenly spread over all.
+    """ValueError if a field comes from a part, or a key in JSON, that none of 64 samples has, evenly spread over all.
 
     Most often it is the first that is read, and no other. Of remote data none is: each would cost several requests.
+    What fewer samples have is refused too, as by default a run ends when a hundred in a row fail.
     """
     field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
     suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
@@ -125,7 +126,10 @@ def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
             return
     if num_read:
         name, faults = next(iter(suspects.items()))
-        raise ValueError(f"{kind.where}: field_map: {name}: no sample of {num_read} looked at has {_told(faults)}")
+        way_out = ". If some others do, name an alternative behind a comma" if len(source) > _LOOKED_AT else ""
+        raise ValueError(
+            f"{kind.where}: field_map: {name}: no sample of {num_read} looked at has {_told(faults)}{way_out}"
+        )
 
 
 def _told(faults: Sequence[Missing]) -> str:

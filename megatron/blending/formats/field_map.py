@@ -13,7 +13,8 @@ from megatron.blending.formats.record import Record
 
 _OPTION = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _KEY = re.compile(r"\[([^\[\]]+)\]")
-_JSON_SUFFIXES = ("json", "jsn")
+_CHEAP_SUFFIXES = frozenset("json jsn txt text transcript cls cls2 index inx id npy".split())
+"""Of parts that are quick to decode, and run no code."""
 _MISSING: Any = object()
 
 
@@ -38,6 +39,11 @@ class FieldMap:
     """`FieldMap({"text": "txt"})(record, decode_part) -> {"text": "..."}`. DecodeError if a field is not there."""
 
     def __init__(self, fields: Mapping[str, str], where: str = "field_map") -> None:
+        for name in fields:
+            if str(name).startswith("__"):
+                raise ValueError(
+                    f"{where}: {name} must be a field of the sample's own, but is filled in anyway; remove it"
+                )
         self._texts = dict(fields)
         self._fields = [(name, _parse(text, f"{where}: {name}")) for name, text in fields.items()]
         # The common case, in which nothing is to be chosen and nothing decoded twice: each field a part of its own.
@@ -53,8 +59,8 @@ class FieldMap:
     def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
         """Return for each field that is not there in a record what is missing: of alternatives, a key before a part.
 
-        Keys are looked for in JSON alone, as other parts may be dear to decode; a list that is too short, and null, are
-        taken to be longer in other records. Raises what `decode` raises.
+        Keys are looked for in JSON, text, numbers and arrays, as other parts may be dear to decode; a list that is too
+        short, and null, are taken to be longer in other records. Raises what `decode` raises.
         """
         decoded: dict[str, Any] = {}
         missing = {}
@@ -108,7 +114,7 @@ def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str,
     part, keys = option
     if part not in record:
         return Missing(part, "", tuple(name for name in record if not name.startswith("__")), "")
-    if not keys or part.rpartition(".")[2] not in _JSON_SUFFIXES:
+    if not keys or part.rpartition(".")[2] not in _CHEAP_SUFFIXES:
         return None
     if part not in decoded:
         decoded[part] = decode(part, record[part])

@@ -165,6 +165,8 @@ def _sample_type(table: Table, place: Place) -> SampleType:
     if loader is not None:
         return SampleType(module=module, name=name, sample_loader=loader, part_filter=part_filter, where=where)
     field_map = place.at("field_map", table).table(table["field_map"])
+    if not field_map:
+        raise place.at("field_map", table).error("must say where fields come from, but is empty; write text: txt")
     for key, source in field_map.items():
         if not isinstance(source, str):
             raise place.at("field_map", table).error(f"{key} must be the name of a part, but is {described(source)}")

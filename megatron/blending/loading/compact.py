@@ -15,5 +15,8 @@ def compact(value: Any) -> str:
 
 
 def expanded(text: str) -> Any:
-    """Return what `compact` made the text of."""
-    return json.loads(zlib.decompress(base64.b85decode(text)))
+    """Return what `compact` made the text of; ValueError if it is not such a text, whose checksum is looked at."""
+    try:
+        return json.loads(zlib.decompress(base64.b85decode(text)))
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"this is no state of a loader, or a damaged one: {error}") from error

@@ -69,6 +69,7 @@ def get_train_dataset(
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
+    _true_or_false(batch_drop_last=batch_drop_last, repeat=repeat, allow_code=allow_code)
     _whole_number("virtual_epoch_length", virtual_epoch_length, 0)
     _one_of("proportions", proportions, ("exact", "random"))
     _one_of("weights_by", weights_by, ("samples", "tokens"))
@@ -157,6 +158,10 @@ def _validation(
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, asked["batch_size"], asked["packing_buffer_size"], split_part, worker_config)
+    _true_or_false(batch_drop_last=asked["batch_drop_last"], allow_code=allow_code)
+    limit = asked["limit"]
+    if limit is not None and (not isinstance(limit, Integral) or isinstance(limit, bool)):
+        raise ValueError(f"limit must be a whole number of batches, or None, but is {limit!r}")
     loaded = _loader(path, options, get_val_dataset).get_datasets(
         training=False,
         split_part=split_part,
@@ -212,6 +217,12 @@ def _check(
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
+
+
+def _true_or_false(**options: Any) -> None:
+    for name, value in options.items():
+        if value not in (True, False):
+            raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
 def _whole_number(name: str, value: Any, least: int = 1) -> int | None:

@@ -14,12 +14,14 @@ from typing import Any, Generic, TypeVar
 
 from megatron.blending.loading.compact import compact, expanded
 from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
+from megatron.blending.loading.given_states import checked_states
 from megatron.blending.loading.loader_state import VERSION, State, is_taken, merge_states
 from megatron.blending.loading.pinning import may_pin, pinned
 from megatron.blending.loading.server import END
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
+from megatron.blending.streams.choice import check_count
 from megatron.blending.streams.dataset import SavableDataset
 from megatron.blending.streams.failures import FailureLog
 
@@ -43,8 +45,9 @@ class Loader(Generic[T_co]):
     ) -> None:
         if not isinstance(dataset, SavableDataset):
             raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
-        if prefetch_factor < 1:
-            raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
+        check_count("get_loader", "prefetch_factor", prefetch_factor)
+        if pin_memory not in (None, True, False):
+            raise ValueError(f"pin_memory must be True, False or None, but is {pin_memory!r}")
         found = dataset.found_config() if worker_config is None else worker_config
         self.config: WorkerConfig = WorkerConfig() if found is None else found
         check_worker_config(self.config)
@@ -62,6 +65,7 @@ class Loader(Generic[T_co]):
         self._is_over = self._has_drawn = self._is_started = False
         self._crew: Crew | None = None
         self._failure_log = FailureLog()
+        self._warned_of = 0
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
@@ -127,9 +131,7 @@ class Loader(Generic[T_co]):
         """
         if on_change not in ("error", "remap"):
             raise ValueError(f"on_change must be 'error' or 'remap', but is {on_change!r}")
-        states = [state] if isinstance(state, dict) else list(state or ())
-        if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
-            raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
+        states = checked_states(state)
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
         merged["stream"] = expanded(merged["stream"])
         self.close()
@@ -260,7 +262,10 @@ class Loader(Generic[T_co]):
 
     def _started(self) -> Crew:
         if self._crew is None:
-            warn_of_shared_lanes(self._stream.num_lanes, self.config)
+            # Once: workers start anew with each change of weights.
+            if self._stream.num_lanes != self._warned_of:
+                self._warned_of = self._stream.num_lanes
+                warn_of_shared_lanes(self._stream.num_lanes, self.config)
             self._crew = Crew(self._stream, self.config, self._prefetch_factor, self._failure_log)
         if not self._is_started:
             lanes = {int(number): lane for number, lane in self._lanes.items()}

@@ -62,6 +62,8 @@ class WorkerConfig:
                 continue
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, but is {value!r}")
+        if self.global_error_handler is not None and not callable(self.global_error_handler):
+            raise ValueError(f"global_error_handler must be a function, but is {self.global_error_handler!r}")
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

@@ -49,8 +49,8 @@ class ProcessWorker:
         self._outputs, their_outputs = context.Pipe(duplex=False)
         their_commands, self._commands = context.Pipe(duplex=False)
         handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
-        os.close(handle)
-        inherited = [end for worker in [self, *others] for end in (worker._outputs, worker._commands)]
+        self._stacks = os.fdopen(handle, "rb")
+        inherited = [end for worker in [self, *others] for end in (worker._outputs, worker._commands, worker._stacks)]
         to_close = inherited if context.get_start_method() == "fork" else []
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_process_main,
@@ -70,7 +70,7 @@ class ProcessWorker:
         try:
             self._process.start()
         except (AttributeError, TypeError, OSError) as error:
-            os.unlink(self._stack_file)
+            self._forget_stacks()
             raise ValueError(
                 f"{name} cannot be started: {error}; functions must be defined at the top of a module "
                 "(start_method='fork' takes any)"
@@ -115,8 +115,11 @@ class ProcessWorker:
             if self._process.is_alive():
                 end()
                 self._process.join(LEAVE_SECONDS)
-        if os.path.exists(self._stack_file):
-            os.unlink(self._stack_file)
+        self._forget_stacks()
+
+    def _forget_stacks(self) -> None:
+        self._stacks.close()
+        _remove(self._stack_file)
 
     def _tell(self, command: Any) -> None:
         # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
@@ -152,20 +155,22 @@ class ProcessWorker:
     def _stack(self) -> str:
         """Where the process stands, by its own account."""
         try:
-            before = os.path.getsize(self._stack_file)
+            before = self._num_told()
             if not before:
                 # It has not said yet that it can take the signal, which until then would end it.
                 return ": it is still starting; its imports may be slow"
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             for _ in range(20):
                 time.sleep(0.02)
-                if os.path.getsize(self._stack_file) > before:
+                if self._num_told() > before:
                     break
-            with open(self._stack_file) as file:
-                file.seek(before)
-                return ":\n" + file.read().rstrip()
+            self._stacks.seek(before)
+            return ":\n" + self._stacks.read().decode(errors="replace").rstrip()
         except OSError:
             return ""
+
+    def _num_told(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
 
 
 def _process_main(
@@ -186,6 +191,8 @@ def _process_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
+    # Both have it open now. Were it the parent's to remove, it would stay when that is killed.
+    _remove(stack_file)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     # From now on this process may be asked where it stands.
     print("started", file=stacks, flush=True)
@@ -213,3 +220,9 @@ def _process_main(
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):
         serve(make_server, get, Sender(outputs).send, ahead)
+
+
+def _remove(path: str) -> None:
+    # It may be gone; or open, where that is an obstacle.
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -4,10 +4,11 @@ Weights are shares of samples, unless they went through `weights_by_tokens`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Rational
+from numbers import Integral, Rational
+from typing import Any
 
 MAX_PERIOD = 2**20
 """Weights whose common denominator is larger are rounded to it: by at most a sample in a million."""
@@ -77,6 +78,7 @@ class WeightSchedule:
     """Between two points a linear change is made in so many equal parts, or in each step if there are fewer."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         steps = [step for step, _ in self.points]
         if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
             raise ValueError(f"schedule must start at step 0 and its steps increase, but they are {steps}")
@@ -88,6 +90,21 @@ class WeightSchedule:
             raise ValueError("each point of a schedule must give as many weights as there are children")
         for _, weights in self.points:
             integer_weights(weights)
+
+    def _check_types(self) -> None:
+        points: Any = self.points
+        pairs = points if isinstance(points, (list, tuple)) else [points]
+        for pair in pairs:
+            is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+            if not is_pair or isinstance(pair[1], (str, Mapping)) or not hasattr(pair[1], "__len__"):
+                raise ValueError(
+                    f"schedule points must be pairs (step, weights), but are {points!r}; "
+                    "write ((0, (1, 1)), (1000, (1, 3)))"
+                )
+        whole = [("outputs_per_step", self.outputs_per_step), ("num_pieces", self.num_pieces)]
+        for name, value in [*(("each step of a schedule", step) for step, _ in points), *whole]:
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, but is {value!r}; write it as one, such as 1000")
 
     def segments(self) -> list[tuple[int, tuple[Weight, ...]]]:
         """Return (first output, weights) of each stretch of constant weights."""

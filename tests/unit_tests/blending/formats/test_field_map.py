@@ -1,11 +1,22 @@
 """Where fields come from."""
 
+import io
+
+import numpy as np
 import pytest
 
 from megatron.blending.formats.decode import DecodeError, decode_part, keep_bytes
 from megatron.blending.formats.field_map import FieldMap, Missing
 
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 RECORD = {"__key__": "k", "txt": b"hello", "json": b'{"a": [{"b": 5}, null], "txt": "other", "0": "zero"}', "x.y": b"!"}
+PLAIN = {"x.cls": b"3", "npy": npy(np.arange(3))}
 
 
 @pytest.mark.parametrize(
@@ -61,22 +72,25 @@ def test_what_is_not_there_is_named(source):
         ("json[a][0][c]", Missing("c", "json[a][0]", ("b",), "")),
         ("json[b]", Missing("b", "json", ("a", "txt", "0"), "")),
         ("json[a][b]", Missing("b", "json[a]", (), "list")),
-        ("jpg,png", Missing("jpg", "", ("txt", "json", "x.y"), "")),
+        ("jpg,png", Missing("jpg", "", ("txt", "json", "x.y", "x.cls", "npy"), "")),
         ("jpg,json[b]", Missing("b", "json", ("a", "txt", "0"), "")),
         ("json[a][9]", None),
         ("json[a][1][x]", None),
         ("jpg,json[b],txt", None),
-        ("txt[a]", None),
+        ("txt[0]", Missing("0", "txt", (), "str")),
+        ("x.cls[0]", Missing("0", "x.cls", (), "int")),
+        ("npy[0]", Missing("0", "npy", (), "ndarray")),
+        ("txt[0],txt", None),
         ("x.y", None),
     ],
 )
 def test_what_is_missing(source, missing):
     """Said of good data, it would keep users from what they train on today; so what may be there elsewhere is not."""
     expected = {} if missing is None else {"f": missing}
-    assert FieldMap({"f": source, "t": "txt"}).missing(RECORD, decode_part) == expected
+    assert FieldMap({"f": source, "t": "txt"}).missing({**RECORD, **PLAIN}, decode_part) == expected
 
 
-def test_nothing_but_json_is_decoded_to_find_what_is_missing():
+def test_nothing_dear_is_decoded_to_find_what_is_missing():
     """Pickles run code, where they are allowed, and images take long."""
     decoded = []
 
@@ -97,3 +111,9 @@ def test_wrong_grammar_is_refused_at_once(source):
     """The first sample would be the place to find out, on every rank."""
     with pytest.raises(ValueError, match=r"dataset\.yaml: f must be like txt or json\[caption\]\[0\]"):
         FieldMap({"f": source}, "dataset.yaml")
+
+
+def test_what_every_sample_has_of_itself_is_no_field():
+    """The key would be accepted, and the record's own taken all the same."""
+    with pytest.raises(ValueError, match=r"field_map: __key__ must be a field of the sample's own.*; remove it"):
+        FieldMap({"text": "txt", "__key__": "txt"})

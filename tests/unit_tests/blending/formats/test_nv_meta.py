@@ -116,6 +116,10 @@ def test_kinds_of_samples(tmp_path, yaml, expected):
             "sample_type: {__class__: TextSample}\nfield_map: {text: 1}",
             r":2: field_map: text must be the name of a part",
         ),
+        (
+            "sample_type: {__class__: TextSample}\nfield_map: {}",
+            r":2: field_map: must say where fields come from, but is empty; write text: txt",
+        ),
         ("sample_type: {__class__: A}\nfield_map: {}\nsample_loader: a.py", r"exactly one of field_map and"),
         ("__class__: CrudeWebdataset\nfield_map: {a: b}", r"field_map: has no meaning for a CrudeWebdataset"),
         ("- a", r"must be a mapping"),

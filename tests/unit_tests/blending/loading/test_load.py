@@ -15,6 +15,7 @@ from megatron.blending import (
     get_savable_loader,
     get_train_dataset,
     get_val_dataset,
+    get_val_datasets,
     load_dataset,
 )
 from tests.unit_tests.blending.folders import write_jsonl, write_texts
@@ -248,3 +249,24 @@ def test_repetitions_that_come_to_nothing_are_named(data):
     told = r"few\.yaml:5: splits\.train\.blend_epochized\[0\]: repetitions: 0\.0001 times \d+ samples is none; raise it"
     with pytest.raises(ValueError, match=told):
         get_train_dataset(path, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"limit": "5"}, "limit must be a whole number of batches, or None, but is '5'"),
+        ({"limit": True}, "limit must be a whole number of batches, or None, but is True"),
+        ({"batch_drop_last": "no"}, "batch_drop_last must be True or False, but is 'no'"),
+        ({"allow_code": "no"}, "allow_code must be True or False, but is 'no'"),
+    ],
+)
+def test_options_of_other_types_are_refused(data, options, fault):
+    """A text is true, whatever it says: batches would be dropped, or code run, for a "no"."""
+    for get in (get_val_dataset, get_val_datasets):
+        with pytest.raises(ValueError, match=fault):
+            get(data / "a", batch_size=4, **options)
+    if "limit" not in options:
+        with pytest.raises(ValueError, match=fault):
+            get_train_dataset(data / "a", batch_size=4, **options)
+    with pytest.raises(ValueError, match="repeat must be True or False, but is 'no'"):
+        get_train_dataset(data / "a", repeat="no")

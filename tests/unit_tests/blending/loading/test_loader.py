@@ -722,8 +722,28 @@ def test_few_lanes_for_many_ranks_are_one_stream(name):
 
 
 def test_lanes_that_are_shared_are_told(caplog):
-    next(loaders(endless(), 5)[0])
+    loader = loaders(endless(), 5)[0]
+    for _ in range(3):
+        # At each restart it would fill the logs.
+        next(loader)
+        loader.close()
+    assert caplog.text.count("do not divide") == 1
     assert "5 ranks times 1 workers do not divide num_lanes=12: each worker makes 5 times what it gives" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"prefetch_factor": "x"}, "prefetch_factor must be a whole number, but is 'x'"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1, but is 0"),
+        ({"prefetch_factor": 1.5}, "prefetch_factor must be a whole number, but is 1.5"),
+        ({"pin_memory": "yes"}, "pin_memory must be True, False or None, but is 'yes'"),
+    ],
+)
+def test_options_of_other_types_are_refused(options, fault):
+    """A text is true, whatever it says."""
+    with pytest.raises(ValueError, match=fault):
+        get_loader(endless(), config(), **options)
 
 
 def test_a_batch_fetched_after_an_error_is_the_next_one():

@@ -45,6 +45,7 @@ def test_from_torch_distributed_and_its_group(monkeypatch):
         ({"num_workers": -1}, "num_workers must be at least 0, but is -1"),
         ({"num_lanes": 0}, "num_lanes must be at least 1"),
         ({"worker_kind": "proces"}, "worker_kind must be one of process, thread, .* did you mean 'process'"),
+        ({"global_error_handler": 3}, "global_error_handler must be a function, but is 3"),
         ({"start_method": "clone"}, "start_method must be one of"),
     ],
 )

@@ -236,13 +236,17 @@ def test_workers_end_with_a_killed_parent(tmp_path):
         "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS, env=environment
+    )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     deadline = time.monotonic() + 10
     while any(map(_is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert list(tmp_path.glob("worker-stack-*")) == []
 
 
 def _is_alive(pid):

@@ -76,6 +76,16 @@ def test_schedules():
         ({"points": ((0, (1,)),), "kind": "cosine"}, "'step' or 'linear'"),
         ({"points": ((0, (1, 1)), (5, (1,)))}, "as many weights"),
         ({"points": ((0, (0, 0)),)}, "must not all be 0"),
+        ({"points": {0: (1, 1)}}, r"must be pairs \(step, weights\), but are {0: \(1, 1\)}; write"),
+        ({"points": {}}, r"must be pairs \(step, weights\), but are {}"),
+        ({"points": (0, (1, 1))}, r"must be pairs \(step, weights\)"),
+        ({"points": ((0, 1),)}, r"must be pairs \(step, weights\)"),
+        ({"points": ((0, {"a": 1}),)}, r"must be pairs \(step, weights\)"),
+        ({"points": None}, r"must be pairs \(step, weights\), but are None"),
+        ({"points": ((0, (1,)), (1e3, (2,)))}, r"each step of a schedule must be a whole number, but is 1000\.0"),
+        ({"points": ((0, (1,)), ("5", (2,)))}, "each step of a schedule must be a whole number, but is '5'"),
+        ({"points": ((0, (1,)),), "outputs_per_step": 2.5}, "outputs_per_step must be a whole number, but is 2.5"),
+        ({"points": ((0, (1,)),), "num_pieces": True}, "num_pieces must be a whole number, but is True"),
     ],
 )
 def test_schedules_are_refused(options, fault):

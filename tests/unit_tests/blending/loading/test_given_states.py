@@ -1,0 +1,64 @@
+"""Saved states that are not whole."""
+
+import re
+
+import pytest
+
+from megatron.blending.loading.compact import compact
+from megatron.blending.loading.given_states import checked_states
+from megatron.blending.loading.loader import get_savable_loader
+from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders
+
+STATE = get_savable_loader(endless(), config()).state_dict()
+
+
+def refused(given):
+    with pytest.raises(ValueError, match=r".") as error:
+        get_savable_loader(endless(), config()).load_state_dict(given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_state_that_lacks_a_key_is_called_damaged(name):
+    """Its name alone, as a KeyError, would be taken for a fault of the program."""
+    state = {key: value for key, value in STATE.items() if key != name}
+    if name == "version":
+        assert "load_state_dict takes what state_dict" in refused(state)
+    else:
+        assert refused(state) == f"this is no state of a loader, or a damaged one: it has no {name!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "how"),
+    [
+        ("slot", "3", "its 'slot' is '3'"),
+        ("taken", None, "its 'taken' is None"),
+        ("lanes", {}, "its 'lanes' is {}"),
+        ("lanes", "!!!", ""),
+        ("stream", STATE["stream"][:-3], ""),
+        ("stream", compact([1]), "its 'stream' is not what was saved"),
+    ],
+)
+def test_a_damaged_state_is_called_that(name, value, how):
+    """Before the loader changed: it goes on where it was."""
+    loader = get_savable_loader(endless(), config())
+    expected, _ = drawn(loaders(endless()), 2)
+    assert next(loader) == expected[0]
+    with pytest.raises(ValueError, match=f"this is no state of a loader, or a damaged one: {re.escape(how)}"):
+        loader.load_state_dict({**STATE, name: value})
+    assert next(loader) == expected[1]
+
+
+@pytest.mark.parametrize("given", [None, [], {}, 3, "x", [3], {"version": 2}])
+def test_what_is_no_state_is_called_that(given):
+    assert "load_state_dict takes what state_dict or save_state_rank gave, or a list of these" in refused(given)
+
+
+def test_two_states_of_a_rank_are_refused_if_they_differ():
+    """The last would win, and the order of a gather decide what is trained on twice."""
+    _, states = drawn(loaders(endless(), 2), 3)
+    assert checked_states([*states, states[1]]) == [*states, states[1]]
+    other = {**states[1], "slot": states[1]["slot"] + 2}
+    assert "there must be one state of each rank, but two that differ are of rank 1; pass one" in refused(
+        [*states, other]
+    )
