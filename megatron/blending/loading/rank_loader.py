@@ -17,13 +17,13 @@ from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_l
 from megatron.blending.loading.given_states import checked_states
 from megatron.blending.loading.loader_state import VERSION, State, is_taken, merge_states
 from megatron.blending.loading.pinning import may_pin, pinned
-from megatron.blending.loading.server import END
+from megatron.blending.loading.server import END, Server
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
 from megatron.blending.streams.choice import check_count
 from megatron.blending.streams.dataset import SavableDataset
-from megatron.blending.streams.failures import FailureLog
+from megatron.blending.streams.failures import FailureLog, Failures
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -175,6 +175,7 @@ class Loader(Generic[T_co]):
         if here < self._turn:
             raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()
+        self._catch_up()
         self._stream.change_weights(weights, blend, here, self._lanes)
 
     # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
@@ -277,6 +278,20 @@ class Loader(Generic[T_co]):
         states = self._crew.lane_states() if self._crew is not None and self._is_started else None
         if states is not None:
             self._lanes = {str(number): state for number, state in states.items()}
+
+    def _catch_up(self) -> None:
+        """Run shared lanes up to here, before the stream changes: with other weights they would read other samples."""
+        if self._since == self._turn:
+            return
+        failures = Failures(self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell)
+        server = Server(
+            self._stream.root, self._stream.num_lanes, self.config.this_rank, self.config.num_ranks, failures
+        )
+        lanes = {int(number): lane for number, lane in self._lanes.items()}
+        server.start(self._pass, self._turn, lanes, self._base, self._since)
+        server.catch_up()
+        self._lanes = {str(number): lane for number, lane in server.lane_states().items()}
+        self._since = self._turn
 
     def _run_since(self) -> int:
         """The first output that some worker may not have run in a lane which it shares: not before its own last one."""

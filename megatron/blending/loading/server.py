@@ -65,37 +65,48 @@ class Server:
 
     def next(self) -> Output:
         """Make the next output of this seat. Output(END) for ever after the last one of the pass."""
-        while True:
-            slot = self._slot
-            number = slot % self.num_lanes
-            lane = self._lanes.get(number)
-            is_beyond = self._size is not None and slot >= self._size
-            if is_beyond and all(lane.is_over for lane in self._lanes.values()):
-                return Output(END)
-            if (lane is None and is_beyond) or (lane is not None and self._is_done(lane, slot)):
-                self._slot += self._step
-                continue
-            counts = self.failures.num_failed, self.failures.num_skipped
-            try:
-                if lane is None:
-                    value = self._take(slot)
-                else:
-                    self.changed.add(number)
-                    value = lane.next()
-            except LaneEnd:
-                if self._size is None:
-                    raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
-                self._slot += self._step
-                continue
-            except _NotTaken:
-                self._lanes[number] = self._lane(number, [slot // self.num_lanes, 0])
-                continue
+        while (output := self._go_on()) is None:
+            pass
+        return output
+
+    def catch_up(self) -> None:
+        """Run the lanes of this server up to the slot that it was started at, where another had come less far."""
+        while self._slot < self._first_wanted and self._go_on() is None:
+            pass
+
+    def _go_on(self) -> Output | None:
+        """Make the output of the next slot; None if it is not of this seat, not wanted, or there is none."""
+        slot = self._slot
+        number = slot % self.num_lanes
+        lane = self._lanes.get(number)
+        is_beyond = self._size is not None and slot >= self._size
+        if is_beyond and all(lane.is_over for lane in self._lanes.values()):
+            return Output(END)
+        if (lane is None and is_beyond) or (lane is not None and self._is_done(lane, slot)):
             self._slot += self._step
-            self.failures.succeeded(self._sources if lane is None else lane.sources)
-            if slot >= self._first_wanted and slot % self._num_seats == self._seat:
-                return Output(slot, value)
-            # Whoever serves it counts what was left out for it.
-            self.failures.num_failed, self.failures.num_skipped = counts
+            return None
+        counts = self.failures.num_failed, self.failures.num_skipped
+        try:
+            if lane is None:
+                value = self._take(slot)
+            else:
+                self.changed.add(number)
+                value = lane.next()
+        except LaneEnd:
+            if self._size is None:
+                raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
+            self._slot += self._step
+            return None
+        except _NotTaken:
+            self._lanes[number] = self._lane(number, [slot // self.num_lanes, 0])
+            return None
+        self._slot += self._step
+        self.failures.succeeded(self._sources if lane is None else lane.sources)
+        if slot >= self._first_wanted and slot % self._num_seats == self._seat:
+            return Output(slot, value)
+        # Whoever serves it counts what was left out for it.
+        self.failures.num_failed, self.failures.num_skipped = counts
+        return None
 
     def lane_states(self) -> dict[int, Any]:
         """States of the lanes that are out of step."""

@@ -560,6 +560,25 @@ def test_weights_changed_at_a_later_output_or_further_in():
         loaders(BlendDataset((leaf("a"), 1), (leaf("b"), 1)))[0].change_weights((1, 2))
 
 
+@pytest.mark.parametrize("num_lanes", [1, 4, 6])
+def test_weights_changed_where_lanes_are_shared_and_samples_left_out(num_lanes):
+    """A worker that had run less of a lane ran it with the new weights from there, and read other samples."""
+    blend = BlendDataset(*((endless(name), 1) for name in "abcd"))
+    tree = FilterDataset(blend, lambda sample: (sample[1] * 7) % 5 > 2)
+    expected: list[Any] = []
+    for num_ranks, num_workers in ((1, 0), (2, 2), (3, 0), (1, 3), (6, 0)):
+        made, found = loaders(tree, num_ranks, num_workers, num_lanes=num_lanes), []
+        for weights in ((0, 3, 1, 1), (2, 1, 0, 5), (1, 0, 4, 0), (5, 1, 0, 1), (0, 1, 1, 1), (9, 1, 0, 0)) * 2:
+            found += [next(loader) for _ in range(6 // num_ranks) for loader in made]
+            for loader in made:
+                loader.change_weights(weights)
+        found += [next(loader) for _ in range(24 // num_ranks) for loader in made]
+        expected = expected or found
+        assert found == expected
+        for loader in made:
+            loader.close()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_refused_change_of_weights_changes_nothing(num_workers):
     """The next change, the next batch and every later checkpoint failed of it."""
