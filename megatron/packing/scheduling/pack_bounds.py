@@ -26,6 +26,11 @@ _NUM_PROBES, _STEPS_PER_PROBE = 4, 50_000
 """Searches for how many of the longest sequences need more packs."""
 
 
+_MOST_COUNTED = 4096
+_MOST_IN_ROOM = 7
+"""Sequences beside a long one: of so many or fewer it is counted how often they fit."""
+
+
 class Span(NamedTuple):
     """Numbers of microbatches from `first` to `last`; None: any from `first` on."""
 
@@ -117,8 +122,32 @@ def packs_needed(length: IntArray, capacity: int) -> IntArray:
     capacity / 2 never share a pack; one longer than capacity - t has no room for t tokens, so that those of t to
     capacity / 2 tokens fit only beside the ones in between, or into packs of their own (Martello and Toth); and no
     pack holds more than capacity / t of them. Of those above capacity / 3, a pack holds at most two: for each length,
-    as many as there are more of that length than of rooms for it, beside longer ones, must share packs by twos.
+    as many as there are more of that length than of rooms for it, beside longer ones, must share packs by twos. Of up
+    to 4096 sequences that is also counted for those which several of fit: see `_packs_for_room`.
     """
+    packs = _packs_needed(length, capacity)
+    if length.size <= _MOST_COUNTED:
+        num_long = int(np.searchsorted(-length, -(capacity // 2)))
+        end = int(np.searchsorted(-length, -(capacity // (_MOST_IN_ROOM + 1) // 2)))
+        packs[num_long:end] = np.maximum(packs[num_long:end], _packs_for_room(length[:end], num_long, capacity))
+    return np.maximum.accumulate(packs)
+
+
+def _packs_for_room(length: IntArray, num_long: int, capacity: int) -> IntArray:
+    """Packs that the `num_long` sequences longer than capacity / 2 and the i next ones need, i = 1, 2, ..., int64.
+
+    Beside a long one of l tokens stand at most (capacity - l) / t of t tokens or more, elsewhere at most capacity / t;
+    with t the shortest, all must have room.
+    """
+    short, rooms = length[num_long:], capacity - length[:num_long]
+    num_beside = np.zeros_like(short)
+    for several in range(1, _MOST_IN_ROOM + 1):
+        num_beside += num_long - np.searchsorted(rooms, several * short)
+    num_left = np.maximum(np.arange(1, short.size + 1) - num_beside, 0)
+    return num_long - (-num_left // (capacity // short))
+
+
+def _packs_needed(length: IntArray, capacity: int) -> IntArray:
     if native.LIBRARY is not None:
         needed = np.empty(length.size, np.int64)
         native.LIBRARY.packs_needed(length.size, _at(length), capacity, _at(needed))

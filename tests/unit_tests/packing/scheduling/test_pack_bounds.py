@@ -72,6 +72,12 @@ def test_microbatch_bound_sees_what_the_token_sum_does_not():
     assert microbatch_lower_bound(array(*[6] * 6), 2, 10, 2) == 4
 
 
+def test_packs_needed_counts_room_for_several():
+    """What fits beside a long one only once or twice leaves room that no sum of tokens tells."""
+    assert packs_needed(array(7, 7, 7, 3, 3, 3, 3), 12).tolist() == [1, 2, 3, 3, 3, 3, 4]  # once beside each 7
+    assert packs_needed(array(70, 70, 20, 20, 20, 20, 20), 120)[-1] == 3  # twice beside each 70, and 240 tokens
+
+
 def test_packs_needed_sees_pairs():
     """Of what is above a third of capacity, a pack holds two, and only where they fit beside one another."""
     assert packs_needed(array(8, 8, 5, 5, 5, 4, 4), 12).tolist() == [1, 2, 3, 3, 4, 4, 4]
