@@ -151,8 +151,9 @@ class _Search:
             number = -(-self._tight[1] // step) * self._request.microbatch_multiple
             self._try_until_found(self._placements(self._request.bound.time, number), number)
             assert self._found, "as many places as packs"
-        # Of many sequences, only the most promising number of microbatches is looked into.
-        begun = begun if self._work.cost.size <= MANY else begun[:1]
+        # Of many sequences, only the most promising numbers of microbatches are looked into.
+        if self._work.cost.size > MANY:
+            begun = begun[: 2 if self._only_ranks_matter else 1]
         while begun:
             bound, number, placements = begun.pop(0)
             if self._is_good_enough(bound) or not self._try_next(placements, number):
