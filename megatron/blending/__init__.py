@@ -6,7 +6,7 @@
       a record                            decode, field_map, loads, leaves, join, file_store: -> sample
       a sample                            task_encoder, default_encoder, cooking, seeding, samples, collate: -> batch
     BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
-      which comes next                    permutation, order, weights, blend: functions of (seed, place, epoch, index)
+      which comes next                    order, shares, planned, blend: functions of (seed, place, epoch, index)
       what is left out or packed          lane, failures
     get_loader, get_savable_loader        loader: ranks and workers, prefetch, state
     python -m megatron.blending prepare   prepare: the index files beside data
