@@ -21,7 +21,7 @@ from megatron.blending.loading.server import END, Server
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
-from megatron.blending.streams.choice import check_count
+from megatron.blending.streams.arguments import check_count
 from megatron.blending.streams.dataset import SavableDataset
 from megatron.blending.streams.failures import FailureLog, Failures
 

@@ -10,12 +10,12 @@ from megatron.blending.loading.loader_state import (
     check_stream,
     describe_stream,
     is_below_buffers,
-    lanes_of,
     leaf_positions,
     position_of_blend,
     remapped,
     total_drawn,
 )
+from megatron.blending.loading.number_of_lanes import lanes_of
 from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.streams.dataset import Binding, SavableDataset
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.choice import BlendDataset, check_count, check_datasets
+from megatron.blending.streams.arguments import check_count, check_datasets
+from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
 from megatron.blending.streams.lane import LaneEnd, LaneNode, Place
 from megatron.blending.streams.mapping import check_function, check_no_more, nth

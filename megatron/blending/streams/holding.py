@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.choice import check_datasets
+from megatron.blending.streams.arguments import check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
 from megatron.blending.streams.lane import LaneNode, Place
 

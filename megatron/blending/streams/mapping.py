@@ -5,7 +5,7 @@ from types import GeneratorType
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
-from megatron.blending.streams.choice import check_datasets
+from megatron.blending.streams.arguments import check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
 from megatron.blending.streams.lane import LaneNode, Place
 from megatron.blending.streams.origins import origin_tag

@@ -9,7 +9,7 @@ from types import GeneratorType
 from typing import Any
 
 from megatron.blending.encoding.samples import SkipSample
-from megatron.blending.streams.choice import check_count
+from megatron.blending.streams.arguments import check_count
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holding import HoldingDataset, HoldingLane
 from megatron.blending.streams.lane import LaneEnd, Place, describe_origin
