@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.even import Room, Tight, evener_packs
-from megatron.packing.scheduling.placement import best_fit, first_fit, spread, trade
+from megatron.packing.scheduling.placement import best_fit, fill, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 
 IntArray = npt.NDArray[np.int64]
@@ -24,6 +24,9 @@ IntArray = npt.NDArray[np.int64]
 _MOST_ROWS = 16
 _MAX_BISECTIONS = 7
 """To find how many sequences have room in rows that can't hold all."""
+_FULL = 98
+"""Percent: where first-fit fills the first row less, another way is tried, of up to so many sequences:"""
+_MOST_OTHERWISE = 2048
 _ROUNDS = 2
 """Times that each row is lowered."""
 _PARTS = (4, 32)
@@ -64,9 +67,8 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
 
 def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Rows | None]) -> Iterator[IntArray | None]:
     """Microbatches whose packs cost the same on all ranks; `tight` as in `even_ranks`, and `rows_with_short_last`."""
-    full, rests = _full_rows(work, room)
     ways = []
-    for way in _quick_ways(work, room, full, rests):
+    for way in _quick_ways(work, room):
         ways.append(way)
         yield way.pack
     found = [way.pack for way in ways if way.pack is not None]
@@ -81,7 +83,7 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
     if not found:
         return
     for way in sorted(ways, key=lambda way: math.inf if way.pack is None else _time_of(work, room, way.pack)):
-        pack = _evener(work, room, full, rests[way.num_full], way)
+        pack = _evener(work, room, way)
         found += [] if pack is None else [pack]
         yield pack
     best = min(found, key=lambda pack: _time_of(work, room, pack))
@@ -93,68 +95,92 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         yield best
 
 
-class _Way(NamedTuple):
-    """So many first rows filled up to their costliest sequence, and as many of even packs after them."""
+class _Full(NamedTuple):
+    """Some first rows, filled up to their costliest sequence."""
 
-    num_full: int
     num_rows: int
+    pack: IntArray
+    """The placement, -1 for sequences that are left."""
+    rest: IntArray
+    """Those that are left, int64."""
+
+
+class _Way(NamedTuple):
+    """Full rows, and rows of even packs after them."""
+
+    full: _Full
+    num_rows: int
+    """Rows of even packs."""
     even: IntArray | None
     """Number of the even pack of each sequence that is left for them; None where a quick way found none."""
     pack: IntArray | None
     """The placement of all."""
 
 
-def _quick_ways(work: Work, room: Room, full: IntArray, rests: list[IntArray]) -> Iterator[_Way]:
+def _quick_ways(work: Work, room: Room) -> Iterator[_Way]:
     """The last few numbers of full rows, and none, with several numbers of even rows."""
-    num_ranks, last = room.num_ranks, len(rests) - 1
-    for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
-        rest, num_left = rests[num_full], room.num_microbatches - num_full
+    full = _full_rows(work, room, by_first_fit=True)
+    fulls = [full[number] for number in sorted({*range(max(len(full) - 3, 0), len(full)), 0}, reverse=True)]
+    if work.cost.size <= _MOST_OTHERWISE and len(full) > 1 and _is_room_left(work, room, full[1]):
+        fulls += _full_rows(work, room, by_first_fit=False)[:-3:-1]
+    for number, pack, rest in fulls:
+        num_left = room.num_microbatches - number
         if rest.size == 0:
-            yield _Way(num_full, 0, None, _in_rows(work, room, full))
+            yield _Way(_Full(number, pack, rest), 0, None, _in_rows(work, room, pack))
             continue
         # Rows about as costly as the costliest sequence left, or all rows that there are.
-        fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
+        fewest = int(work.cost[rest].sum()) // (room.num_ranks * int(work.cost[rest[0]]))
         for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
             if not room.effort.spend(rest.size):
                 return
-            even = spread(work.cost[rest], work.length[rest], num_ranks=num_ranks * num_rows, capacity=room.capacity)
-            pack = None if even is None else _placed(work, room, full, rest, num_full, even)
-            yield _Way(num_full, num_rows, even, pack)
+            num_packs = room.num_ranks * num_rows
+            even = spread(work.cost[rest], work.length[rest], num_ranks=num_packs, capacity=room.capacity)
+            placed = None if even is None else _placed(work, room, _Full(number, pack, rest), even)
+            yield _Way(_Full(number, pack, rest), num_rows, even, placed)
 
 
-def _evener(work: Work, room: Room, full: IntArray, rest: IntArray, way: _Way) -> IntArray | None:
+def _evener(work: Work, room: Room, way: _Way) -> IntArray | None:
     """The placement with evener packs than `way`, None where none are found."""
     if way.num_rows == 0:
         return None
-    num_packs = room.num_ranks * way.num_rows
+    num_packs, rest = room.num_ranks * way.num_rows, way.full.rest
     even = evener_packs(work.cost[rest], work.length[rest], way.even, num_packs, room.capacity, room.effort)
-    return None if even is None or even is way.even else _placed(work, room, full, rest, way.num_full, even)
+    return None if even is None or even is way.even else _placed(work, room, way.full, even)
 
 
-def _full_rows(work: Work, room: Room) -> tuple[IntArray, list[IntArray]]:
-    """Rows filled up to their costliest sequence, while that costs more than a fair pack: the placement, with -1 for
-    sequences in none of them; and the sequences left after none, one, two ... of the rows.
+def _full_rows(work: Work, room: Room, by_first_fit: bool) -> list[_Full]:
+    """No row, one, two ... filled up to their costliest sequence, while that costs more than a fair pack: by first-fit,
+    or else with like sequences in all packs of a row (see `fill`).
     """
     num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
-    pack = np.full(work.cost.size, -1, np.int64)
-    rests = [np.arange(work.cost.size)]
-    while rests[-1].size and len(rests) <= num_microbatches:
-        rest, row = rests[-1], len(rests) - 1
-        cost = work.cost[rest]
-        if int(cost[0]) * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
+    full = [_Full(0, np.full(work.cost.size, -1, np.int64), np.arange(work.cost.size))]
+    while full[-1].rest.size and len(full) <= num_microbatches:
+        row, pack, rest = full[-1]
+        cost, length = work.cost[rest], work.length[rest]
+        limit = int(cost[0])
+        if limit * num_ranks * (num_microbatches - row) <= int(cost.sum()) or not room.effort.spend(rest.size):
             break
-        column, _ = first_fit(cost, work.length[rest], num_ranks=num_ranks, capacity=room.capacity, limit=int(cost[0]))
+        if by_first_fit:
+            column, _ = first_fit(cost, length, num_ranks=num_ranks, capacity=room.capacity, limit=limit)
+        else:
+            column = fill(cost, length, num_packs=num_ranks, capacity=room.capacity, limit=limit)
         placed = column >= 0
+        pack = pack.copy()
         pack[rest[placed]] = column[placed] * num_microbatches + row
-        rests.append(rest[~placed])
-    return pack, rests
+        full.append(_Full(row + 1, pack, rest[~placed]))
+    return full
 
 
-def _placed(work: Work, room: Room, full: IntArray, rest: IntArray, num_full: int, even: IntArray) -> IntArray:
-    """`full` with the sequences of `rest` in even packs after the full rows."""
+def _is_room_left(work: Work, room: Room, first: _Full) -> bool:
+    """Whether the packs of a first row could cost notably more."""
+    return int(work.cost[first.pack >= 0].sum()) * 100 < int(work.cost[0]) * room.num_ranks * _FULL
+
+
+def _placed(work: Work, room: Room, full: _Full, even: IntArray) -> IntArray:
+    """`full` with the sequences that are left in even packs after the full rows."""
     rows, columns = np.divmod(even, room.num_ranks)
-    pack = full.copy()
-    pack[rest] = columns * room.num_microbatches + num_full + rows
+    pack = full.pack.copy()
+    pack[full.rest] = columns * room.num_microbatches + full.num_rows + rows
     return _in_rows(work, room, pack)
 
 

@@ -40,7 +40,9 @@ def spread(
     capacity: int,
     loads: IntArray | None,
     tokens: IntArray | None,
+    limit: int | None = None,
 ) -> IntArray | None:
+    """With a `limit` of ranks' costs, sequences without room are in no pack, -1."""
     packs = _Packs(num_ranks, packs_per_rank, tokens)
     of_rank = packs.of_rank
     cheapest = list(zip([0] * num_ranks if loads is None else loads.tolist(), range(num_ranks)))
@@ -54,8 +56,11 @@ def spread(
         while cheapest and of_rank[cheapest[0][1]][0][0] > most:
             load, rank = heappop(cheapest)
             heappush(waiting, (packs.least(rank), load, rank))
-        if not cheapest:
-            return None
+        if not cheapest or (limit is not None and cheapest[0][0] + sequence_cost > limit):
+            if limit is None:
+                return None
+            placed.append(-1)
+            continue
         load, rank = cheapest[0]
         heapreplace(cheapest, (load + sequence_cost, rank))
         placed.append(packs.add(rank, sequence_length))

@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised with every change of a function's arguments or results: native.py must ask for the same.
-Int interface_version() { return 2; }
+Int interface_version() { return 3; }
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
            const Int* loads, const Int* tokens, Int* pack) {
@@ -71,6 +71,13 @@ Int first_fit(Int n, const Int* cost, const Int* length, Int num_ranks, Int pack
       pack[i] = rank < 0 ? -1 : packs.add(rank, length[i]);
     }
     return in_use;
+  });
+}
+
+void fill(Int n, const Int* cost, const Int* length, Int num_packs, Int capacity, Int limit, Int* pack) {
+  with_keys(num_packs, sum_of(n, cost), 1, sum_of(n, length), [&](auto key) {
+    Spread<decltype(key)> spread;
+    return spread.run(n, cost, length, num_packs, 1, capacity, nullptr, nullptr, pack, limit);
   });
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 """That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
@@ -47,6 +47,7 @@ def _load() -> Any:
         "spread": [number, array, array, number, number, number, array, array, array],
         "spread_rest": [number, array, array, number, number, number, array, array],
         "first_fit": [number, array, array, number, number, number, number, number, number, number, array],
+        "fill": [number, array, array, number, number, number, array],
         "best_fit": [number, array, number, array],
         "keep": [number, array, array, array, number, number, number, number, array],
         "trade": [number, array, array, number, number, number, array, number, number, number, array],

@@ -35,9 +35,10 @@ class Packs {
 template <class Key>
 class Spread {
  public:
-  // The cost of the costliest rank; -1 where a sequence finds no room.
+  // The cost of the costliest rank; -1 where a sequence finds no room. With a `limit` of ranks' costs, which is not
+  // negative, sequences without room are in no pack, -1, instead.
   Int run(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, const Int* loads,
-          const Int* tokens, Int* pack) {
+          const Int* tokens, Int* pack, Int limit = -1) {
     const Pairs<Key> pairs(num_ranks);
     Key* leaves = cheapest_.leaves(num_ranks);
     for (Int rank = 0; rank < num_ranks; ++rank) leaves[rank] = pairs.of(loads ? loads[rank] : 0, rank);
@@ -60,7 +61,11 @@ class Spread {
         waiting_.push_back({least, chosen});
         std::push_heap(waiting_.begin(), waiting_.end(), std::greater<Waiting>());
       }
-      if (chosen == pairs.above_all()) return -1;
+      if (chosen == pairs.above_all() || (limit >= 0 && pairs.value(chosen) + cost[i] > limit)) {
+        if (limit < 0) return -1;
+        pack[i] = -1;
+        continue;
+      }
       const Int rank = pairs.number(chosen);
       const Key grown = chosen + pairs.times(cost[i]);
       costliest = std::max(costliest, grown);

@@ -93,6 +93,22 @@ def first_fit(
     return pack, in_use
 
 
+def fill(cost: IntArray, length: IntArray, *, num_packs: int, capacity: int, limit: int) -> IntArray:
+    """Each sequence to the pack of the least cost among those with room for its tokens, if that has room for its cost
+    up to `limit` as well: its pack [N], -1 without room. O(N log N).
+
+    Packs then hold costly and cheap sequences alike, where `first_fit` fills the last ones with cheap ones: more fit in
+    where those cost too little to fill a pack.
+    """
+    if native.LIBRARY is None:
+        pack = loops.spread(cost, length, num_packs, 1, capacity, None, None, limit)
+        assert pack is not None, "a sequence without room is left out"
+        return pack
+    pack = np.empty(cost.size, np.int64)
+    native.LIBRARY.fill(cost.size, _at(cost), _at(length), num_packs, capacity, limit, _at(pack))
+    return pack
+
+
 def best_fit(length: IntArray, *, capacity: int) -> tuple[IntArray, int]:
     """Each sequence to the fullest pack with room, else to a new one (best-fit decreasing): its pack [N]; packs."""
     if native.LIBRARY is None:

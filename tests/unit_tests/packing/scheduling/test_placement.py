@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.packing.scheduling.placement import best_fit, first_fit, keep, spread, spread_rest, trade
+from megatron.packing.scheduling.placement import best_fit, fill, first_fit, keep, spread, spread_rest, trade
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 IntArray = npt.NDArray[np.int64]
@@ -62,6 +62,18 @@ def random_first_fit(rng) -> tuple[Any, ...]:
     )
 
 
+def random_fill(rng) -> tuple[Any, ...]:
+    cost, length = descending(rng, int(rng.integers(0, 60)), int(rng.choice([1, 3, 50])))
+    num_packs = int(rng.integers(1, 12))
+    pack = fill(
+        *(cost, length),
+        num_packs=num_packs,
+        capacity=int(length.max(initial=1) * rng.choice([0.7, 1, 2, 100])) + 1,
+        limit=int(cost.max(initial=1) * rng.uniform(0.5, 2) + rng.uniform(0, 1.2) * cost.sum() / num_packs),
+    )
+    return pack, True
+
+
 def random_best_fit(rng) -> tuple[Any, ...]:
     _, length = descending(rng, int(rng.integers(0, 60)), int(rng.choice([1, 3, 50])))
     return best_fit(length, capacity=int(length.max(initial=1) * rng.uniform(1, 4)))
@@ -101,6 +113,7 @@ CASES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "spread": random_spread,
     "spread_rest": random_spread_rest,
     "first_fit": random_first_fit,
+    "fill": random_fill,
     "best_fit": random_best_fit,
     "keep": random_keep,
     "trade": random_trade,
@@ -192,6 +205,16 @@ def test_first_fit_by_hand(form):
     assert (pack.tolist(), in_use) == ([0, -1, 0, -1, -1], 1)
     pack, in_use = first_fit(cost, length, num_ranks=3, packs_per_rank=2, capacity=6, limit=12)
     assert (pack.tolist(), in_use) == ([0, 1, 2, 3, 3], 2)
+
+
+def test_fill_by_hand(form):
+    """The cheapest pack with room for its tokens; none where that has no room for its cost."""
+    cost = array(6, 5, 4, 4, 1, 1)
+    pack = fill(cost, cost, num_packs=2, capacity=100, limit=9)
+    assert pack.tolist() == [0, 1, 1, -1, 0, 0]
+    pack = fill(cost, array(5, 5, 1, 1, 1, 1), num_packs=2, capacity=6, limit=100)
+    assert pack.tolist() == [0, 1, 1, 0, -1, -1]
+    assert fill(array(), array(), num_packs=2, capacity=6, limit=100).tolist() == []
 
 
 def test_first_fit_in_pipelines_by_hand(form):
