@@ -248,8 +248,8 @@ Int pack_values(Int n, const Int* length, Int capacity, Int num_packs, Int budge
   return PackValues(n, length, capacity, num_packs, budget).run(value);
 }
 
-Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int most_value, Int num_packs, Int swerves,
-                   Int most_sets, Int steps_per_pack, Int budget, Int* pack) {
+Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int most_value, Int num_packs,
+                   Int room_counts, Int swerves, Int most_sets, Int steps_per_pack, Int budget, Int* pack) {
   std::vector<Int> rest(n);
   Int spare = num_packs * capacity, spare_value = num_packs * most_value;
   for (Int i = 0; i < n; ++i) {
@@ -257,7 +257,7 @@ Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int
     spare -= length[i];
     spare_value -= value[i];
   }
-  return PackSearch(length, capacity, value, most_value, most_sets, steps_per_pack, budget, pack)
+  return PackSearch(length, capacity, value, most_value, room_counts, most_sets, steps_per_pack, budget, pack)
       .fill(rest, 0, spare, spare_value, swerves);
 }
 

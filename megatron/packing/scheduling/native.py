@@ -60,7 +60,7 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
-        "search_packing": [number, array, number, array, *[number] * 6, array],
+        "search_packing": [number, array, number, array, *[number] * 7, array],
         "pack_values": [number, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],
     }

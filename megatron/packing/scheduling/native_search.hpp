@@ -9,10 +9,10 @@
 
 class PackSearch {
  public:
-  PackSearch(const Int* length, Int capacity, const Int* value, Int most_value, Int most_sets, Int steps_per_pack,
-             Int budget, Int* pack)
-      : length_(length), value_(value), capacity_(capacity), most_value_(most_value), most_sets_(most_sets),
-        steps_per_pack_(steps_per_pack), budget_(budget), pack_(pack) {}
+  PackSearch(const Int* length, Int capacity, const Int* value, Int most_value, Int room_counts, Int most_sets,
+             Int steps_per_pack, Int budget, Int* pack)
+      : length_(length), value_(value), capacity_(capacity), most_value_(most_value), room_counts_(room_counts),
+        most_sets_(most_sets), steps_per_pack_(steps_per_pack), budget_(budget), pack_(pack) {}
 
   // 1 with all packs filled; 0 where that can't be; -1 where it is not known. `rest` descends.
   Int fill(const std::vector<Int>& rest, Int number, Int spare, Int spare_value, Int swerves) {
@@ -48,6 +48,7 @@ class PackSearch {
   struct Set {
     std::vector<Int> places;
     Int room_left, value_left;
+    Wide waste;
   };
 
   std::vector<Set> sets_of(const std::vector<Int>& rest, Int spare, Int spare_value) {
@@ -76,7 +77,7 @@ class PackSearch {
         continue;
       }
       if (room <= spare && value_left <= spare_value && !is_dominated(places, room))
-        found.push_back({places, room, value_left});
+        found.push_back({places, room, value_left, waste_of(room, value_left, spare, spare_value)});
       if (places.empty()) break;
       const Int sets = static_cast<Int>(found.size());
       if (sets == most_sets_ || (sets > 0 && budget_ < enough)) {
@@ -91,10 +92,15 @@ class PackSearch {
       place = first_within(lengths_[last] - 1, last);
     }
     std::stable_sort(found.begin(), found.end(), [](const Set& a, const Set& b) {
-      return std::make_tuple(a.value_left, a.places.size(), a.room_left) <
-             std::make_tuple(b.value_left, b.places.size(), b.room_left);
+      return std::make_tuple(a.waste, a.places.size(), a.room_left) <
+             std::make_tuple(b.waste, b.places.size(), b.room_left);
     });
     return found;
+  }
+
+  Wide waste_of(Int room_left, Int value_left, Int spare, Int spare_value) const {
+    if (!room_counts_) return value_left;
+    return 2 * static_cast<Wide>(value_left) * spare + static_cast<Wide>(room_left) * spare_value;
   }
 
   bool is_dominated(const std::vector<Int>& places, Int room_left) {
@@ -125,7 +131,7 @@ class PackSearch {
   }
 
   const Int *length_, *value_;
-  Int capacity_, most_value_, most_sets_, steps_per_pack_, budget_;
+  Int capacity_, most_value_, room_counts_, most_sets_, steps_per_pack_, budget_;
   Int* pack_;
   bool misses_none_ = true;
   std::vector<Int> lengths_, left_from_;  // of the places of the pack that sets are looked for

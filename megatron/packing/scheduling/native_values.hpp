@@ -97,7 +97,7 @@ class PackValues {
     const Int size = num_tiers();
     basis_.revalue();
     while (budget_ > 0) {
-      budget_ -= size * size + static_cast<Int>(pool_.size());
+      budget_ -= size * size + 4 * static_cast<Int>(pool_.size());
       double least = -kLeastGain;
       Int place = -1;
       for (Int k = 0; k < size; ++k) {

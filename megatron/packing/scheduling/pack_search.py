@@ -38,8 +38,9 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_BUDGETS = (1_000_000, 4_000_000, 16_000_000)
-"""Steps for values, of which better ones are looked for where those before decide nothing."""
+_VALUE_SEARCHES = ((1_000_000, 0), (16_000_000, 1))
+"""Steps for values, and swerves in a search by them; better values are looked for where the ones before decide nothing.
+"""
 
 
 class Answer(NamedTuple):
@@ -62,7 +63,7 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     that there is none. Up to a millisecond for 64 sequences, 3 for 256, 5 for 1,024, where neither comes to an end;
     some fifty times that in Python.
     """
-    answer = _search_straight(length, capacity, num_packs)
+    answer = _search_straight(length, capacity, num_packs, 1)
     if not answer.is_open:
         return answer
     if length.size <= _MOST_TO_REFUTE:
@@ -70,25 +71,35 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
         answer = search_packing(
             length, capacity=capacity, num_packs=num_packs, swerves=budget, steps_per_pack=budget, budget=budget
         )
-    for budget in _VALUE_BUDGETS:
+    for budget, swerves in _VALUE_SEARCHES:
         if not answer.is_open:
             break
         values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
         if values.num_packs > num_packs:
             return Answer(None, True)
-        answer = _search_straight(length, capacity, num_packs, values)
+        for room_counts in (False, True):
+            if answer.is_open:
+                answer = _search_straight(length, capacity, num_packs, swerves, values, room_counts)
     return answer
 
 
-def _search_straight(length: IntArray, capacity: int, num_packs: int, values: Values | None = None) -> Answer:
+def _search_straight(
+    length: IntArray,
+    capacity: int,
+    num_packs: int,
+    swerves: int,
+    values: Values | None = None,
+    room_counts: bool = False,
+) -> Answer:
     return search_packing(
         length,
         capacity=capacity,
         num_packs=num_packs,
-        swerves=1,
+        swerves=swerves,
         steps_per_pack=_STEPS_PER_PACK,
         budget=_STEPS_PER_SEQUENCE * length.size,
         values=values,
+        room_counts=room_counts,
     )
 
 
@@ -101,24 +112,26 @@ def search_packing(
     steps_per_pack: int,
     budget: int,
     values: Values | None = None,
+    room_counts: bool = False,
 ) -> Answer:
     """`fit_into` by one search.
 
     On each way down it leaves the first set of packs for later ones at most `swerves` times: an n-th later set counts
     n times (limited discrepancy search: Harvey and Ginsberg, IJCAI 1995). A step of the `budget` is one look at a
     sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none. By default all
-    `values` are 0.
+    `values` are 0. Sets come first that waste least of them; where `room_counts`, least of values and of room, each
+    beside what there is to spare.
     """
     if num_packs * capacity < int(length.sum()):
         return Answer(None, True)
     value, most_value = values or (np.zeros_like(length), 0)
     if native.LIBRARY is None:
-        search = _Search(length.tolist(), capacity, value.tolist(), most_value, steps_per_pack, budget)
+        search = _Search(length.tolist(), capacity, value.tolist(), most_value, steps_per_pack, budget, room_counts)
         return search.run(num_packs, swerves)
     pack = np.empty(length.size, np.int64)
-    limits = (swerves, _MOST_SETS, steps_per_pack, budget)
+    options = (room_counts, swerves, _MOST_SETS, steps_per_pack, budget)
     found = native.LIBRARY.search_packing(
-        length.size, _at(length), capacity, _at(value), most_value, num_packs, *limits, _at(pack)
+        length.size, _at(length), capacity, _at(value), most_value, num_packs, *options, _at(pack)
     )
     return Answer(pack if found == 1 else None, found == 0)
 
@@ -147,11 +160,18 @@ class _Search:
     """In Python, with the same steps as in C++."""
 
     def __init__(
-        self, length: list[int], capacity: int, value: list[int], most_value: int, steps_per_pack: int, budget: int
+        self,
+        length: list[int],
+        capacity: int,
+        value: list[int],
+        most_value: int,
+        steps_per_pack: int,
+        budget: int,
+        room_counts: bool,
     ) -> None:
         self._length, self._capacity, self._budget = length, capacity, budget
         self._value, self._most_value = value, most_value
-        self._steps_per_pack = steps_per_pack
+        self._steps_per_pack, self._room_counts = steps_per_pack, room_counts
         self._misses_none = True
 
     def run(self, num_packs: int, swerves: int) -> Answer:
@@ -214,7 +234,14 @@ class _Search:
             room += length[last]
             value_left += self._value[rest[last]]
             place = bisect_right(negative, negative[last], last)  # the next shorter one
-        return sorted(found, key=lambda entry: (entry.value_left, len(entry.places), entry.room_left))
+        room_counts = spare_value if self._room_counts else 0
+        value_counts = 2 * spare if self._room_counts else 1
+
+        def waste(entry: _Set) -> tuple[int, int, int]:
+            wasted = value_counts * entry.value_left + room_counts * entry.room_left
+            return wasted, len(entry.places), entry.room_left
+
+        return sorted(found, key=waste)
 
     def _is_dominated(self, length: list[int], negative: list[int], places: list[int], room_left: int) -> bool:
         """Whether one more sequence fits in, a longer one instead of one of these, or one instead of two."""

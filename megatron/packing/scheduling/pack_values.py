@@ -163,7 +163,7 @@ class _Search:
         patterns, order = [*self._pool], np.array(self._order)
         tiers = self._padded(patterns)
         while self._budget > 0:
-            self._budget -= order.size * order.size + len(patterns)
+            self._budget -= order.size * order.size + 4 * len(patterns)
             ordered = self._basis.value[order]
             gain = np.concatenate((ordered - np.append(0.0, ordered[:-1]), self._gain(tiers)))
             chosen = int(gain.argmin())
