@@ -28,7 +28,7 @@ setup(
             "megatron.packing.scheduling._native",
             sources=["megatron/packing/scheduling/native.cpp"],
             depends=[str(path) for path in Path("megatron/packing/scheduling").glob("*.hpp")],
-            extra_compile_args=["-O2", "-std=c++17"],
+            extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off"],
             optional=True,
         )
     ],

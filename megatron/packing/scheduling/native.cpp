@@ -1,5 +1,5 @@
-// The inner loops of scheduling, with the same results as their Python twins to the last bit: integers only, ties
-// broken by number.
+// The inner loops of scheduling, with the same results as their Python twins to the last bit: in integers, ties broken by
+// number; only native_simplex.hpp has numbers with a fraction.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
 // them. What they do is told by the Python functions of the same names, in placement, repacking,
 // pack_search, work, step_time and the bounds.
@@ -12,6 +12,7 @@
 #include "native_search.hpp"
 #include "native_simulate.hpp"
 #include "native_trade.hpp"
+#include "native_values.hpp"
 
 extern "C" {
 
@@ -250,15 +251,21 @@ void match(Int n, const Int* part, const Int* place, const Int* weight, Int size
 
 void packs_needed(Int n, const Int* length, Int capacity, Int* packs) { packs_for(n, length, capacity, packs); }
 
-Int search_packing(Int n, const Int* length, Int capacity, Int num_packs, Int swerves, Int most_sets, Int steps_per_pack,
-                   Int budget, Int* pack) {
+Int pack_values(Int n, const Int* length, Int capacity, Int num_packs, Int budget, Int* value) {
+  return PackValues(n, length, capacity, num_packs, budget).run(value);
+}
+
+Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int most_value, Int num_packs,
+                   Int room_counts, Int swerves, Int most_sets, Int steps_per_pack, Int budget, Int* pack) {
   std::vector<Int> rest(n);
-  Int spare = num_packs * capacity;
+  Int spare = num_packs * capacity, spare_value = num_packs * most_value;
   for (Int i = 0; i < n; ++i) {
     rest[i] = i;
     spare -= length[i];
+    spare_value -= value[i];
   }
-  return PackSearch(length, capacity, most_sets, steps_per_pack, budget, pack).fill(rest, 0, spare, swerves);
+  return PackSearch(length, capacity, value, most_value, room_counts, most_sets, steps_per_pack, budget, pack)
+      .fill(rest, 0, spare, spare_value, swerves);
 }
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,

@@ -1,7 +1,8 @@
 """pure. The inner loops of scheduling in C++ (native.cpp), which setup.py builds where there is a compiler.
 
 The same loops stand in Python, beside each call or in `loops`. Both count in integers and break ties by number, so that
-they give the same result to the last bit (tested): ranks with and without the library agree.
+they give the same result to the last bit (tested): ranks with and without the library agree. `simplex` alone counts in
+fractions, and rounds alike in both.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
-        "search_packing": [number, array, *[number] * 6, array],
+        "search_packing": [number, array, number, array, *[number] * 7, array],
+        "pack_values": [number, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
-    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "holds"}
+    counts |= {"search_packing", "pack_values"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

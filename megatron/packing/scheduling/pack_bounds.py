@@ -103,9 +103,10 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
             fails = middle
     probe = fails
     for _ in range(_NUM_PROBES):
-        budget = _STEPS_PER_PROBE
-        options = {"swerves": budget, "steps_per_pack": budget, "budget": budget}
-        if search_packing(length[:probe], capacity=capacity, num_packs=num_packs, **options).is_proof:
+        steps = _STEPS_PER_PROBE
+        if search_packing(
+            length[:probe], capacity=capacity, num_packs=num_packs, swerves=steps, steps_per_pack=steps, budget=steps
+        ).is_proof:
             number = probe
         else:
             fails = probe + 1

@@ -6,6 +6,12 @@ spare. A set is not tried where another one is as good: one with a sequence more
 its own, or with one instead of two (dominance of Martello and Toth, "Lower bounds and reduction procedures for the bin
 packing problem", 1990). Sets of few sequences come first, of those the fullest: short ones fill gaps later.
 
+Where that decides nothing, sequences get values (see `pack_values`). Either the values prove that there is no packing,
+or they are a second thing of which all packs together have only so much to spare, which is mostly less: a set that
+wastes more is not tried, and sets that waste least come first. That a set is not tried where another is as good stays
+right: where a packing with the one exists, there is a packing with the other, and every packing is within what there is
+to spare.
+
 The search exists twice, in C++ (see `native`) and in Python (below), and gives the same result in both forms and on
 every machine: its budget counts steps, not time.
 """
@@ -22,6 +28,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
+from megatron.packing.scheduling.pack_values import Values, pack_values
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,6 +38,9 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
+_VALUE_SEARCHES = ((1_000_000, 0), (16_000_000, 1))
+"""Steps for values, and swerves in a search by them; better values are looked for where the ones before decide nothing.
+"""
 
 
 class Answer(NamedTuple):
@@ -41,6 +51,10 @@ class Answer(NamedTuple):
     is_proof: bool
     """None was found, for there is none."""
 
+    @property
+    def is_open(self) -> bool:
+        return self.pack is None and not self.is_proof
+
 
 def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
@@ -49,34 +63,75 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     that there is none. Up to a millisecond for 64 sequences, 3 for 256, 5 for 1,024, where neither comes to an end;
     some fifty times that in Python.
     """
-    budget = _STEPS_PER_SEQUENCE * length.size
-    answer = search_packing(
-        length, capacity=capacity, num_packs=num_packs, swerves=1, steps_per_pack=_STEPS_PER_PACK, budget=budget
-    )
-    if answer.pack is not None or answer.is_proof or length.size > _MOST_TO_REFUTE:
+    answer = _search_straight(length, capacity, num_packs, 1)
+    if not answer.is_open:
         return answer
-    budget = _STEPS_TO_REFUTE
+    if length.size <= _MOST_TO_REFUTE:
+        budget = _STEPS_TO_REFUTE
+        answer = search_packing(
+            length, capacity=capacity, num_packs=num_packs, swerves=budget, steps_per_pack=budget, budget=budget
+        )
+    for budget, swerves in _VALUE_SEARCHES:
+        if not answer.is_open:
+            break
+        values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
+        if values.num_packs > num_packs:
+            return Answer(None, True)
+        for room_counts in (False, True):
+            if answer.is_open:
+                answer = _search_straight(length, capacity, num_packs, swerves, values, room_counts)
+    return answer
+
+
+def _search_straight(
+    length: IntArray,
+    capacity: int,
+    num_packs: int,
+    swerves: int,
+    values: Values | None = None,
+    room_counts: bool = False,
+) -> Answer:
     return search_packing(
-        length, capacity=capacity, num_packs=num_packs, swerves=budget, steps_per_pack=budget, budget=budget
+        length,
+        capacity=capacity,
+        num_packs=num_packs,
+        swerves=swerves,
+        steps_per_pack=_STEPS_PER_PACK,
+        budget=_STEPS_PER_SEQUENCE * length.size,
+        values=values,
+        room_counts=room_counts,
     )
 
 
 def search_packing(
-    length: IntArray, *, capacity: int, num_packs: int, swerves: int, steps_per_pack: int, budget: int
+    length: IntArray,
+    *,
+    capacity: int,
+    num_packs: int,
+    swerves: int,
+    steps_per_pack: int,
+    budget: int,
+    values: Values | None = None,
+    room_counts: bool = False,
 ) -> Answer:
     """`fit_into` by one search.
 
     On each way down it leaves the first set of packs for later ones at most `swerves` times: an n-th later set counts
     n times (limited discrepancy search: Harvey and Ginsberg, IJCAI 1995). A step of the `budget` is one look at a
-    sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none.
+    sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none. By default all
+    `values` are 0. Sets come first that waste least of them; where `room_counts`, least of values and of room, each
+    beside what there is to spare.
     """
     if num_packs * capacity < int(length.sum()):
         return Answer(None, True)
+    value, most_value = values or (np.zeros_like(length), 0)
     if native.LIBRARY is None:
-        return _Search(length.tolist(), capacity, steps_per_pack, budget).run(num_packs, swerves)
+        search = _Search(length.tolist(), capacity, value.tolist(), most_value, steps_per_pack, budget, room_counts)
+        return search.run(num_packs, swerves)
     pack = np.empty(length.size, np.int64)
+    options = (room_counts, swerves, _MOST_SETS, steps_per_pack, budget)
     found = native.LIBRARY.search_packing(
-        length.size, _at(length), capacity, num_packs, swerves, _MOST_SETS, steps_per_pack, budget, _at(pack)
+        length.size, _at(length), capacity, _at(value), most_value, num_packs, *options, _at(pack)
     )
     return Answer(pack if found == 1 else None, found == 0)
 
@@ -86,6 +141,7 @@ class _Set(NamedTuple):
 
     places: tuple[int, ...]
     room_left: int
+    value_left: int
 
 
 class _Begun(NamedTuple):
@@ -96,15 +152,26 @@ class _Begun(NamedTuple):
     sets: Iterator[tuple[int, _Set]]
     spare: int
     """Tokens that this pack and all later ones may leave empty together."""
+    spare_value: int
     swerves: int
 
 
 class _Search:
     """In Python, with the same steps as in C++."""
 
-    def __init__(self, length: list[int], capacity: int, steps_per_pack: int, budget: int) -> None:
+    def __init__(
+        self,
+        length: list[int],
+        capacity: int,
+        value: list[int],
+        most_value: int,
+        steps_per_pack: int,
+        budget: int,
+        room_counts: bool,
+    ) -> None:
         self._length, self._capacity, self._budget = length, capacity, budget
-        self._steps_per_pack = steps_per_pack
+        self._value, self._most_value = value, most_value
+        self._steps_per_pack, self._room_counts = steps_per_pack, room_counts
         self._misses_none = True
 
     def run(self, num_packs: int, swerves: int) -> Answer:
@@ -112,8 +179,10 @@ class _Search:
         begun: list[_Begun] = []
         taken: list[list[int]] = []
         rest, spare = list(range(size)), num_packs * self._capacity - sum(self._length)
+        spare_value = num_packs * self._most_value - sum(self._value)
         while rest:
-            begun.append(_Begun(rest, iter(enumerate(self._sets(rest, spare))), spare, swerves))
+            sets = iter(enumerate(self._sets(rest, spare, spare_value)))
+            begun.append(_Begun(rest, sets, spare, spare_value, swerves))
             if self._budget < 0:
                 return Answer(None, False)
             while (later := next(begun[-1].sets, None)) is None or later[0] > begun[-1].swerves:
@@ -121,10 +190,11 @@ class _Search:
                 begun.pop()
                 if not begun:
                     return Answer(None, self._misses_none)
-            number, (places, room_left) = later
+            number, (places, room_left, value_left) = later
             del taken[len(begun) - 1 :]
             taken.append([begun[-1].rest[place] for place in (0, *places)])
             spare, swerves = begun[-1].spare - room_left, begun[-1].swerves - number
+            spare_value = begun[-1].spare_value - value_left
             gone = set(taken[-1])
             rest = [sequence for sequence in begun[-1].rest if sequence not in gone]
         pack = np.empty(size, np.int64)
@@ -132,8 +202,8 @@ class _Search:
             pack[sequences] = number
         return Answer(pack, False)
 
-    def _sets(self, rest: list[int], spare: int) -> list[_Set]:
-        """That may share a pack with the first of `rest`, with at most `spare` tokens left empty."""
+    def _sets(self, rest: list[int], spare: int, spare_value: int) -> list[_Set]:
+        """That may share a pack with the first of `rest`, with at most `spare` tokens left empty, and `spare_value`."""
         length = [self._length[sequence] for sequence in rest]
         negative = [-tokens for tokens in length]
         left_from = [*accumulate(reversed(length), initial=0)][::-1]
@@ -142,16 +212,19 @@ class _Search:
         found: list[_Set] = []
         places: list[int] = []
         room, place = self._capacity - length[0], 1
+        value_left = self._most_value - self._value[rest[0]]
         while self._budget >= 0:
             self._budget -= 1
             place = bisect_right(negative, -room - 1, place)  # the first one that fits
             if place < len(rest) and room - left_from[place] <= spare:
                 places.append(place)
                 room -= length[place]
+                value_left -= self._value[rest[place]]
                 place += 1
                 continue
-            if room <= spare and not self._is_dominated(length, negative, places, room):
-                found.append(_Set(tuple(places), room))
+            is_within = room <= spare and value_left <= spare_value
+            if is_within and not self._is_dominated(length, negative, places, room):
+                found.append(_Set(tuple(places), room, value_left))
             if not places:
                 break
             if len(found) == _MOST_SETS or (found and self._budget < enough):
@@ -159,8 +232,16 @@ class _Search:
                 break
             last = places.pop()
             room += length[last]
+            value_left += self._value[rest[last]]
             place = bisect_right(negative, negative[last], last)  # the next shorter one
-        return sorted(found, key=lambda entry: (len(entry.places), entry.room_left))
+        room_counts = spare_value if self._room_counts else 0
+        value_counts = 2 * spare if self._room_counts else 1
+
+        def waste(entry: _Set) -> tuple[int, int, int]:
+            wasted = value_counts * entry.value_left + room_counts * entry.room_left
+            return wasted, len(entry.places), entry.room_left
+
+        return sorted(found, key=waste)
 
     def _is_dominated(self, length: list[int], negative: list[int], places: list[int], room_left: int) -> bool:
         """Whether one more sequence fits in, a longer one instead of one of these, or one instead of two."""

@@ -1,10 +1,14 @@
 """Packings found and refuted, against all packings; and the compiled form equal to the Python form."""
 
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from megatron.packing.scheduling import pack_search
 from megatron.packing.scheduling.pack_search import fit_into, search_packing
+from megatron.packing.scheduling.pack_values import Values, pack_values
 from megatron.packing.scheduling.placement import best_fit
 from tests.unit_tests.packing.brute_force import descending, fits
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
@@ -25,6 +29,12 @@ def check_packing(pack, length, capacity, num_packs):
     assert np.bincount(pack, weights=length, minlength=1).max() <= capacity
 
 
+def random_values(rng, length) -> Values:
+    """Which prove nothing, but are to be counted alike."""
+    value = length * int(rng.choice([1, 10**4])) + rng.integers(0, 99, length.size)
+    return Values(value, int(value.max(initial=1) * rng.choice([1, 1.5, 2, 4])))
+
+
 def test_answers_are_right(form):
     """A wrong proof makes every schedule take more microbatches than it needs; a wrong packing runs out of memory."""
     rng = np.random.default_rng(1)
@@ -34,9 +44,18 @@ def test_answers_are_right(form):
         length = descending(rng, 1 + capacity // int(rng.choice([4, 8, 99])), capacity + 1, rng.integers(0, 11))
         num_packs = max(-(-int(length.sum()) // capacity) + int(rng.integers(0, 2)), 1)
         possible = fits(length.tolist(), (capacity,) * num_packs)
+        values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=3000) if rng.integers(2) else None
         for swerves, steps, budget in ((10**6, 10**6, 10**6), (0, 3, 40), (0, 10, 10**6)):
-            options = {"swerves": swerves, "steps_per_pack": steps, "budget": budget}
-            answer = search_packing(length, capacity=capacity, num_packs=num_packs, **options)
+            answer = search_packing(
+                length,
+                capacity=capacity,
+                num_packs=num_packs,
+                swerves=swerves,
+                steps_per_pack=steps,
+                budget=budget,
+                values=values,
+                room_counts=bool(rng.integers(2)),
+            )
             if answer.pack is not None:
                 assert possible
                 check_packing(answer.pack, length, capacity, num_packs)
@@ -55,12 +74,14 @@ def test_compiled_and_python_form_are_equal():
         rng = np.random.default_rng([9, case])
         length = descending(rng, int(rng.choice([1, 50, 300])), int(rng.choice([400, 1001])), rng.integers(0, 50))
         capacity = int(length.max(initial=1) * rng.choice([1, 1, 1.5, 2, 4]))
-        options = {
+        options: dict[str, Any] = {
             "capacity": capacity,
             "num_packs": -(-int(length.sum()) // capacity) + int(rng.choice([0, 0, 1, 2])),
             "swerves": int(rng.choice([0, 1, 3, 10**6])),
             "steps_per_pack": int(rng.choice([5, 100, 10**6])),
             "budget": int(rng.choice([100, 3000, 30_000])),
+            "values": random_values(rng, length) if rng.integers(2) else None,
+            "room_counts": bool(rng.integers(2)),
         }
         compiled = search_packing(length, **options)
         with in_python():
@@ -87,6 +108,42 @@ def test_a_packing_is_found_that_best_fit_misses(form):
     answer = fit_into(length, capacity=20, num_packs=3)
     assert answer.pack is not None
     check_packing(answer.pack, length, 20, 3)
+
+
+def test_values_decide_what_a_search_leaves_open(form):
+    """Three to thirty percent of a step, where sequences fill nearly all room by twos and threes."""
+    rng = np.random.default_rng(67)
+    refuted = descending(rng, 1, 8193, 128)
+    assert fit_into(refuted, capacity=8192, num_packs=61).is_proof
+    rng = np.random.default_rng(6)
+    found = np.sort(np.maximum(rng.integers(1024, 8193, 128) * rng.integers(1024, 8193, 128) // 8192, 1024))[
+        ::-1
+    ].copy()
+    assert int(found.sum()) > 44.8 * 8192
+    assert best_fit(found, capacity=8192)[1] > 45
+    pack = fit_into(found, capacity=8192, num_packs=45).pack
+    assert pack is not None
+    check_packing(pack, found, 8192, 45)
+    with mock.patch.object(pack_search, "_VALUE_SEARCHES", ()):
+        assert fit_into(refuted, capacity=8192, num_packs=61).is_open
+        assert fit_into(found, capacity=8192, num_packs=45).is_open
+
+
+def test_sets_that_waste_least_value_come_first(form):
+    """Beside 6 stands 5, or 3 and 3; the packing found tells which was tried first."""
+    length = array(6, 5, 3, 3)
+    options: dict[str, Any] = {"capacity": 12, "num_packs": 2, "swerves": 0, "steps_per_pack": 99, "budget": 999}
+
+    def packing(values: Values | None, **more: bool) -> list[int]:
+        found = search_packing(length, **options, values=values, **more).pack
+        assert found is not None
+        return found.tolist()
+
+    assert packing(None) == [0, 0, 1, 1]
+    assert packing(Values(array(3, 1, 2, 2), 7)) == [0, 1, 0, 0]
+    # 5 wastes no value and 1 token of 7 to spare; 3 and 3 no token, and 2 of 32: less, even counted twice.
+    assert packing(Values(array(30, 50, 24, 24), 80)) == [0, 0, 1, 1]
+    assert packing(Values(array(30, 50, 24, 24), 80), room_counts=True) == [0, 1, 0, 0]
 
 
 def test_search_by_hand(form):
