@@ -27,6 +27,10 @@ _MAX_BISECTIONS = 7
 _FULL = 98
 """Percent: where first-fit fills the first row less, another way is tried, of up to so many sequences:"""
 _MOST_OTHERWISE = 2048
+_FEW_ROWS, _HEIGHTS = 6, (32, 20)
+"""Times that the costliest sequence's cost makes up a rank's mean at most, for higher first rows to be tried: by up to
+so many of such parts of it.
+"""
 _ROUNDS = 2
 """Times that each row is lowered."""
 _PARTS = (4, 32)
@@ -72,6 +76,10 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         ways.append(way)
         yield way.pack
     found = [way.pack for way in ways if way.pack is not None]
+
+    def time_of_way(way: _Way) -> float:
+        return math.inf if way.pack is None else _time_of(work, room, way.pack)
+
     tight_packs, rows = tight(), short_last()
     if tight_packs is not None:
         found.append(_in_rows(work, room, tight_packs))
@@ -82,7 +90,8 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         yield found[-1]
     if not found:
         return
-    for way in sorted(ways, key=lambda way: math.inf if way.pack is None else _time_of(work, room, way.pack)):
+    ways += sorted(_higher_ways(work, room), key=time_of_way)[:2]
+    for way in sorted(ways, key=time_of_way):
         pack = _evener(work, room, way)
         found += [] if pack is None else [pack]
         yield pack
@@ -123,20 +132,41 @@ def _quick_ways(work: Work, room: Room) -> Iterator[_Way]:
     fulls = [full[number] for number in sorted({*range(max(len(full) - 3, 0), len(full)), 0}, reverse=True)]
     if work.cost.size <= _MOST_OTHERWISE and len(full) > 1 and _is_room_left(work, room, full[1]):
         fulls += _full_rows(work, room, by_first_fit=False)[:-3:-1]
-    for number, pack, rest in fulls:
-        num_left = room.num_microbatches - number
-        if rest.size == 0:
-            yield _Way(_Full(number, pack, rest), 0, None, _in_rows(work, room, pack))
-            continue
-        # Rows about as costly as the costliest sequence left, or all rows that there are.
-        fewest = int(work.cost[rest].sum()) // (room.num_ranks * int(work.cost[rest[0]]))
-        for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
-            if not room.effort.spend(rest.size):
-                return
-            num_packs = room.num_ranks * num_rows
-            even = spread(work.cost[rest], work.length[rest], num_ranks=num_packs, capacity=room.capacity)
-            placed = None if even is None else _placed(work, room, _Full(number, pack, rest), even)
-            yield _Way(_Full(number, pack, rest), num_rows, even, placed)
+    for entry in fulls:
+        yield from _ways_with(work, room, entry)
+
+
+def _ways_with(work: Work, room: Room, full: _Full) -> Iterator[_Way]:
+    """Several numbers of even rows after these full ones."""
+    rest, num_left = full.rest, room.num_microbatches - full.num_rows
+    if rest.size == 0:
+        yield _Way(full, 0, None, _in_rows(work, room, full.pack))
+        return
+    # Rows about as costly as the costliest sequence left, or all rows that there are.
+    fewest = int(work.cost[rest].sum()) // (room.num_ranks * int(work.cost[rest[0]]))
+    for num_rows in sorted({min(max(fewest, 1), num_left), min(fewest + 1, num_left), num_left} - {0}):
+        if not room.effort.spend(rest.size):
+            return
+        num_packs = room.num_ranks * num_rows
+        even = spread(work.cost[rest], work.length[rest], num_ranks=num_packs, capacity=room.capacity)
+        yield _Way(full, num_rows, even, None if even is None else _placed(work, room, full, even))
+
+
+def _higher_ways(work: Work, room: Room) -> Iterator[_Way]:
+    """A first row that costs more than the costliest sequence: where rows are few, another one may cost so much less,
+    for sequences that leave no room for one another there have room for each other in the first row.
+    """
+    costliest, num_ranks = int(work.cost[0]), room.num_ranks
+    if work.cost.size > _MOST_OTHERWISE or costliest * num_ranks * _FEW_ROWS < int(work.cost.sum()):
+        return
+    for part in range(1, _HEIGHTS[1] + 1):
+        limit = costliest + costliest * part // _HEIGHTS[0]
+        if room.num_microbatches < 2 or not room.effort.spend(work.cost.size):
+            return
+        pack, _ = first_fit(work.cost, work.length, num_ranks=num_ranks, capacity=room.capacity, limit=limit)
+        is_placed = pack >= 0
+        pack[is_placed] *= room.num_microbatches
+        yield from _ways_with(work, room, _Full(1, pack, np.flatnonzero(~is_placed)))
 
 
 def _evener(work: Work, room: Room, way: _Way) -> IntArray | None:
