@@ -1,7 +1,7 @@
 // The inner loops of scheduling, with the same results as their Python twins to the last bit: integers only, ties
 // broken by number.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
-// them. What they do is told by the Python functions of the same names, in placement, repacking,
+// them. What they do is told by the Python functions of the same names, in placement, repacking, repartition,
 // pack_search, work, step_time and the bounds.
 
 #include <set>
@@ -9,6 +9,7 @@
 #include "native_bounds.hpp"
 #include "native_order.hpp"
 #include "native_packs.hpp"
+#include "native_repartition.hpp"
 #include "native_search.hpp"
 #include "native_simulate.hpp"
 #include "native_trade.hpp"
@@ -16,7 +17,7 @@
 extern "C" {
 
 // Raised with every change of a function's arguments or results: native.py must ask for the same.
-Int interface_version() { return 2; }
+Int interface_version() { return 3; }
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
            const Int* loads, const Int* tokens, Int* pack) {
@@ -252,6 +253,11 @@ Int search_packing(Int n, const Int* length, Int capacity, Int num_packs, Int sw
     spare -= length[i];
   }
   return PackSearch(length, capacity, most_sets, steps_per_pack, budget, pack).fill(rest, 0, spare, swerves);
+}
+
+Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
+                Int most_split, Int budget, Int* pack) {
+  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, pack).run(most_split, budget);
 }
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 """That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
@@ -60,9 +60,11 @@ def _load() -> Any:
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
         "search_packing": [number, array, *[number] * 6, array],
+        "repartition": [number, array, array, *[number] * 6, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
     counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}
+    counts |= {"repartition"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None
