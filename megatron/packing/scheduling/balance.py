@@ -53,6 +53,8 @@ _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
+_SPLITS = 3000
+"""Of pairs of packs, for each sequence."""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -136,6 +138,7 @@ class _Search:
         self._only_ranks_matter = request.model == StepModel()
         passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
         self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
+        self._splits = Effort(_SPLITS * size)
         self._try = size if self._only_ranks_matter else 3 * size
         self._found: dict[int, Found] = {}
 
@@ -234,6 +237,7 @@ class _Search:
             num_microbatches=num_microbatches,
             capacity=request.capacity,
             effort=self._effort,
+            splits=self._splits,
         )
 
         def tight() -> IntArray | None:
@@ -245,7 +249,7 @@ class _Search:
             return even_rows(work, room, tight, lambda: self._short_last)
         if model.num_stages > 1:
             return even_pipelines(work, room, tight, model.num_stages, bound)
-        return even_ranks(work, room, tight)
+        return even_ranks(work, room, tight, bound - work.fixed * num_microbatches)
 
     @cached_property
     def _tight(self) -> tuple[IntArray, int]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.placement import first_fit, spread, spread_rest, trade
+from megatron.packing.scheduling.repartition import repartition
 from megatron.packing.scheduling.work import Work, pack_costs
 
 IntArray = npt.NDArray[np.int64]
@@ -25,6 +26,10 @@ _FINEST_BISECTION = 2048
 """Bisection ends at this part of a cost."""
 _HEAD = 8
 """Sequences per rank, the costliest, that bisection is about."""
+_WORTH_SPLITTING = 400
+"""Pairs of packs are split anew where the costliest rank is more than such a part above what it must be."""
+_SPLITS_PER_SEQUENCE = 1000
+"""Of pairs of packs, for one lower limit."""
 
 
 Tight = Callable[[], IntArray | None]
@@ -57,10 +62,14 @@ class Room:
     num_microbatches: int
     capacity: int
     effort: Effort = field(repr=False)
+    splits: Effort = field(repr=False)
+    """Of pairs of packs: see `repartition`."""
 
 
-def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
-    """Ranks of even cost; from `tight` where capacity is too tight for other ways."""
+def even_ranks(work: Work, room: Room, tight: Tight, low: int) -> Iterator[IntArray | None]:
+    """Ranks of even cost, which the costliest reaches `low` at the least; from `tight` where capacity is too tight for
+    other ways.
+    """
     pack = spread(
         *(work.cost, work.length),
         num_ranks=room.num_ranks,
@@ -71,7 +80,8 @@ def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None
     if first is None:
         return
     yield first
-    yield _traded(work, room, first)
+    traded = _traded(work, room, first)
+    yield traded
     last = first
     for pack in _bisected(
         *(work.cost, work.length, _largest(work.cost, first // room.num_microbatches)),
@@ -82,8 +92,18 @@ def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None
     ):
         last = last if pack is None else pack
         yield pack
+    ways = [first, traded]
     if last is not first:
-        yield _traded(work, room, last)
+        ways += [last, _traded(work, room, last)]
+        yield ways[-1]
+    best = min(ways, key=lambda pack: _largest(work.cost, pack // room.num_microbatches))
+    yield from _repartitioned(
+        *(work.cost, work.length, best, low),
+        num_ranks=room.num_ranks,
+        packs_per_rank=room.num_microbatches,
+        capacity=room.capacity,
+        splits=room.splits,
+    )
 
 
 def _traded(work: Work, room: Room, pack: IntArray) -> IntArray:
@@ -134,6 +154,38 @@ def _bisected(
         else:
             high = largest
             yield pack
+
+
+def _repartitioned(
+    cost: IntArray,
+    length: IntArray,
+    pack: IntArray,
+    low: int,
+    *,
+    num_ranks: int,
+    packs_per_rank: int,
+    capacity: int,
+    splits: Effort,
+) -> Iterator[IntArray | None]:
+    """Placements whose costliest rank is ever cheaper, by splitting pairs of packs anew, where it is well above `low`."""
+    high, failures = _largest(cost, pack // packs_per_rank), 0
+    if high - low <= low // _WORTH_SPLITTING:
+        return
+    while high - low > low // _FINEST_BISECTION and failures < 2 and splits.spend(0):
+        found = repartition(
+            *(cost, length, pack),
+            num_ranks=num_ranks,
+            packs_per_rank=packs_per_rank,
+            capacity=capacity,
+            limit=(low + high) // 2,
+            budget=_SPLITS_PER_SEQUENCE * cost.size,
+        )
+        splits.spend(found.num_splits)
+        if found.pack is None:
+            low, failures = (low + high) // 2 + 1, failures + 1
+        else:
+            pack, high = found.pack, _largest(cost, found.pack // packs_per_rank)
+        yield found.pack
 
 
 def evener_packs(

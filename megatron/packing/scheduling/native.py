@@ -60,11 +60,11 @@ def _load() -> Any:
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
         "search_packing": [number, array, *[number] * 6, array],
-        "repartition": [number, array, array, *[number] * 6, array],
+        "repartition": [number, array, array, *[number] * 7, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
     counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}
-    counts |= {"repartition"}
+    counts.add("repartition")
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

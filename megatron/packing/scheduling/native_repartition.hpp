@@ -21,8 +21,8 @@ class Repartition {
     }
   }
 
-  // Whether all are within their limits before so many splits have been looked at.
-  bool run(Int most_split, Int budget) {
+  // What is left of the budget with all within their limits; below 0 where that is not reached.
+  Int run(Int most_split, Int step, Int budget) {
     const Int num_packs = static_cast<Int>(held_.size());
     for (Int p = 0; p < num_packs; ++p) note(p);
     while (!above_.empty() && num_packs > 1) {
@@ -32,11 +32,11 @@ class Repartition {
       const Int half = most_split / 2, size_a = held_[a].size(), size_b = held_[b].size();
       const Int from_a = std::min(size_a, std::max(half, most_split - size_b));
       const Int from_b = std::min(size_b, most_split - from_a);
-      budget -= Int(1) << std::max<Int>(from_a + from_b - 1, 0);
-      if (budget < 0) return false;
+      budget -= step + (Int(1) << std::max<Int>(from_a + from_b - 1, 0));
+      if (budget < 0) return budget;
       split(a, from_a, b, from_b);
     }
-    return above_.empty();
+    return above_.empty() ? budget : -1;
   }
 
  private:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
+from megatron.packing.scheduling.repartition import fit_by_pairs
 
 IntArray = npt.NDArray[np.int64]
 
@@ -53,6 +54,8 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     answer = search_packing(
         length, capacity=capacity, num_packs=num_packs, swerves=1, steps_per_pack=_STEPS_PER_PACK, budget=budget
     )
+    if answer.pack is None and not answer.is_proof:
+        answer = Answer(fit_by_pairs(length, capacity=capacity, num_packs=num_packs), False)
     if answer.pack is not None or answer.is_proof or length.size > _MOST_TO_REFUTE:
         return answer
     budget = _STEPS_TO_REFUTE
