@@ -53,7 +53,7 @@ _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
-_SPLITS = 3000
+_SPLITS = 6000
 """Of pairs of packs, for each sequence."""
 
 

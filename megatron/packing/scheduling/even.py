@@ -28,7 +28,7 @@ _HEAD = 8
 """Sequences per rank, the costliest, that bisection is about."""
 _WORTH_SPLITTING = 400
 """Pairs of packs are split anew where the costliest rank is more than such a part above what it must be."""
-_SPLITS_PER_SEQUENCE = 1000
+_SPLITS_PER_SEQUENCE = 2000
 """Of pairs of packs, for one lower limit."""
 
 

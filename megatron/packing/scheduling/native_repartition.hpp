@@ -11,7 +11,8 @@ class Repartition {
  public:
   Repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit, Int* pack)
       : cost_(cost), length_(length), per_rank_(packs_per_rank), capacity_(capacity), limit_(limit),
-        token_weight_(std::max<Int>(sum_of(n, cost) / std::max<Int>(sum_of(n, length), 1), 1)), pack_(pack),
+        token_weight_(std::max<Int>(sum_of(n, cost) / std::max<Int>(sum_of(n, length), 1), 1)),
+        most_worse_(token_weight_ * std::min(capacity, sum_of(n, length)) >> 10), pack_(pack),
         held_(num_ranks * packs_per_rank), tokens_(num_ranks * packs_per_rank), loads_(num_ranks),
         place_(num_ranks * packs_per_rank, -1) {
     for (Int i = 0; i < n; ++i) {
@@ -23,7 +24,7 @@ class Repartition {
 
   // What is left of the budget with all within their limits; below 0 where that is not reached.
   Int run(Int most_split, Int step, Int budget) {
-    const Int num_packs = static_cast<Int>(held_.size());
+    const Int num_packs = static_cast<Int>(held_.size()), whole = budget;
     for (Int p = 0; p < num_packs; ++p) note(p);
     while (!above_.empty() && num_packs > 1) {
       const Int a = above_[random_below(above_.size())];
@@ -34,15 +35,15 @@ class Repartition {
       const Int from_b = std::min(size_b, most_split - from_a);
       budget -= step + (Int(1) << std::max<Int>(from_a + from_b - 1, 0));
       if (budget < 0) return budget;
-      split(a, from_a, b, from_b);
+      split(a, from_a, b, from_b, most_worse_ * budget / whole);
     }
     return above_.empty() ? budget : -1;
   }
 
  private:
-  // The first of both packs' sequences, but for the last one of these, trade sides as lowers the excess most; if no
-  // trade but none at all keeps it from growing, none do. Those that were looked at go to the end of the packs.
-  void split(Int a, Int from_a, Int b, Int from_b) {
+  // The first of both packs' sequences, but for the last one of these, change sides as leaves the least excess, unless
+  // that is worse than before by more than some chance number up to `worse`. They go to the end of their packs.
+  void split(Int a, Int from_a, Int b, Int from_b, Int worse) {
     const Int rank_a = a / per_rank_, rank_b = b / per_rank_, size = from_a + from_b;
     std::array<Int, 64> items;
     std::copy_n(held_[a].begin(), from_a, items.begin());
@@ -62,7 +63,8 @@ class Repartition {
         }
       }
     }
-    if (least > excess(a, b, rank_a, rank_b, over, {0, 0})) best = 0;
+    const Int before = excess(a, b, rank_a, rank_b, over, {0, 0});
+    if (best != 0 && least > before && least - before > random_below(worse + 1)) best = 0;
     tokens_[a] -= given_[best].tokens;
     tokens_[b] += given_[best].tokens;
     loads_[rank_a] -= given_[best].cost;
@@ -113,7 +115,7 @@ class Repartition {
   }
 
   const Int *cost_, *length_;
-  Int per_rank_, capacity_, limit_, token_weight_;
+  Int per_rank_, capacity_, limit_, token_weight_, most_worse_;
   Int* pack_;
   std::vector<std::vector<Int>> held_;
   std::vector<Int> tokens_, loads_, above_, place_;  // packs above a limit; the place of each pack among them, or -1

@@ -23,8 +23,12 @@ IntArray = npt.NDArray[np.int64]
 
 _MOST_SPLIT = 12
 """Sequences of two packs that are split anew at once, in 2^11 ways."""
-_SPLITS_PER_SEQUENCE = 1000
+_SPLITS_PER_SEQUENCE = 2000
 """To find a packing."""
+_FEWEST_PER_PACK = 3
+"""Sequences: of fewer, hardly any packings are found."""
+_MOST_SPLITS = 1 << 30
+"""At once: products with costs stay below 2^63."""
 _SPLITS_PER_STEP = 64
 """That are as much work as a step is besides its splits."""
 
@@ -44,6 +48,8 @@ def fit_by_pairs(length: IntArray, *, capacity: int, num_packs: int) -> IntArray
     It starts from best-fit decreasing, with what finds no room in the emptiest packs. Up to 5 milliseconds for 1,024
     sequences.
     """
+    if length.size < _FEWEST_PER_PACK * num_packs:
+        return None
     pack, _ = best_fit(length, capacity=capacity)
     has_room = pack < num_packs
     tokens = np.bincount(pack[has_room], weights=length[has_room], minlength=num_packs).astype(np.int64)
@@ -69,6 +75,7 @@ def repartition(
     """A placement found from `pack` (int64 [N]), in which no pack is above `capacity` and no rank above a cost of
     `limit`, before more than `budget` splits of two packs were looked at. Costs and lengths are int64 [N].
     """
+    budget = min(budget, _MOST_SPLITS)
     pack, step = pack.copy(), _SPLITS_PER_STEP + 2 * packs_per_rank
     if native.LIBRARY is None:
         left = _Repartition(cost, length, num_ranks, packs_per_rank, capacity, limit, pack).run(step, budget)
@@ -96,6 +103,7 @@ class _Repartition:
         self._cost, self._length, self._pack = cost.tolist(), length.tolist(), pack
         self._per_rank, self._capacity, self._limit = packs_per_rank, capacity, limit
         self._token_weight = max(int(cost.sum()) // max(int(length.sum()), 1), 1)
+        self._most_worse = self._token_weight * min(capacity, int(length.sum())) >> 10
         num_packs = num_ranks * packs_per_rank
         self._held: list[list[int]] = [[] for _ in range(num_packs)]
         self._tokens, self._loads = [0] * num_packs, [0] * num_ranks
@@ -108,7 +116,7 @@ class _Repartition:
         self._state = 0
 
     def run(self, step: int, budget: int) -> int:
-        num_packs = len(self._held)
+        num_packs, whole = len(self._held), budget
         self._note(range(num_packs))
         while self._above and num_packs > 1:
             a = self._above[self._random_below(len(self._above))]
@@ -120,10 +128,10 @@ class _Repartition:
             budget -= step + (1 << max(from_a + from_b - 1, 0))
             if budget < 0:
                 return budget
-            self._split(a, from_a, b, from_b)
+            self._split(a, from_a, b, from_b, self._most_worse * budget // whole)
         return -1 if self._above else budget
 
-    def _split(self, a: int, from_a: int, b: int, from_b: int) -> None:
+    def _split(self, a: int, from_a: int, b: int, from_b: int, worse: int) -> None:
         rank_a, rank_b = a // self._per_rank, b // self._per_rank
         items = self._held[a][:from_a] + self._held[b][:from_b]
         tokens, cost = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -137,7 +145,8 @@ class _Repartition:
             room_a, room_b = self._limit - self._loads[rank_a], self._limit - self._loads[rank_b]
             excess += np.maximum(-cost - room_a, 0) + np.maximum(cost - room_b, 0)
         best = 1 + int(excess[1:].argmin()) if excess.size > 1 else 0
-        best = best if excess[best] <= excess[0] else 0
+        if excess[best] > excess[0] and excess[best] - excess[0] > self._random_below(worse + 1):
+            best = 0
         self._tokens[a] -= int(tokens[best])
         self._tokens[b] += int(tokens[best])
         self._loads[rank_a] -= int(cost[best])
