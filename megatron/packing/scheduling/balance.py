@@ -5,7 +5,7 @@ is as good as the bound, and the best is taken. What is tried depends on how ran
 
     at the end of the step     ranks of even cost: costliest first to the cheapest rank (LPT), then by bisection the
                                lowest cost of a rank for which first-fit finds places (MULTIFIT: Coffman, Garey and
-                               Johnson, 1978)
+                               Johnson, 1978); where packs are full, by making them over two by two
     in pipelines               ranks of even `sum + (stages - 1) * costliest pack`: sequences that alone cost more than
                                a fair pack gather on as few ranks as can hold them; the others make packs of even cost,
                                which are dealt to the other ranks
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling.arrange import arrange, can_simulate, costliest_first
 from megatron.packing.scheduling.bounds import MicrobatchBound
-from megatron.packing.scheduling.even import Effort, Room, even_ranks
+from megatron.packing.scheduling.even import Effort, Room, even_ranks, evener_ranks
 from megatron.packing.scheduling.even_pipelines import even_pipelines
 from megatron.packing.scheduling.even_rows import Rows, even_rows, rows_with_short_last
 from megatron.packing.scheduling.movement import stay_home
@@ -53,8 +53,10 @@ _EFFORT = 40
 """Times that 1,024 sequences may be placed; of more sequences fewer times."""
 _PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
-_SPLITS = 6000
-"""Of pairs of packs, for each sequence."""
+_MOST_REPARTITIONED, _WORTH_REPARTITIONING, _SPLITS = 2048, 400, 6000
+"""Full packs are made over two by two for up to so many sequences, where more than such a part of the time is to gain;
+splits looked at for each sequence, some 3 nanoseconds each.
+"""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -138,7 +140,6 @@ class _Search:
         self._only_ranks_matter = request.model == StepModel()
         passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
         self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
-        self._splits = Effort(_SPLITS * size)
         self._try = size if self._only_ranks_matter else 3 * size
         self._found: dict[int, Found] = {}
 
@@ -157,12 +158,15 @@ class _Search:
         # Of many sequences, only the most promising numbers of microbatches are looked into.
         if self._work.cost.size > MANY:
             begun = begun[: 2 if self._only_ranks_matter else 1]
+        numbers = sorted(entry[:2] for entry in begun)
         while begun:
             bound, number, placements = begun.pop(0)
             if self._is_good_enough(bound) or not self._try_next(placements, number):
                 continue
             # In turn where capacity decides who gets anywhere; one after the other where placements take long.
             begun.insert(len(begun) if self._only_ranks_matter else 0, _Begun(bound, number, placements))
+        if self._only_ranks_matter and self._work.cost.size <= _MOST_REPARTITIONED:
+            self._repartition(numbers)
         as_good = min(found.time for found in self._found.values()) * _GOOD_ENOUGH
         by_number = sorted(self._found.values(), key=lambda found: found.num_microbatches)
         return sorted(by_number, key=lambda found: found.time if found.time > as_good else 0)
@@ -205,6 +209,17 @@ class _Search:
             self._found[num_microbatches] = found if best is None or found.time < best.time else best
         return True
 
+    def _repartition(self, numbers: list[tuple[int, int]]) -> None:
+        """Make ranks of full packs even where that is a gain, for such bounds and numbers of microbatches."""
+        splits = Effort(_SPLITS * self._work.cost.size)
+        for bound, number in numbers:
+            if self._is_good_enough(bound + bound // _WORTH_REPARTITIONING):
+                continue
+            low = bound - self._work.fixed * number
+            pack = evener_ranks(self._work, self._room(number), self._found[number].pack, low, splits)
+            if pack is not None:
+                self._try_next(iter((pack,)), number)
+
     def _promising(self) -> list[MicrobatchBound]:
         """Bounds and numbers of microbatches to try, the most promising first.
 
@@ -232,13 +247,7 @@ class _Search:
     def _placements(self, bound: int, num_microbatches: int) -> Iterator[IntArray | None]:
         """Some with that many microbatches per rank, a quick one first; None for each attempt that failed."""
         request, work, model = self._request, self._work, self._request.model
-        room = Room(
-            num_ranks=request.num_ranks,
-            num_microbatches=num_microbatches,
-            capacity=request.capacity,
-            effort=self._effort,
-            splits=self._splits,
-        )
+        room = self._room(num_microbatches)
 
         def tight() -> IntArray | None:
             packs, num_packs = self._tight
@@ -249,7 +258,15 @@ class _Search:
             return even_rows(work, room, tight, lambda: self._short_last)
         if model.num_stages > 1:
             return even_pipelines(work, room, tight, model.num_stages, bound)
-        return even_ranks(work, room, tight, bound - work.fixed * num_microbatches)
+        return even_ranks(work, room, tight)
+
+    def _room(self, num_microbatches: int) -> Room:
+        return Room(
+            num_ranks=self._request.num_ranks,
+            num_microbatches=num_microbatches,
+            capacity=self._request.capacity,
+            effort=self._effort,
+        )
 
     @cached_property
     def _tight(self) -> tuple[IntArray, int]:

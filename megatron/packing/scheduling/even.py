@@ -26,10 +26,8 @@ _FINEST_BISECTION = 2048
 """Bisection ends at this part of a cost."""
 _HEAD = 8
 """Sequences per rank, the costliest, that bisection is about."""
-_WORTH_SPLITTING = 400
-"""Pairs of packs are split anew where the costliest rank is more than such a part above what it must be."""
-_SPLITS_PER_SEQUENCE = 2000
-"""Of pairs of packs, for one lower limit."""
+_SPLITS_PER_SEQUENCE, _MOST_FAILURES = 2000, 2
+"""Of pairs of packs, for each lower limit; so many limits that are not reached."""
 
 
 Tight = Callable[[], IntArray | None]
@@ -62,14 +60,10 @@ class Room:
     num_microbatches: int
     capacity: int
     effort: Effort = field(repr=False)
-    splits: Effort = field(repr=False)
-    """Of pairs of packs: see `repartition`."""
 
 
-def even_ranks(work: Work, room: Room, tight: Tight, low: int) -> Iterator[IntArray | None]:
-    """Ranks of even cost, which the costliest reaches `low` at the least; from `tight` where capacity is too tight for
-    other ways.
-    """
+def even_ranks(work: Work, room: Room, tight: Tight) -> Iterator[IntArray | None]:
+    """Ranks of even cost; from `tight` where capacity is too tight for other ways."""
     pack = spread(
         *(work.cost, work.length),
         num_ranks=room.num_ranks,
@@ -80,8 +74,7 @@ def even_ranks(work: Work, room: Room, tight: Tight, low: int) -> Iterator[IntAr
     if first is None:
         return
     yield first
-    traded = _traded(work, room, first)
-    yield traded
+    yield _traded(work, room, first)
     last = first
     for pack in _bisected(
         *(work.cost, work.length, _largest(work.cost, first // room.num_microbatches)),
@@ -92,18 +85,8 @@ def even_ranks(work: Work, room: Room, tight: Tight, low: int) -> Iterator[IntAr
     ):
         last = last if pack is None else pack
         yield pack
-    ways = [first, traded]
     if last is not first:
-        ways += [last, _traded(work, room, last)]
-        yield ways[-1]
-    best = min(ways, key=lambda pack: _largest(work.cost, pack // room.num_microbatches))
-    yield from _repartitioned(
-        *(work.cost, work.length, best, low),
-        num_ranks=room.num_ranks,
-        packs_per_rank=room.num_microbatches,
-        capacity=room.capacity,
-        splits=room.splits,
-    )
+        yield _traded(work, room, last)
 
 
 def _traded(work: Work, room: Room, pack: IntArray) -> IntArray:
@@ -156,36 +139,29 @@ def _bisected(
             yield pack
 
 
-def _repartitioned(
-    cost: IntArray,
-    length: IntArray,
-    pack: IntArray,
-    low: int,
-    *,
-    num_ranks: int,
-    packs_per_rank: int,
-    capacity: int,
-    splits: Effort,
-) -> Iterator[IntArray | None]:
-    """Placements whose costliest rank is ever cheaper, by splitting pairs of packs anew, where it is well above `low`."""
-    high, failures = _largest(cost, pack // packs_per_rank), 0
-    if high - low <= low // _WORTH_SPLITTING:
-        return
-    while high - low > low // _FINEST_BISECTION and failures < 2 and splits.spend(0):
+def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
+    """The same with the costliest rank cheaper, `low` at the least, by packs made over two by two (see `repartition`);
+    None where that finds nothing. Of use where packs are so full that sequences can't be traded one by one.
+    """
+    best, failures = None, 0
+    high = _largest(work.cost, pack // room.num_microbatches)
+    while high - low > low // _FINEST_BISECTION and failures < _MOST_FAILURES:
+        limit, budget = (low + high) // 2, _SPLITS_PER_SEQUENCE * work.cost.size
         found = repartition(
-            *(cost, length, pack),
-            num_ranks=num_ranks,
-            packs_per_rank=packs_per_rank,
-            capacity=capacity,
-            limit=(low + high) // 2,
-            budget=_SPLITS_PER_SEQUENCE * cost.size,
+            *(work.cost, work.length, pack if best is None else best),
+            num_ranks=room.num_ranks,
+            packs_per_rank=room.num_microbatches,
+            capacity=room.capacity,
+            limit=limit,
+            budget=budget,
         )
-        splits.spend(found.num_splits)
         if found.pack is None:
-            low, failures = (low + high) // 2 + 1, failures + 1
+            low, failures = limit + 1, failures + 1
         else:
-            pack, high = found.pack, _largest(cost, found.pack // packs_per_rank)
-        yield found.pack
+            best, high = found.pack, _largest(work.cost, found.pack // room.num_microbatches)
+        if not splits.spend(found.num_splits):
+            break
+    return best
 
 
 def evener_packs(
