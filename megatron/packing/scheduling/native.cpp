@@ -256,8 +256,8 @@ Int search_packing(Int n, const Int* length, Int capacity, Int num_packs, Int sw
 }
 
 Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
-                Int most_split, Int step, Int budget, Int* pack) {
-  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, pack).run(most_split, step, budget);
+                const Int* initial, Int most_split, Int step, Int budget, Int* pack) {
+  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, initial, pack).run(most_split, step, budget);
 }
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,

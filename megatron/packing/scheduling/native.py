@@ -60,7 +60,7 @@ def _load() -> Any:
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
         "search_packing": [number, array, *[number] * 6, array],
-        "repartition": [number, array, array, *[number] * 7, array],
+        "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
     counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}

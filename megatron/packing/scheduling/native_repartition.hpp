@@ -9,12 +9,14 @@
 
 class Repartition {
  public:
-  Repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit, Int* pack)
+  Repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
+              const Int* initial, Int* pack)
       : cost_(cost), length_(length), per_rank_(packs_per_rank), capacity_(capacity), limit_(limit),
         token_weight_(std::max<Int>(sum_of(n, cost) / std::max<Int>(sum_of(n, length), 1), 1)),
         most_worse_(token_weight_ * std::min(capacity, sum_of(n, length)) >> 10), pack_(pack),
         held_(num_ranks * packs_per_rank), tokens_(num_ranks * packs_per_rank), loads_(num_ranks),
         place_(num_ranks * packs_per_rank, -1) {
+    if (initial) loads_.assign(initial, initial + num_ranks);
     for (Int i = 0; i < n; ++i) {
       held_[pack[i]].push_back(i);
       tokens_[pack[i]] += length[i];

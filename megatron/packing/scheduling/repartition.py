@@ -70,19 +70,21 @@ def repartition(
     packs_per_rank: int = 1,
     capacity: int,
     limit: int,
+    loads: IntArray | None = None,
     budget: int,
 ) -> Repartition:
     """A placement found from `pack` (int64 [N]), in which no pack is above `capacity` and no rank above a cost of
-    `limit`, before more than `budget` splits of two packs were looked at. Costs and lengths are int64 [N].
+    `limit`, before more than `budget` splits of two packs were looked at. Costs and lengths are int64 [N]; ranks start
+    with `loads` [num_ranks], zeros unless given.
     """
     budget = min(budget, _MOST_SPLITS)
     pack, step = pack.copy(), _SPLITS_PER_STEP + 2 * packs_per_rank
     if native.LIBRARY is None:
-        left = _Repartition(cost, length, num_ranks, packs_per_rank, capacity, limit, pack).run(step, budget)
+        left = _Repartition(cost, length, num_ranks, packs_per_rank, capacity, limit, loads, pack).run(step, budget)
     else:
         left = native.LIBRARY.repartition(
             *(cost.size, _at(cost), _at(length), num_ranks, packs_per_rank, capacity, limit),
-            *(_MOST_SPLIT, step, budget, _at(pack)),
+            *(_at(loads), _MOST_SPLIT, step, budget, _at(pack)),
         )
     return Repartition(pack if left >= 0 else None, budget - max(left, 0))
 
@@ -98,6 +100,7 @@ class _Repartition:
         packs_per_rank: int,
         capacity: int,
         limit: int,
+        loads: IntArray | None,
         pack: IntArray,
     ) -> None:
         self._cost, self._length, self._pack = cost.tolist(), length.tolist(), pack
@@ -106,7 +109,7 @@ class _Repartition:
         self._most_worse = self._token_weight * min(capacity, int(length.sum())) >> 10
         num_packs = num_ranks * packs_per_rank
         self._held: list[list[int]] = [[] for _ in range(num_packs)]
-        self._tokens, self._loads = [0] * num_packs, [0] * num_ranks
+        self._tokens, self._loads = [0] * num_packs, [0] * num_ranks if loads is None else loads.tolist()
         for sequence, number in enumerate(pack.tolist()):
             self._held[number].append(sequence)
             self._tokens[number] += self._length[sequence]
