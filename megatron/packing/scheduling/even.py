@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.placement import first_fit, spread, spread_rest, trade
-from megatron.packing.scheduling.repartition import repartition
 from megatron.packing.scheduling.work import Work, pack_costs
 
 IntArray = npt.NDArray[np.int64]
@@ -26,8 +25,6 @@ _FINEST_BISECTION = 2048
 """Bisection ends at this part of a cost."""
 _HEAD = 8
 """Sequences per rank, the costliest, that bisection is about."""
-_SPLITS_PER_SEQUENCE, _MOST_FAILURES = 2000, 2
-"""Of pairs of packs, for each lower limit; so many limits that are not reached."""
 
 
 Tight = Callable[[], IntArray | None]
@@ -137,31 +134,6 @@ def _bisected(
         else:
             high = largest
             yield pack
-
-
-def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
-    """The same with the costliest rank cheaper, `low` at the least, by packs made over two by two (see `repartition`);
-    None where that finds nothing. Of use where packs are so full that sequences can't be traded one by one.
-    """
-    best, failures = None, 0
-    high = _largest(work.cost, pack // room.num_microbatches)
-    while high - low > low // _FINEST_BISECTION and failures < _MOST_FAILURES:
-        limit, budget = (low + high) // 2, _SPLITS_PER_SEQUENCE * work.cost.size
-        found = repartition(
-            *(work.cost, work.length, pack if best is None else best),
-            num_ranks=room.num_ranks,
-            packs_per_rank=room.num_microbatches,
-            capacity=room.capacity,
-            limit=limit,
-            budget=budget,
-        )
-        if found.pack is None:
-            low, failures = limit + 1, failures + 1
-        else:
-            best, high = found.pack, _largest(work.cost, found.pack // room.num_microbatches)
-        if not splits.spend(found.num_splits):
-            break
-    return best
 
 
 def evener_packs(

@@ -72,11 +72,11 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
     found = [way.pack for way in ways if way.pack is not None]
     tight_packs, rows = tight(), short_last()
     if tight_packs is not None:
-        found.append(_in_rows(work, room, tight_packs))
+        found.append(in_rows(work, room, tight_packs))
         yield found[-1]
     if rows is not None and rows.num_rows <= room.num_microbatches:
         row, column = np.divmod(rows.pack, room.num_ranks)
-        found.append(_in_rows(work, room, column * room.num_microbatches + row))
+        found.append(in_rows(work, room, column * room.num_microbatches + row))
         yield found[-1]
     if not found:
         return
@@ -86,7 +86,7 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         yield pack
     best = min(found, key=lambda pack: _time_of(work, room, pack))
     for _ in range(_ROUNDS):
-        lowered = _in_rows(work, room, _lowered(work, room, best))
+        lowered = in_rows(work, room, _lowered(work, room, best))
         if _time_of(work, room, lowered) >= _time_of(work, room, best):
             return
         best = lowered
@@ -110,7 +110,7 @@ def _quick_ways(work: Work, room: Room, full: IntArray, rests: list[IntArray]) -
     for num_full in sorted({last, max(last - 1, 0), max(last - 2, 0), 0}, reverse=True):
         rest, num_left = rests[num_full], room.num_microbatches - num_full
         if rest.size == 0:
-            yield _Way(num_full, 0, None, _in_rows(work, room, full))
+            yield _Way(num_full, 0, None, in_rows(work, room, full))
             continue
         # Rows about as costly as the costliest sequence left, or all rows that there are.
         fewest = int(work.cost[rest].sum()) // (num_ranks * int(work.cost[rest[0]]))
@@ -155,7 +155,7 @@ def _placed(work: Work, room: Room, full: IntArray, rest: IntArray, num_full: in
     rows, columns = np.divmod(even, room.num_ranks)
     pack = full.copy()
     pack[rest] = columns * room.num_microbatches + num_full + rows
-    return _in_rows(work, room, pack)
+    return in_rows(work, room, pack)
 
 
 def _lowered(work: Work, room: Room, pack: IntArray) -> IntArray:
@@ -189,7 +189,7 @@ def _time_of(work: Work, room: Room, pack: IntArray) -> int:
     return int(work.pack_costs(pack, room.num_ranks, room.num_microbatches).max(axis=0).sum())
 
 
-def _in_rows(work: Work, room: Room, pack: IntArray) -> IntArray:
+def in_rows(work: Work, room: Room, pack: IntArray) -> IntArray:
     """The packs arranged so that those of like cost meet, the costliest first."""
     costs = work.pack_costs(pack, room.num_ranks, room.num_microbatches).ravel()
     place = np.empty_like(costs)

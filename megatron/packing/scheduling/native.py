@@ -63,8 +63,8 @@ def _load() -> Any:
         "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
-    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "search_packing", "holds"}
-    counts.add("repartition")
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs"}
+    counts |= {"search_packing", "repartition", "holds"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

@@ -53,13 +53,14 @@ class Repartition {
     const Int num_splits = Int(1) << std::max<Int>(size - 1, 0), over = rank_a == rank_b ? std::numeric_limits<Int>::max() : limit_;
     given_.resize(num_splits);
     given_[0] = {0, 0};
+    const Int emptying = from_a == static_cast<Int>(held_[a].size()) ? (Int(1) << from_a) - 1 : -1;
     Int least = std::numeric_limits<Int>::max(), best = 0;
     for (Int k = 0; k + 1 < size; ++k) {
       const Int sign = k < from_a ? 1 : -1, tokens = sign * length_[items[k]], cost = sign * cost_[items[k]];
       for (Int without = 0, with = Int(1) << k; without < Int(1) << k; ++without, ++with) {
         const Given given = given_[with] = {given_[without].tokens + tokens, given_[without].cost + cost};
         const Int now = excess(a, b, rank_a, rank_b, over, given);
-        if (now < least) {
+        if (now < least && with != emptying) {
           least = now;
           best = with;
         }

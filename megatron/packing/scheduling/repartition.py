@@ -1,9 +1,10 @@
-"""pure. Full packs made over two by two: within their capacity, or of even cost, where nothing else has any room.
+"""pure. Packs made over two by two until all are within limits of tokens and cost, where they are too full for trades.
 
-Sequences that fill the packs to a few per mille, about four to each, can't be traded one for one. So a pack that is
-above a limit and another one, taken at random, have their sequences split between them anew, in the best of all ways;
-a split that is as good as the one before is taken too, which hands what is too much from pack to pack until it meets
-the room for it. 
+A pack above a limit and another one, taken at random, have their sequences split between them anew, in the best of all
+ways but the present one. Where that is no gain it is done all the same, and even where it is a small loss, as long as
+there is much of the budget left: what is too much moves from pack to pack until it meets room. That works where packs
+hold three sequences or more, for then nearly every room is met in some split.
+
 The search exists twice, in C++ (see `native`) and in Python (below), and gives the same result in both forms and on
 every machine: its budget counts splits, its random numbers are its own.
 """
@@ -31,6 +32,7 @@ _MOST_SPLITS = 1 << 30
 """At once: products with costs stay below 2^63."""
 _SPLITS_PER_STEP = 64
 """That are as much work as a step is besides its splits."""
+_NEVER = np.iinfo(np.int64).max
 
 
 class Repartition(NamedTuple):
@@ -75,7 +77,7 @@ def repartition(
 ) -> Repartition:
     """A placement found from `pack` (int64 [N]), in which no pack is above `capacity` and no rank above a cost of
     `limit`, before more than `budget` splits of two packs were looked at. Costs and lengths are int64 [N]; ranks start
-    with `loads` [num_ranks], zeros unless given.
+    with `loads` [num_ranks], zeros unless given. No pack that holds a sequence is left empty.
     """
     budget = min(budget, _MOST_SPLITS)
     pack, step = pack.copy(), _SPLITS_PER_STEP + 2 * packs_per_rank
@@ -147,7 +149,11 @@ class _Repartition:
         if rank_a != rank_b:
             room_a, room_b = self._limit - self._loads[rank_a], self._limit - self._loads[rank_b]
             excess += np.maximum(-cost - room_a, 0) + np.maximum(cost - room_b, 0)
+        emptying = (1 << from_a) - 1
+        if from_a == len(self._held[a]) and 0 < emptying < excess.size:
+            excess[emptying] = _NEVER
         best = 1 + int(excess[1:].argmin()) if excess.size > 1 else 0
+        best = best if excess[best] < _NEVER else 0
         if excess[best] > excess[0] and excess[best] - excess[0] > self._random_below(worse + 1):
             best = 0
         self._tokens[a] -= int(tokens[best])
