@@ -18,11 +18,12 @@ from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 2000, 1000
+_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 2000, 500
 """For each sequence, to reach one lower time."""
-_MOST_FAILURES = 2
-_FINEST_BISECTION = 2048
-"""Bisection ends at this part of a time."""
+_STEP = 8
+"""Such a part of the way to `low` is gone at once: what allows no more is left soon."""
+_FINEST = 2048
+"""And not when it is such a part of the time or less."""
 
 
 def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
@@ -85,15 +86,17 @@ def _lowered(
     try_for: Callable[[IntArray, int], Repartition],
     splits: Effort,
 ) -> IntArray | None:
-    """By bisection between `low` and the time of the best that has been found; an attempt without splits is free."""
-    best, high, failures = None, time_of(pack), 0
-    while high - low > low // _FINEST_BISECTION and failures < _MOST_FAILURES and splits.spend(0):
-        time = (low + high) // 2
+    """Step by step until one fails; steps that were not tried, for no splits were looked at, become shorter."""
+    best, high = None, time_of(pack)
+    while high - low > low // _FINEST and splits.spend(0):
+        time = high - -(-(high - low) // _STEP)
         found = try_for(pack, time)
         splits.spend(found.num_splits)
-        if found.pack is None:
-            low, failures = time + 1, failures + (found.num_splits > 0)
-        else:
+        if found.pack is not None:
             best = pack = found.pack
             high = time_of(pack)
+        elif found.num_splits:
+            break
+        else:
+            low = time + 1
     return best
