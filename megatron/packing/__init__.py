@@ -35,7 +35,7 @@ How `default` finds a schedule, pure and in exact integers:
     work           the sequences by cost
     bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds)
     balance        the search over numbers of microbatches
-    even           ways to make ranks and packs even; even_pipelines, even_rows
+    even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
     placement      their inner loops, in C++ where it could be built (native), else loops
     repacking      packs dealt to ranks, split anew and renamed, in C++ too
     movement       as good a placement that moves fewer tokens

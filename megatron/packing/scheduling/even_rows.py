@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.even import Room, Tight, evener_packs
+from megatron.packing.scheduling.even import Effort, Room, Tight, evener_packs
 from megatron.packing.scheduling.placement import best_fit, fill, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 
@@ -82,11 +83,11 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
 
     tight_packs, rows = tight(), short_last()
     if tight_packs is not None:
-        found.append(_in_rows(work, room, tight_packs))
+        found.append(in_rows(work, room, tight_packs))
         yield found[-1]
     if rows is not None and rows.num_rows <= room.num_microbatches:
         row, column = np.divmod(rows.pack, room.num_ranks)
-        found.append(_in_rows(work, room, column * room.num_microbatches + row))
+        found.append(in_rows(work, room, column * room.num_microbatches + row))
         yield found[-1]
     if not found:
         return
@@ -97,7 +98,7 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         yield pack
     best = min(found, key=lambda pack: _time_of(work, room, pack))
     for _ in range(_ROUNDS):
-        lowered = _in_rows(work, room, _lowered(work, room, best))
+        lowered = in_rows(work, room, _lowered(work, room, best))
         if _time_of(work, room, lowered) >= _time_of(work, room, best):
             return
         best = lowered
@@ -140,7 +141,7 @@ def _ways_with(work: Work, room: Room, full: _Full) -> Iterator[_Way]:
     """Several numbers of even rows after these full ones."""
     rest, num_left = full.rest, room.num_microbatches - full.num_rows
     if rest.size == 0:
-        yield _Way(full, 0, None, _in_rows(work, room, full.pack))
+        yield _Way(full, 0, None, in_rows(work, room, full.pack))
         return
     # Rows about as costly as the costliest sequence left, or all rows that there are.
     fewest = int(work.cost[rest].sum()) // (room.num_ranks * int(work.cost[rest[0]]))
@@ -159,10 +160,10 @@ def _higher_ways(work: Work, room: Room) -> Iterator[_Way]:
     costliest, num_ranks = int(work.cost[0]), room.num_ranks
     if work.cost.size > _MOST_OTHERWISE or costliest * num_ranks * _FEW_ROWS < int(work.cost.sum()):
         return
-    for part in range(1, _HEIGHTS[1] + 1):
+    # Of an effort of their own: what comes after them is worth as much.
+    room = replace(room, effort=Effort(4 * _HEIGHTS[1] * work.cost.size))
+    for part in range(1, _HEIGHTS[1] + 1 if room.num_microbatches > 1 else 1):
         limit = costliest + costliest * part // _HEIGHTS[0]
-        if room.num_microbatches < 2 or not room.effort.spend(work.cost.size):
-            return
         pack, _ = first_fit(work.cost, work.length, num_ranks=num_ranks, capacity=room.capacity, limit=limit)
         is_placed = pack >= 0
         pack[is_placed] *= room.num_microbatches
@@ -211,7 +212,7 @@ def _placed(work: Work, room: Room, full: _Full, even: IntArray) -> IntArray:
     rows, columns = np.divmod(even, room.num_ranks)
     pack = full.pack.copy()
     pack[full.rest] = columns * room.num_microbatches + full.num_rows + rows
-    return _in_rows(work, room, pack)
+    return in_rows(work, room, pack)
 
 
 def _lowered(work: Work, room: Room, pack: IntArray) -> IntArray:
@@ -245,7 +246,7 @@ def _time_of(work: Work, room: Room, pack: IntArray) -> int:
     return int(work.pack_costs(pack, room.num_ranks, room.num_microbatches).max(axis=0).sum())
 
 
-def _in_rows(work: Work, room: Room, pack: IntArray) -> IntArray:
+def in_rows(work: Work, room: Room, pack: IntArray) -> IntArray:
     """The packs arranged so that those of like cost meet, the costliest first."""
     costs = work.pack_costs(pack, room.num_ranks, room.num_microbatches).ravel()
     place = np.empty_like(costs)

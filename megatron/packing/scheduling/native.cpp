@@ -1,7 +1,7 @@
 // The inner loops of scheduling, with the same results as their Python twins to the last bit: in integers, ties broken by
 // number; only native_simplex.hpp has numbers with a fraction.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
-// them. What they do is told by the Python functions of the same names, in placement, repacking,
+// them. What they do is told by the Python functions of the same names, in placement, repacking, repartition,
 // pack_search, work, step_time and the bounds.
 
 #include <set>
@@ -9,6 +9,7 @@
 #include "native_bounds.hpp"
 #include "native_order.hpp"
 #include "native_packs.hpp"
+#include "native_repartition.hpp"
 #include "native_search.hpp"
 #include "native_simulate.hpp"
 #include "native_trade.hpp"
@@ -266,6 +267,11 @@ Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int
   }
   return PackSearch(length, capacity, value, most_value, room_counts, most_sets, steps_per_pack, budget, pack)
       .fill(rest, 0, spare, spare_value, swerves);
+}
+
+Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
+                const Int* initial, Int most_split, Int step, Int budget, Int* pack) {
+  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, initial, pack).run(most_split, step, budget);
 }
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,

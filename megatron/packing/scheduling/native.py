@@ -63,10 +63,11 @@ def _load() -> Any:
         "packs_needed": [number, array, number, array],
         "search_packing": [number, array, number, array, *[number] * 7, array],
         "pack_values": [number, array, *[number] * 3, array],
+        "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
-    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs", "holds"}
-    counts |= {"search_packing", "pack_values"}
+    counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs"}
+    counts |= {"search_packing", "pack_values", "repartition", "holds"}
     for name, arguments in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, number if name in counts else None

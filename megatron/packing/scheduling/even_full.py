@@ -1,0 +1,102 @@
+"""pure. Placements made evener where packs are so full that sequences can't be traded one by one: see `repartition`.
+
+Each function lowers the time of a placement (int64 [N], rank * num_microbatches + microbatch) towards `low`, which no
+placement is below, and gives None where it finds nothing better; of packs, none is above capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.even import Effort, Room
+from megatron.packing.scheduling.even_rows import in_rows
+from megatron.packing.scheduling.repartition import Repartition, repartition
+from megatron.packing.scheduling.work import Work
+
+IntArray = npt.NDArray[np.int64]
+
+_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 2000, 500
+"""For each sequence, to reach one lower time."""
+_STEP = 8
+"""Such a part of the way to `low` is gone at once: what allows no more is left soon."""
+_FINEST = 2048
+"""And not when it is such a part of the time or less."""
+
+
+def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
+    """With the costliest rank cheaper; `low` is a rank's cost without fixed costs."""
+    shape = room.num_ranks, room.num_microbatches
+
+    def time_of(pack: IntArray) -> int:
+        return int((work.pack_costs(pack, *shape) - work.fixed).sum(axis=1).max())
+
+    def try_for(pack: IntArray, time: int) -> Repartition:
+        return repartition(
+            *(work.cost, work.length, pack),
+            num_ranks=room.num_ranks,
+            packs_per_rank=room.num_microbatches,
+            capacity=room.capacity,
+            limit=time,
+            budget=_SPLITS_OF_RANKS * work.cost.size,
+        )
+
+    return _lowered(pack, low, time_of, try_for, splits)
+
+
+def evener_rows(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
+    """With microbatches, that take as long as their costliest pack, quicker in all; `low` is without fixed costs.
+
+    Each is to lose the same part of what it costs above its costliest sequence.
+    """
+    num_ranks, num_microbatches = room.num_ranks, room.num_microbatches
+
+    def rows_of(pack: IntArray) -> IntArray:
+        rows: IntArray = work.pack_costs(pack, num_ranks, num_microbatches).max(axis=0) - work.fixed
+        return rows
+
+    def try_for(pack: IntArray, time: int) -> Repartition:
+        rows, costliest = rows_of(pack), np.zeros(num_microbatches, np.int64)
+        np.maximum.at(costliest, pack % num_microbatches, work.cost)
+        above = rows - costliest
+        too_much, all_above = int(rows.sum()) - time, int(above.sum())
+        if 10 * too_much >= 9 * all_above:
+            return Repartition(None, 0)
+        limits = rows - np.array([-(-part * too_much // all_above) for part in above.tolist()])
+        limit = int(limits.max())
+        found = repartition(
+            *(work.cost, work.length, pack),
+            num_ranks=num_ranks * num_microbatches,
+            capacity=room.capacity,
+            limit=limit,
+            loads=np.tile(limit - limits, num_ranks),
+            budget=_SPLITS_OF_ROWS * work.cost.size,
+        )
+        return found if found.pack is None else found._replace(pack=in_rows(work, room, found.pack))
+
+    return _lowered(in_rows(work, room, pack), low, lambda pack: int(rows_of(pack).sum()), try_for, splits)
+
+
+def _lowered(
+    pack: IntArray,
+    low: int,
+    time_of: Callable[[IntArray], int],
+    try_for: Callable[[IntArray, int], Repartition],
+    splits: Effort,
+) -> IntArray | None:
+    """Step by step until one fails; steps that were not tried, for no splits were looked at, become shorter."""
+    best, high = None, time_of(pack)
+    while high - low > low // _FINEST and splits.spend(0):
+        time = high - -(-(high - low) // _STEP)
+        found = try_for(pack, time)
+        splits.spend(found.num_splits)
+        if found.pack is not None:
+            best = pack = found.pack
+            high = time_of(pack)
+        elif found.num_splits:
+            break
+        else:
+            low = time + 1
+    return best
