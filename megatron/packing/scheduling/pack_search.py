@@ -39,7 +39,7 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES = ((1_000_000, 0), (16_000_000, 1))
+_VALUE_SEARCHES, _STEPS_PER_PACK_BY_VALUE = ((1_000_000, 0), (16_000_000, 1)), 1000
 """Steps for values, and swerves in a search by them; better values are looked for where the ones before decide nothing.
 """
 
@@ -66,8 +66,8 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     256 sequences and 22 for 1,024 where that stays open too. All takes some forty times that in Python.
     """
     search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
-    straight = partial(search, steps_per_pack=_STEPS_PER_PACK, budget=_STEPS_PER_SEQUENCE * length.size)
-    answer = straight(swerves=1)
+    straight = partial(search, budget=_STEPS_PER_SEQUENCE * length.size)
+    answer = straight(swerves=1, steps_per_pack=_STEPS_PER_PACK)
     if answer.is_open and length.size <= _MOST_TO_REFUTE:
         answer = search(swerves=_STEPS_TO_REFUTE, steps_per_pack=_STEPS_TO_REFUTE, budget=_STEPS_TO_REFUTE)
     for budget, swerves in _VALUE_SEARCHES:
@@ -76,9 +76,10 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
         values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
         if values.num_packs > num_packs:
             return Answer(None, True)
-        answer = straight(swerves=swerves, values=values)
+        by_value = partial(straight, swerves=swerves, steps_per_pack=_STEPS_PER_PACK_BY_VALUE, values=values)
+        answer = by_value()
         if answer.is_open:
-            answer = straight(swerves=swerves, values=values, room_counts=True)
+            answer = by_value(room_counts=True)
     return answer
 
 
