@@ -28,6 +28,7 @@ setup(
             "megatron.packing.scheduling._native",
             sources=["megatron/packing/scheduling/native.cpp"],
             depends=[str(path) for path in Path("megatron/packing/scheduling").glob("*.hpp")],
+            # Without fused multiply-add, numbers with a fraction round as in Python.
             extra_compile_args=["-O3", "-std=c++17", "-ffp-contract=off"],
             optional=True,
         )

@@ -1,5 +1,5 @@
-// The inner loops of scheduling, with the same results as their Python twins to the last bit: in integers, ties broken by
-// number; only native_simplex.hpp has numbers with a fraction.
+// The inner loops of scheduling, with the same results as their Python twins to the last bit: in integers, ties broken
+// by number; only native_simplex.hpp and what it is given have fractions.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
 // them. What they do is told by the Python functions of the same names, in placement, repacking, repartition,
 // pack_search, work, step_time and the bounds.

@@ -1,8 +1,8 @@
 """pure. The inner loops of scheduling in C++ (native.cpp), which setup.py builds where there is a compiler.
 
 The same loops stand in Python, beside each call or in `loops`. Both count in integers and break ties by number, so that
-they give the same result to the last bit (tested): ranks with and without the library agree. `simplex` alone counts in
-fractions, and rounds alike in both.
+they give the same result to the last bit (tested): ranks with and without the library agree. `simplex` alone and
+what it serves count in fractions, and round alike in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// Values of sequences that tell how many packs they need; see pack_values.
+// Values of sequences that tell how many packs they need; see pack_values, whose functions of the same names say what
+// those do that have no comment here.
 
 #pragma once
 
@@ -94,41 +95,55 @@ class PackValues {
   }
 
   void improve() {
-    const Int size = num_tiers();
     basis_.revalue();
+    Pattern tiers, ends;  // of all patterns, one after another
+    for (const Pattern& pattern : pool_) {
+      tiers.insert(tiers.end(), pattern.begin(), pattern.end());
+      ends.push_back(static_cast<Int>(tiers.size()));
+    }
     while (budget_ > 0) {
-      budget_ -= size * size + 4 * static_cast<Int>(pool_.size());
-      double least = -kLeastGain;
-      Int place = -1;
-      for (Int k = 0; k < size; ++k) {
-        const double gain = basis_.value[order_[k]] - (k > 0 ? basis_.value[order_[k - 1]] : 0.0);
-        if (gain < least) {
-          least = gain;
-          place = k;
-        }
-      }
-      const Pattern* pattern = nullptr;
-      for (const Pattern& candidate : pool_) {
-        const double gain = gain_of(candidate);
-        if (gain < least) {
-          least = gain;
-          pattern = &candidate;
-        }
-      }
+      budget_ -= num_tiers() * num_tiers() + 4 * static_cast<Int>(pool_.size());
       Column column;
-      if (pattern) {
-        column.pattern = *pattern;
-      } else if (place >= 0) {
-        column.longer = order_[place];
-        if (place > 0) column.shorter = order_[place - 1];
-      } else {
-        return;
-      }
+      const double gain = choose(tiers, ends, &column);
+      if (gain == 0.0) return;
+      const bool is_pattern = !column.pattern.empty();
       const Pattern shorter(column.shorter >= 0 ? 1 : 0, column.shorter);
-      const Int basic = basis_.enter(pattern ? *pattern : shorter, column.longer, pattern ? 1.0 : 0.0, least);
+      const Pattern& more = is_pattern ? column.pattern : shorter;
+      const Int basic = basis_.enter(more, column.longer, is_pattern ? 1.0 : 0.0, gain);
       if (basic < 0) return;
       basic_[basic] = std::move(column);
     }
+  }
+
+  // The column that saves most, and how much: a negative number; 0 where none saves enough.
+  double choose(const Pattern& tiers, const Pattern& ends, Column* column) const {
+    double least = -kLeastGain;
+    Int place = -1, pattern = -1;
+    for (Int k = 0; k < num_tiers(); ++k) {
+      const double gain = basis_.value[order_[k]] - (k > 0 ? basis_.value[order_[k - 1]] : 0.0);
+      if (gain < least) {
+        least = gain;
+        place = k;
+      }
+    }
+    Int next = 0;
+    for (Int k = 0; k < static_cast<Int>(ends.size()); ++k) {
+      double gain = 1.0;
+      for (; next < ends[k]; ++next) gain -= basis_.value[tiers[next]];
+      if (gain < least) {
+        least = gain;
+        pattern = k;
+      }
+    }
+    if (pattern >= 0) {
+      column->pattern = pool_[pattern];
+    } else if (place >= 0) {
+      column->longer = order_[place];
+      if (place > 0) column->shorter = order_[place - 1];
+    } else {
+      return 0.0;
+    }
+    return least;
   }
 
   bool price() {
@@ -240,15 +255,13 @@ class PackValues {
     return found;
   }
 
-  double gain_of(const Pattern& pattern) const {
-    double gain = 1.0;
-    for (const Int tier : pattern) gain -= basis_.value[tier];
-    return gain;
-  }
-
   void merge() {
-    pool_.erase(std::remove_if(pool_.begin(), pool_.end(), [&](const Pattern& p) { return gain_of(p) > kMostLost; }),
-                pool_.end());
+    const auto wastes_much = [&](const Pattern& pattern) {
+      double gain = 1.0;
+      for (const Int tier : pattern) gain -= basis_.value[tier];
+      return gain > kMostLost;
+    };
+    pool_.erase(std::remove_if(pool_.begin(), pool_.end(), wastes_much), pool_.end());
     for (Int i = num_tiers() - 1; i >= 0; --i) {
       const auto [pattern, shorter, longer] = basic_[i];
       if (shorter < 0) continue;

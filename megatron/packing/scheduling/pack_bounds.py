@@ -56,8 +56,8 @@ def fewest_microbatches(length: IntArray, num_ranks: int, capacity: int, multipl
     """`microbatch_lower_bound`, or more where best-fit decreasing finds no packing for so many and a search proves that
     there is none.
 
-    Nearly always best-fit does, or capacity is so large that it would, which costs nothing; a search takes milliseconds
-    (see `fit_into`).
+    Nearly always best-fit does, or capacity is so large that it would, which costs nothing; a search takes
+    milliseconds, at the worst a few dozen (see `fit_into`).
     """
     number = microbatch_lower_bound(length, num_ranks, capacity, multiple)
     # Of the packs of best-fit, at most one is filled up to no more than half.

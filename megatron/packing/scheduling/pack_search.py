@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES = ((1_000_000, 0), (16_000_000, 1))
+_VALUE_SEARCHES, _STEPS_PER_PACK_BY_VALUE = ((1_000_000, 0), (16_000_000, 1)), 1000
 """Steps for values, and swerves in a search by them; better values are looked for where the ones before decide nothing.
 """
 
@@ -62,50 +63,28 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
 
     Packs made over two by two (see `repartition`) find most packings that there are of three sequences or more to a
     pack, a search that goes nearly straight down most others; one that comes back to everything proves that there is
-    none. Up to a millisecond for 64 sequences, 3 for 256, 10 for 1,024, where none comes to an end; some fifty times
-    that in Python.
+    none. Up to a millisecond for 64 sequences, 3 for 256, 10 for 1,024, where none comes to an end. Then values refute it, or lead another search to a packing: mostly in 1 to 10 milliseconds more; up to 13 for
+    256 sequences and 22 for 1,024 where that stays open too. All takes some forty times that in Python.
     """
     pack = fit_by_pairs(length, capacity=capacity, num_packs=num_packs)
     if pack is not None:
         return Answer(pack, False)
-    answer = _search_straight(length, capacity, num_packs, 1)
-    if not answer.is_open:
-        return answer
-    if length.size <= _MOST_TO_REFUTE:
-        budget = _STEPS_TO_REFUTE
-        answer = search_packing(
-            length, capacity=capacity, num_packs=num_packs, swerves=budget, steps_per_pack=budget, budget=budget
-        )
+    search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
+    straight = partial(search, budget=_STEPS_PER_SEQUENCE * length.size)
+    answer = straight(swerves=1, steps_per_pack=_STEPS_PER_PACK)
+    if answer.is_open and length.size <= _MOST_TO_REFUTE:
+        answer = search(swerves=_STEPS_TO_REFUTE, steps_per_pack=_STEPS_TO_REFUTE, budget=_STEPS_TO_REFUTE)
     for budget, swerves in _VALUE_SEARCHES:
         if not answer.is_open:
             break
         values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
         if values.num_packs > num_packs:
             return Answer(None, True)
-        for room_counts in (False, True):
-            if answer.is_open:
-                answer = _search_straight(length, capacity, num_packs, swerves, values, room_counts)
+        by_value = partial(straight, swerves=swerves, steps_per_pack=_STEPS_PER_PACK_BY_VALUE, values=values)
+        answer = by_value()
+        if answer.is_open:
+            answer = by_value(room_counts=True)
     return answer
-
-
-def _search_straight(
-    length: IntArray,
-    capacity: int,
-    num_packs: int,
-    swerves: int,
-    values: Values | None = None,
-    room_counts: bool = False,
-) -> Answer:
-    return search_packing(
-        length,
-        capacity=capacity,
-        num_packs=num_packs,
-        swerves=swerves,
-        steps_per_pack=_STEPS_PER_PACK,
-        budget=_STEPS_PER_SEQUENCE * length.size,
-        values=values,
-        room_counts=room_counts,
-    )
 
 
 def search_packing(
@@ -129,14 +108,14 @@ def search_packing(
     """
     if num_packs * capacity < int(length.sum()):
         return Answer(None, True)
-    value, most_value = values or (np.zeros_like(length), 0)
+    values = values or Values(np.zeros_like(length), 0)
     if native.LIBRARY is None:
-        search = _Search(length.tolist(), capacity, value.tolist(), most_value, steps_per_pack, budget, room_counts)
+        search = _Search(length.tolist(), capacity, values, room_counts, steps_per_pack, budget)
         return search.run(num_packs, swerves)
     pack = np.empty(length.size, np.int64)
     options = (room_counts, swerves, _MOST_SETS, steps_per_pack, budget)
     found = native.LIBRARY.search_packing(
-        length.size, _at(length), capacity, _at(value), most_value, num_packs, *options, _at(pack)
+        length.size, _at(length), capacity, _at(values.value), values.most, num_packs, *options, _at(pack)
     )
     return Answer(pack if found == 1 else None, found == 0)
 
@@ -165,17 +144,10 @@ class _Search:
     """In Python, with the same steps as in C++."""
 
     def __init__(
-        self,
-        length: list[int],
-        capacity: int,
-        value: list[int],
-        most_value: int,
-        steps_per_pack: int,
-        budget: int,
-        room_counts: bool,
+        self, length: list[int], capacity: int, values: Values, room_counts: bool, steps_per_pack: int, budget: int
     ) -> None:
         self._length, self._capacity, self._budget = length, capacity, budget
-        self._value, self._most_value = value, most_value
+        self._value, self._most_value = values.value.tolist(), values.most
         self._steps_per_pack, self._room_counts = steps_per_pack, room_counts
         self._misses_none = True
 

@@ -64,8 +64,8 @@ class Values(NamedTuple):
 def pack_values(length: IntArray, *, capacity: int, num_packs: int, budget: int) -> Values:
     """Values by which sequences need as many packs as can be proven, or more than `num_packs`.
 
-    `length` is int64 [N], descending, each in 1..capacity. A step of the `budget` is about a number changed: a million
-    take about 0.7 milliseconds, some fifty times that in Python.
+    `length` is int64 [N], descending, each in 1..capacity, N at most 8192. A step of the `budget` is about a number
+    changed: a million take 0.6 milliseconds, up to thirty times that in Python.
     """
     assert length.size <= _MOST_SEQUENCES
     if native.LIBRARY is None:
