@@ -91,7 +91,10 @@ def even_rows(work: Work, room: Room, tight: Tight, short_last: Callable[[], Row
         yield found[-1]
     if not found:
         return
-    ways += sorted(_higher_ways(work, room), key=time_of_way)[:2]
+    for way in sorted(_higher_ways(work, room), key=time_of_way)[:2]:
+        ways.append(way)
+        found += [] if way.pack is None else [way.pack]
+        yield way.pack
     for way in sorted(ways, key=time_of_way):
         pack = _evener(work, room, way)
         found += [] if pack is None else [pack]
