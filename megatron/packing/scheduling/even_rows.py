@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.even import Effort, Room, Tight, evener_packs
+from megatron.packing.scheduling.pack_search import find_packing
 from megatron.packing.scheduling.placement import best_fit, fill, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 
@@ -25,6 +26,10 @@ IntArray = npt.NDArray[np.int64]
 _MOST_ROWS = 16
 _MAX_BISECTIONS = 7
 """To find how many sequences have room in rows that can't hold all."""
+_MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = 6, 1024, 100
+"""For packings of more sequences than best-fit finds room for, of up to so many; where the costliest one that is left
+costs such a part of a rank's mean.
+"""
 _FULL = 98
 """Percent: where first-fit fills the first row less, another way is tried, of up to so many sequences:"""
 _MOST_OTHERWISE = 2048
@@ -49,9 +54,9 @@ class Rows(NamedTuple):
 
 
 def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | None:
-    """A row less than best-fit decreasing needs, with as many sequences as that can hold, and the shortest ones in even
-    packs of a row after it: best-fit would leave a longer one for that. None where that is one row in all, or many, of
-    which the last hardly matters, or where the shortest ones take more than one.
+    """A row less than best-fit decreasing needs, with as many sequences as are found room for, and the shortest ones in
+    even packs of a row after it: best-fit would leave a longer one for that. None where that is one row in all, or
+    many, of which the last hardly matters, or where the shortest ones take more than one.
     """
     _, num_packs = best_fit(work.length, capacity=capacity)
     num_rows = (num_packs - 1) // num_ranks
@@ -64,6 +69,16 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
         middle_packs, num_packs = best_fit(work.length[:middle], capacity=capacity)
         if num_packs <= num_rows * num_ranks:
             low, packs = middle, middle_packs
+        else:
+            high = middle
+    high = work.length.size
+    for _ in range(_MAX_SEARCHES if high <= _MOST_SEARCHED else 0):
+        if high - low <= 1 or int(work.cost[low]) * num_ranks * _WORTH_SEARCHING < work.total:
+            break
+        middle = (low + high) // 2
+        answer = find_packing(work.length[:middle], capacity=capacity, num_packs=num_rows * num_ranks)
+        if answer.pack is not None:
+            low, packs = middle, answer.pack
         else:
             high = middle
     last = spread(work.cost[low:], work.length[low:], num_ranks=num_ranks, capacity=capacity)

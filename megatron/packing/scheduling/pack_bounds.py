@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
 from megatron.packing.scheduling.pack_search import fit_into, search_packing
+from megatron.packing.scheduling.pack_values import pack_values
 from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
@@ -24,6 +25,8 @@ _MOST_MULTIPLES = 32
 
 _NUM_PROBES, _STEPS_PER_PROBE = 4, 50_000
 """Searches for how many of the longest sequences need more packs."""
+_STEPS_FOR_VALUES = 16_000, 400
+"""And for values, for each sequence: where the tokens of all sequences have room, and where they don't."""
 
 
 _MOST_COUNTED = 4096
@@ -89,7 +92,8 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
     """So many of the longest sequences need more than `num_packs` packs; above N if all may fit.
 
     `needed` is `packs_needed`, which says so of some number. Where best-fit decreasing does not find packings for all
-    smaller ones, a few searches look for proofs that there are none: up to 0.2 milliseconds each.
+    smaller ones, a few searches look for proofs that there are none, and values (see `pack_values`): up to 0.5
+    milliseconds each; up to 10 where the tokens of all sequences would have room.
     """
     number = int(np.searchsorted(needed, num_packs + 1)) + 1
     if length.size > _MOST_SEARCHED or best_fit(length[: number - 1], capacity=capacity)[1] <= num_packs:
@@ -101,12 +105,17 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
             fits = middle
         else:
             fails = middle
+    steps_for_values = _STEPS_FOR_VALUES[0 if int(length.sum()) <= num_packs * capacity else 1] * length.size
     probe = fails
     for _ in range(_NUM_PROBES):
-        steps = _STEPS_PER_PROBE
-        if search_packing(
-            length[:probe], capacity=capacity, num_packs=num_packs, swerves=steps, steps_per_pack=steps, budget=steps
-        ).is_proof:
+        longest, steps = length[:probe], _STEPS_PER_PROBE
+        is_proven = search_packing(
+            longest, capacity=capacity, num_packs=num_packs, swerves=steps, steps_per_pack=steps, budget=steps
+        ).is_proof
+        if not is_proven:
+            values = pack_values(longest, capacity=capacity, num_packs=num_packs, budget=steps_for_values)
+            is_proven = values.num_packs > num_packs
+        if is_proven:
             number = probe
         else:
             fails = probe + 1

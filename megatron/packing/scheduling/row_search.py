@@ -1,14 +1,14 @@
-"""pure. A closer bound than `row_bounds` of steps whose ranks meet at every microbatch, by a search of seconds.
+"""pure. A closer bound than `row_bounds` of steps whose ranks meet at every microbatch, by a search of a second or so.
 
-A row is the packs of all ranks at one microbatch; it takes as long as its costliest. That no schedule takes less than
-some time is shown for each box of costs that the first and the second row may have, the costliest ones: all of that
-sequences that they can't hold must be in later rows, which have what is left of the time.
+A row is the packs of all ranks at one microbatch; it takes as long as its costliest. That no schedule takes as little
+as some time is shown for each box of costs that the first and the second row, the costliest ones, may have: all that
+they can't hold must be in later rows, which have what is left of the time.
 
-What two rows can't hold tells a linear programme with a column for each pattern of a pack (Gilmore and Gomory, "A linear
-programming approach to the cutting-stock problem", Operations Research 1961), in its dual: give each sequence a price
-that is at most its cost, and let no pack of a row hold more than W; then what all prices sum to above the two rows'
-packs times W is a lower bound of the cost in later rows. Floating point only chooses the prices; they are rounded to
-integers, and W of those is found by dynamic programming, over costs and over tokens.
+What two rows can't hold tells a linear programme with a column for each pattern of a pack (Gilmore and Gomory, "A
+linear programming approach to the cutting-stock problem", Operations Research 1961), in its dual: give each sequence a
+price that is at most its cost, if it may be in a later row, and let no pack of a row hold more than W; then what all
+prices sum to above the two rows' packs times W is a lower bound of the cost in later rows. Floating point only chooses
+the prices; they are rounded to integers, and W of those is found by dynamic programming, over costs and over tokens.
 """
 
 from __future__ import annotations
@@ -18,228 +18,267 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling.schedule import ScheduleRequest
 from megatron.packing.scheduling.simplex import Basis
 from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_MOST_ALONE, _NUM_SHARED = 40, 16
-"""Tiers of one of the costliest sequences, and tiers that others share, of each of which the price is that of the
-cheapest.
-"""
-_UNITS = 4096
-"""Costs of rows and tokens of packs are counted in such parts of the most."""
-_NARROWEST = 400
-"""A box is not halved below such a part of the time."""
-_MOST_BOXES = 400
 _NUM_HALVINGS = 5
-"""Of the span between the bounds, to find the highest time that is shown."""
+"""Of the span between the bound and the time, to find the longest time that is shown to be too short."""
+_MOST_ALONE, _NUM_SHARED = 40, 16
+"""Tiers of one sequence each, the costliest ones, and tiers that the others share: the price is as of its cheapest."""
+_UNITS = 4096
+"""Costs and tokens are counted in such parts of the most, rounded down."""
+_NARROWEST, _MOST_BOXES = 400, 400
+"""Boxes are halved down to such a part of the time, up to so many in all."""
 _MOST_ROUNDS, _MOST_PIVOTS = 30, 600
 _LEAST_GAIN = 1e-7
 
 
+def closer_bound(request: ScheduleRequest, time: int) -> int:
+    """No schedule takes less: from the request's bound up to `time`, that of some schedule, in units of the work.
+
+    Nothing is gained where ranks do not meet, or in pipelines.
+    """
+    low, high = request.bound.time, time
+    if not request.model.ranks_meet or request.model.num_stages > 1 or low >= high:
+        return low
+    search = RowSearch(request.work, request.num_ranks, request.capacity, high)
+    fewest, fixed = request.bound.min_microbatches, request.work.fixed
+    more = fewest + request.microbatch_multiple
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) // 2
+        if search.takes_longer(middle - fixed * fewest, fewest) and search.takes_longer(middle - fixed * more, None):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 class _Box(NamedTuple):
-    """Costs that the first row and the second may have, from the least up to the most of each."""
+    """Costs that the first row and the second may have: the least and the most of each."""
 
     first: tuple[int, int]
     second: tuple[int, int]
 
-
-class RowSearch:
-    """See the module's docstring."""
-
-    def __init__(self, work: Work, num_ranks: int, capacity: int) -> None:
-        self._cost, self._length, self._ranks = work.cost, work.length, num_ranks
-        self._total = work.total
-        self._capacity = capacity
-        size = work.cost.size
-        shared = np.linspace(min(size, _MOST_ALONE), size, _NUM_SHARED + 1).astype(np.int64)
-        starts = np.unique(np.concatenate((np.arange(min(size, _MOST_ALONE)), shared[:-1])))
-        starts = starts[starts < size]
-        self._count = np.diff(np.append(starts, size))
-        cheapest = starts + self._count - 1
-        self._tier_cost, tier_length = work.cost[cheapest], work.length[cheapest]
-        self._unit = -(-2 * int(work.cost[0]) // _UNITS)
-        self._by_cost = self._tier_cost // self._unit
-        token_unit = -(-capacity // _UNITS)
-        self._by_tokens, self._room = tier_length // token_unit, capacity // token_unit
-        self._prices: list[_Prices] = []
-
-    def least(self, *, low: int, high: int, num_microbatches: int, fixed: int) -> int: 
-        """x"""
-        while True:
-            pass
-
-    def is_refuted(self, time: int, least_second: int, later: bool) -> bool:
-        """Whether no two rows, and `later` ones, cost less than `time` in all."""
-        costliest = int(self._cost[0])
-        boxes = [_Box((costliest, time - least_second), (least_second, max(time - costliest, least_second)))]
-        looked = 0
-        self.log = []
-        while boxes:
-            box = boxes.pop()
-            (low, high), (second_low, second_high) = box
-            left = time - low - second_low
-            if left < 0 or second_low > high:
-                continue
-            looked += 1
-            if looked > _MOST_BOXES:
-                return False
-            if self._is_box_refuted(box, left if later else 0):
-                continue
-            if max(high - low, second_high - second_low) * _NARROWEST <= time:
-                return False
-            if high - low >= second_high - second_low:
-                middle = (low + high) // 2
-                boxes += [_Box((middle + 1, high), box.second), _Box((low, middle), box.second)]
-            else:
-                middle = (second_low + second_high) // 2
-                boxes += [_Box(box.first, (middle + 1, second_high)), _Box(box.first, (second_low, middle))]
-        self.looked = looked
-        return True
-
-    def _is_box_refuted(self, box: _Box, left: int) -> bool:
-        tops = (box.first[1], min(box.second[1], box.first[1]))
-        most_left = left * self._ranks
-        if self._total > self._ranks * sum(tops) + most_left:
-            return True
-        for prices in self._prices[::-1]:
-            if left <= prices.most_single and self._above(prices, tops) > most_left:
-                return True
-        for by_tokens in (False, True):
-            if self._solve(tops, left, by_tokens):
-                return True
-        return False
-
-    def _above(self, prices: _Prices, tops: tuple[int, int]) -> int:
-        most = [min(int(prices.by_cost[min(top // self._unit, _UNITS)]), prices.by_tokens) for top in tops]
-        return prices.total - self._ranks * sum(most)
-
-    def _solve(self, tops: tuple[int, int], left: int, by_tokens: bool) -> bool:
-        num_tiers, scale = self._count.size, float(self._cost[0])
-        may_be_left = self._tier_cost <= left
-        cost = np.where(may_be_left, self._tier_cost / scale, self._total / scale)
-        basis = Basis(0.0, 0.0, 1.0)
-        basis.cost = np.concatenate((cost, [0.0, 0.0]))
-        basis.amount = np.concatenate((self._count.astype(float), [float(self._ranks)] * 2))
-        basis._inverse = np.eye(num_tiers + 2)
-        basis.value = basis.cost.copy()
-        caps = [min(top // self._unit, _UNITS) for top in tops]
-        sizes = [self._by_tokens if by_tokens else self._by_cost, self._by_cost]
-        rooms = [self._room if by_tokens else caps[0], caps[1]]
-        pool: list[list[int]] = []
-        known: set[tuple[int, ...]] = set()
-        padded = np.zeros((0, 1), np.int64)
-        limit = left * self._ranks / scale
-        pivots = 0
-        for _ in range(_MOST_ROUNDS):
-            basis.revalue()
-            while pivots < _MOST_PIVOTS:
-                values = np.append(basis.value, 0.0)
-                y = values[:num_tiers]
-                # order: tiers descending in cost
-                drops = y - np.append(y[1:], 0.0)  # a costlier one's price is at least that of a cheaper one
-                gains = -values[padded].sum(axis=1) if len(pool) else np.zeros(0)
-                slack = -values[num_tiers:num_tiers + 2]
-                fluid = cost - y
-                every = np.concatenate((drops, gains, slack, fluid))
-                k = int(every.argmin())
-                if every[k] >= -_LEAST_GAIN:
-                    break
-                g = float(every[k])
-                pivots += 1
-                if k < num_tiers:
-                    r = basis.enter([k + 1] if k + 1 < num_tiers else [], k, 0.0, g)
-                elif k < num_tiers + len(pool):
-                    r = basis.enter(pool[k - num_tiers], -1, 0.0, g)
-                elif k < num_tiers + len(pool) + 2:
-                    r = basis.enter([num_tiers + k - num_tiers - len(pool)], -1, 0.0, g)
-                else:
-                    j = k - num_tiers - len(pool) - 2
-                    r = basis.enter([j], -1, float(cost[j]), g)
-                if r < 0:
-                    break
-            objective = float((basis.cost * basis.amount).sum())
-            y = np.maximum(basis.value[:num_tiers], 0.0)
-            price = np.floor(y * scale).astype(np.int64)
-            price = np.where(may_be_left, np.minimum(price, self._tier_cost), price)
-            price = np.maximum.accumulate(price[::-1])[::-1]
-            by_cost = _passes(self._by_cost, price, self._count, _UNITS)
-            tokens = _passes(self._by_tokens, price, self._count, self._room)
-            prices = _Prices(
-                int(self._tier_cost[~may_be_left].min(initial=0)) if False else int(left),
-                int((price * self._count).sum()),
-                by_cost[-1][1],
-                int(tokens[-1][1][-1]),
-            )
-            if self._above(prices, tops) > left * self._ranks:
-                self._prices.append(prices)
-                return True
-            if objective <= limit:
-                return False
-            added = 0
-            for row in (0, 1):
-                passes = tokens if by_tokens and row == 0 else by_cost
-                table = passes[-1][1]
-                allowed = -basis.value[num_tiers + row] * scale
-                for k in range(num_tiers):
-                    if sizes[row][k] > rooms[row] or self._tier_cost[k] > tops[row]:
-                        continue
-                    if table[rooms[row] - sizes[row][k]] + price[k] <= allowed + 1e-6 * scale:
-                        continue
-                    pattern = sorted([k, *_traced(passes, rooms[row] - int(sizes[row][k])), num_tiers + row])
-                    if tuple(pattern) not in known:
-                        known.add(tuple(pattern))
-                        pool.append(pattern)
-                        added += 1
-            if not added or pivots >= _MOST_PIVOTS:
-                return False
-            most = max(map(len, pool))
-            padded = np.array([p + [num_tiers + 2] * (most - len(p)) for p in pool], np.int64)
-        return False
+    def halves(self) -> tuple[_Box, _Box]:
+        """Of the longer side."""
+        if self.first[1] - self.first[0] >= self.second[1] - self.second[0]:
+            low, high = _halved(self.first)
+            return _Box(high, self.second), _Box(low, self.second)
+        low, high = _halved(self.second)
+        return _Box(self.first, high), _Box(self.first, low)
 
 
 class _Prices(NamedTuple):
-    """Prices that were chosen once: what they sum to, and what packs hold of them at the most."""
+    """Prices that were chosen once."""
 
-    most_single: int
+    left: int
+    """Cheaper sequences may be in later rows, so that their prices are at most their costs."""
     total: int
     by_cost: IntArray
-    """Of packs of so many units of cost."""
+    """The most that a pack of so many units of cost holds."""
     by_tokens: int
-    """Of packs of full capacity."""
+    """The most that a pack of full capacity holds."""
 
 
-def _passes(size: IntArray, price: IntArray, count: IntArray, room: int) -> list[tuple[tuple[int, int, int], IntArray]]:
-    """The most price within each room, after each of some passes: (tier, copies, size) and int64 [room + 1]."""
-    table = np.zeros(room + 1, np.int64)
-    passes = [((-1, 0, 0), table)]
-    for tier in range(size.size):
-        if price[tier] == 0:
-            continue
-        s, copies = int(size[tier]), 1
-        left = min(int(count[tier]), room // s if s else int(count[tier]))
-        if s == 0:
-            table = table + int(price[tier]) * left
-            passes.append(((tier, left, 0), table))
-            continue
-        while left > 0:
-            copies = min(copies, left)
-            table = table.copy()
-            shift = s * copies
-            before = passes[-1][1]
-            np.maximum(before[shift:], before[: room + 1 - shift] + int(price[tier]) * copies, out=table[shift:])
-            passes.append(((tier, copies, shift), table))
+class RowSearch:
+    """Whether rows can be that short; times are without fixed costs, at most `most`."""
+
+    def __init__(self, work: Work, num_ranks: int, capacity: int, most: int) -> None:
+        size = work.cost.size
+        self._num_ranks, self._total = num_ranks, work.total
+        self._costliest = int(work.cost[0])
+        alone = min(size, _MOST_ALONE)
+        shared = np.linspace(alone, size, _NUM_SHARED + 1).astype(np.int64)[:-1]
+        starts = np.unique(np.concatenate((np.arange(alone), shared[shared < size])))
+        self._count = np.diff(np.append(starts, size))
+        cheapest = starts + self._count - 1
+        self._cost = work.cost[cheapest]
+        self._unit, token_unit = -(-most // _UNITS), -(-capacity // _UNITS)
+        self._units, self._tokens = self._cost // self._unit, work.length[cheapest] // token_unit
+        self._capacity = capacity // token_unit
+        self._prices: list[_Prices] = []
+
+    def takes_longer(self, time: int, num_rows: int | None) -> bool:
+        """Whether no schedule of so many rows (None: of any number) takes `time` or less, shown box by box."""
+        most_second = time - self._costliest
+        boxes = [_Box((self._costliest, time), (0, most_second))] if most_second >= 0 else []
+        for _ in range(_MOST_BOXES):
+            if not boxes:
+                return True
+            box = boxes.pop()
+            left = time - box.first[0] - box.second[0]
+            if left < 0 or box.second[0] > box.first[1]:
+                continue
+            if num_rows is not None:
+                left = min(left, max(num_rows - 2, 0) * box.second[1])
+            tops = box.first[1], box.second[1] if num_rows != 1 else 0
+            if self._is_impossible((tops[0], min(tops)), left):
+                continue
+            if max(box.first[1] - box.first[0], box.second[1] - box.second[0]) * _NARROWEST <= time:
+                return False
+            boxes += box.halves()
+        return False
+
+    def _is_impossible(self, tops: tuple[int, int], left: int) -> bool:
+        """Whether rows of at most these costs, and later ones of at most `left` in all, can't hold all sequences."""
+        if self._total > self._num_ranks * (sum(tops) + left):
+            return True
+        # No later row costs more than the second.
+        dearest = min(left, tops[1])
+        for prices in reversed(self._prices):
+            if dearest <= prices.left and self._above(prices, tops) > left * self._num_ranks:
+                return True
+        return any(_Programme(self, tops, left, dearest, by_tokens).is_refuted() for by_tokens in (False, True))
+
+    def _above(self, prices: _Prices, tops: tuple[int, int]) -> int:
+        """What two rows can't hold of the prices."""
+        return prices.total - self._num_ranks * sum(
+            min(int(prices.by_cost[top // self._unit]), prices.by_tokens) for top in tops
+        )
+
+
+class _Programme:
+    """The least cost in later rows, in floating point: packs hold what fits their row's cost, or in the first row, if
+    `by_tokens`, their capacity.
+
+    Its rows are the tiers, costliest first, and the packs of the two rows; a column is the pattern of a pack, or one of
+    a tier in a later row, or a place of a tier given to the next cheaper one, or an empty pack.
+    """
+
+    def __init__(self, search: RowSearch, tops: tuple[int, int], left: int, dearest: int, by_tokens: bool) -> None:
+        self._search, self._tops, self._left, self._dearest = search, tops, left, dearest
+        self._by_tokens = by_tokens
+        self._scale = float(search._costliest)
+        self._num_tiers = search._count.size
+        self._may_be_left = search._cost <= dearest
+        # What may not be in a later row costs more there than anything.
+        self._cost = np.where(self._may_be_left, search._cost, search._total) / self._scale
+        amount = np.append(search._count, [search._num_ranks] * 2).astype(np.float64)
+        self._basis = Basis.of_ones(np.append(self._cost, [0.0, 0.0]), amount)
+        self._patterns: dict[tuple[int, ...], None] = {}
+
+    def is_refuted(self) -> bool:
+        """Whether prices show that more must be in later rows than there may be."""
+        search, pivots = self._search, 0
+        for _ in range(_MOST_ROUNDS):
+            pivots += self._improve()
+            price = self._prices()
+            by_cost = _most_by_room(search._units, price, search._count, _UNITS)
+            by_tokens = _most_by_room(search._tokens, price, search._count, search._capacity)
+            total = int((price * search._count).sum())
+            prices = _Prices(self._dearest, total, by_cost[-1].most, int(by_tokens[-1].most[-1]))
+            if search._above(prices, self._tops) > self._left * search._num_ranks:
+                search._prices.append(prices)
+                return True
+            if float((self._basis.cost * self._basis.amount).sum()) * self._scale <= self._left * search._num_ranks:
+                return False
+            is_new = False
+            for row in (0, 1):
+                is_new |= self._add_patterns(row, price, by_tokens if self._by_tokens and row == 0 else by_cost)
+            if not is_new or pivots >= _MOST_PIVOTS:
+                return False
+        return False
+
+    def _improve(self) -> int:
+        """The simplex method over the known columns; the number of pivots."""
+        patterns = [list(pattern) for pattern in self._patterns]
+        longest = max(map(len, patterns), default=1)
+        nothing = self._num_tiers + 2
+        padded = np.array([pattern + [nothing] * (longest - len(pattern)) for pattern in patterns], np.int64)
+        padded = padded.reshape(-1, longest)
+        self._basis.revalue()
+        for pivot in range(_MOST_PIVOTS):
+            values = np.append(self._basis.value, 0.0)
+            of_tiers = values[: self._num_tiers]
+            given = of_tiers - np.append(of_tiers[1:], 0.0)
+            gains = np.concatenate(
+                (given, self._cost - of_tiers, -values[self._num_tiers : -1], -values[padded].sum(axis=1))
+            )
+            chosen = int(gains.argmin())
+            gain, tier = float(gains[chosen]), chosen % self._num_tiers
+            if not gain < -_LEAST_GAIN:
+                return pivot
+            if chosen < self._num_tiers:
+                cheaper = [tier + 1] if tier + 1 < self._num_tiers else []
+                basic = self._basis.enter(cheaper, tier, 0.0, gain)
+            elif chosen < 2 * self._num_tiers:
+                basic = self._basis.enter([tier], -1, float(self._cost[tier]), gain)
+            elif chosen < 2 * self._num_tiers + 2:
+                basic = self._basis.enter([chosen - self._num_tiers], -1, 0.0, gain)
+            else:
+                basic = self._basis.enter(patterns[chosen - 2 * self._num_tiers - 2], -1, 0.0, gain)
+            if basic < 0:
+                return pivot
+        return _MOST_PIVOTS
+
+    def _prices(self) -> IntArray:
+        """In integers, that of a costlier tier no lower."""
+        values = np.maximum(self._basis.value[: self._num_tiers], 0.0)
+        price = np.floor(values * self._scale).astype(np.int64)
+        price = np.where(self._may_be_left, np.minimum(price, self._search._cost), price)
+        return np.maximum.accumulate(price[::-1])[::-1]
+
+    def _add_patterns(self, row: int, price: IntArray, passes: list[_Pass]) -> bool:
+        """Of each tier the pack of the row that holds most beside one of it, if that is worth more than a pack."""
+        search = self._search
+        size, room = search._units, self._tops[row] // search._unit
+        if self._by_tokens and row == 0:
+            size, room = search._tokens, search._capacity
+        worth = (1e-6 - self._basis.value[self._num_tiers + row]) * self._scale
+        before = len(self._patterns)
+        for tier in np.flatnonzero((size <= room) & (search._cost <= self._tops[row])).tolist():
+            room_beside = room - int(size[tier])
+            if int(passes[-1].most[room_beside]) + int(price[tier]) > worth:
+                pattern = sorted([tier, *_held(passes, room_beside), self._num_tiers + row])
+                self._patterns.setdefault(tuple(pattern))
+        return len(self._patterns) > before
+
+
+class _Pass(NamedTuple):
+    """One step of the dynamic programme: so many of a tier were offered to packs of all rooms."""
+
+    tier: int
+    copies: int
+    size: int
+    """Of all these copies."""
+    most: IntArray
+    """What packs hold at the most after it, int64 [room + 1]."""
+
+
+def _most_by_room(size: IntArray, price: IntArray, count: IntArray, room: int) -> list[_Pass]:
+    """The most price that packs of each room hold, with no more of a tier than there are; the first pass is empty.
+
+    Copies are offered in powers of two.
+    """
+    passes = [_Pass(-1, 0, 0, np.zeros(room + 1, np.int64))]
+    for tier in np.flatnonzero(price > 0).tolist():
+        one, worth, left, copies = int(size[tier]), int(price[tier]), int(count[tier]), 1
+        left = min(left, room // one) if one else left
+        while left:
+            copies = min(copies, left) if one else left
+            before = passes[-1].most
+            most = before.copy()
+            offered = before[: room + 1 - one * copies] + worth * copies
+            np.maximum(before[one * copies :], offered, out=most[one * copies :])
+            passes.append(_Pass(tier, copies, one * copies, most))
             left -= copies
             copies *= 2
     return passes
 
 
-def _traced(passes: list[tuple[tuple[int, int, int], IntArray]], room: int) -> list[int]:
-    found: list[int] = []
+def _held(passes: list[_Pass], room: int) -> list[int]:
+    """Tiers, each as often as the pack of that room holds one of it."""
+    held: list[int] = []
     for number in range(len(passes) - 1, 0, -1):
-        (tier, copies, shift), table = passes[number]
-        if shift == 0 or table[room] != passes[number - 1][1][room]:
-            found += [tier] * copies
-            room -= shift
-    return found
+        if passes[number].most[room] != passes[number - 1].most[room]:
+            held += [passes[number].tier] * passes[number].copies
+            room -= passes[number].size
+    return held
+
+
+def _halved(span: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    middle = (span[0] + span[1]) // 2
+    return (span[0], middle), (min(middle + 1, span[1]), span[1])

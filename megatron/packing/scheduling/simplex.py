@@ -24,6 +24,14 @@ class Basis:
         """Dual value of each row, float64 [rows]."""
         self._inverse = np.array([[inverse]])
 
+    @classmethod
+    def of_ones(cls, cost: FloatArray, amount: FloatArray) -> Basis:
+        """For each row a basic column that holds one of it and nothing else."""
+        basis = cls(0.0, 0.0, 1.0)
+        basis.cost, basis.amount, basis.value = cost.copy(), amount.copy(), cost.copy()
+        basis._inverse = np.eye(cost.size)
+        return basis
+
     def grow(self, like: int, cost: float, amount: float) -> None:
         """Adds a row, and for it a basic column that also takes from row `like`."""
         size = self.cost.size

@@ -86,8 +86,10 @@ def test_a_packing_is_found_that_other_searches_miss(form):
     capacity = int(length.sum()) * 1002 // 24_000
     assert best_fit(length, capacity=capacity)[1] == 25
     for steps, swerves in ((1000 * length.size, 1), (200_000, 200_000)):
-        options = {"swerves": swerves, "steps_per_pack": 400, "budget": steps}
-        assert search_packing(length, capacity=capacity, num_packs=24, **options).pack is None
+        answer = search_packing(
+            length, capacity=capacity, num_packs=24, swerves=swerves, steps_per_pack=400, budget=steps
+        )
+        assert answer.pack is None
     pack = fit_by_pairs(length, capacity=capacity, num_packs=24)
     assert pack is not None
     assert np.bincount(pack, weights=length).max() <= capacity
