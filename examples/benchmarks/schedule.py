@@ -216,7 +216,7 @@ batches for which the bound allows about that; in most of these all sequences ar
 no choice.
 
 Where ranks meet and `default` takes more than 1.02 times the bound that it is given and that training prints, the bound
-is a closer one (megatron/packing/scheduling/row_search.py), of which the milliseconds know nothing: it takes a second.
+is a closer one (megatron/packing/scheduling/row_search.py), of which the milliseconds know nothing: it takes seconds.
 """
 
 

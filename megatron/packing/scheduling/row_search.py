@@ -1,4 +1,4 @@
-"""pure. A closer bound than `row_bounds` of steps whose ranks meet at every microbatch, by a search of a second or so.
+"""pure. A closer bound than `row_bounds` of steps whose ranks meet at every microbatch, by a search of seconds.
 
 A row is the packs of all ranks at one microbatch; it takes as long as its costliest. That no schedule takes as little
 as some time is shown for each box of costs that the first and the second row, the costliest ones, may have: all that
@@ -24,9 +24,9 @@ from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_NUM_HALVINGS = 5
+_NUM_HALVINGS = 6
 """Of the span between the bound and the time, to find the longest time that is shown to be too short."""
-_MOST_ALONE, _NUM_SHARED = 40, 16
+_MOST_ALONE, _NUM_SHARED = 40, 96
 """Tiers of one sequence each, the costliest ones, and tiers that the others share: the price is as of its cheapest."""
 _UNITS = 4096
 """Costs and tokens are counted in such parts of the most, rounded down."""
