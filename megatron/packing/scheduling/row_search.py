@@ -28,6 +28,7 @@ _NUM_HALVINGS = 6
 """Of the span between the bound and the time, to find the longest time that is shown to be too short."""
 _MOST_ALONE, _NUM_SHARED = 40, 96
 """Tiers of one sequence each, the costliest ones, and tiers that the others share: the price is as of its cheapest."""
+_MOST_SEQUENCES = 2048
 _UNITS = 4096
 """Costs and tokens are counted in such parts of the most, rounded down."""
 _NARROWEST, _MOST_BOXES = 400, 400
@@ -39,10 +40,12 @@ _LEAST_GAIN = 1e-7
 def closer_bound(request: ScheduleRequest, time: int) -> int:
     """No schedule takes less: from the request's bound up to `time`, that of some schedule, in units of the work.
 
-    Nothing is gained where ranks do not meet, or in pipelines.
+    Nothing is gained where ranks do not meet, in pipelines, or of more than 2048 sequences, which tiers tell too little
+    of.
     """
     low, high = request.bound.time, time
-    if not request.model.ranks_meet or request.model.num_stages > 1 or low >= high:
+    is_for_rows = request.model.ranks_meet and request.model.num_stages == 1
+    if not is_for_rows or low >= high or request.lengths.size > _MOST_SEQUENCES:
         return low
     search = RowSearch(request.work, request.num_ranks, request.capacity, high)
     fewest, fixed = request.bound.min_microbatches, request.work.fixed
