@@ -33,11 +33,12 @@ How `default` finds a schedule, pure and in exact integers:
 
     step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
     work           the sequences by cost
-    bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds)
+    bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds); row_search, closer
     pack_search    whether sequences fit into so many packs, and how; pack_values proves where they do not (simplex)
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
     placement      their inner loops, in C++ where it could be built (native), else loops
+    repartition    packs made over two by two, where they are full
     repacking      packs dealt to ranks, split anew and renamed, in C++ too
     movement       as good a placement that moves fewer tokens
     arrange        the order of each rank's packs, and in pipelines their sizes, as near as can be to the best shape

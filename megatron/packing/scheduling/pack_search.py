@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +40,9 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES, _STEPS_PER_PACK_BY_VALUE = ((1_000_000, 0), (16_000_000, 1)), 1000
-"""Steps for values, and swerves in a search by them; better values are looked for where the ones before decide nothing.
+_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, ((1, 1000), (1, 400), (2, 600))))
+"""Steps for values; swerves and steps for each pack in searches by them, which find different packings. Better values
+are looked for where those before decide nothing.
 """
 
 
@@ -62,24 +63,23 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
 
     After `find_packing` a search that comes back to everything may prove that there is none. Then values refute it, or
-    lead another search to a packing: mostly in 1 to 10 milliseconds more; up to 13 for 256 sequences and 22 for 1,024
+    lead another search to a packing: mostly in 1 to 10 milliseconds more; up to 20 for 256 sequences and 45 for 1,024
     where that stays open too. All takes some forty times that in Python.
     """
     answer = find_packing(length, capacity=capacity, num_packs=num_packs)
     search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
     if answer.is_open and length.size <= _MOST_TO_REFUTE:
         answer = search(swerves=_STEPS_TO_REFUTE, steps_per_pack=_STEPS_TO_REFUTE, budget=_STEPS_TO_REFUTE)
-    for budget, swerves in _VALUE_SEARCHES:
+    for budget, tries in _VALUE_SEARCHES:
         if not answer.is_open:
             break
         values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
         if values.num_packs > num_packs:
             return Answer(None, True)
-        straight = partial(search, budget=_STEPS_PER_SEQUENCE * length.size)
-        by_value = partial(straight, swerves=swerves, steps_per_pack=_STEPS_PER_PACK_BY_VALUE, values=values)
-        answer = by_value()
-        if answer.is_open:
-            answer = by_value(room_counts=True)
+        by_value = partial(search, budget=_STEPS_PER_SEQUENCE * length.size, values=values)
+        for (swerves, steps_per_pack), room_counts in product(tries, (False, True)):
+            if answer.is_open:
+                answer = by_value(swerves=swerves, steps_per_pack=steps_per_pack, room_counts=room_counts)
     return answer
 
 
