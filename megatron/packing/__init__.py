@@ -33,7 +33,8 @@ How `default` finds a schedule, pure and in exact integers:
 
     step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
     work           the sequences by cost
-    bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds); row_search, closer
+    bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds);
+                   row_search in seconds and closer
     pack_search    whether sequences fit into so many packs, and how; pack_values proves where they do not (simplex)
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
