@@ -63,6 +63,12 @@ def time_of(request: ScheduleRequest, schedule: Schedule) -> int:
     return request.model.time_of(request.work.pack_costs(pack, request.num_ranks, schedule.num_microbatches))
 
 
+def bound_beside(request: ScheduleRequest, time: int, look_closer: float) -> int:
+    """The request's bound, or a closer one where the time is more than so many times that."""
+    bound = request.bound.time
+    return closer_bound(request, time) if time > look_closer * bound else bound
+
+
 @dataclass
 class Record:
     """What one scheduler did in one mode."""
@@ -101,9 +107,7 @@ def compare(all_cases: list[Case]) -> dict[tuple[str, str], Record]:
         for mode, model in MODES.items():
             request = case.request(model)
             found = unshaped(request)
-            bound, time = request.bound.time, time_of(request, found)
-            if time > LOOK_CLOSER * bound:
-                bound = closer_bound(request, time)
+            bound = bound_beside(request, time_of(request, found), LOOK_CLOSER)
             for name, scheduler in CONTENDERS.items():
                 if scheduler is differencing_by_cost and case.size > MOST_FOR_DIFFERENCING:
                     continue

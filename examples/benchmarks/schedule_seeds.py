@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from schedule import MODES, time_of, unshaped
+from schedule import MODES, bound_beside, time_of, unshaped
 from schedule_cases import Case, cases
-
-from megatron.packing.scheduling.row_search import closer_bound
 
 RESULTS = Path(__file__).parent / "results" / "schedule_seeds.md"
 
@@ -25,8 +23,8 @@ SIZES, RANKS = (64, 256, 1024, 8192, 100_000), (1, 2, 8, 64, 512, 4096)
 def ratio(case: Case, mode: str, seed: int) -> float:
     """Modelled time over the bound."""
     request = case.request(MODES[mode], seed)
-    time, bound = time_of(request, unshaped(request)), request.bound.time
-    return time / (closer_bound(request, time) if time > ASKED[mode] * bound else bound)
+    time = time_of(request, unshaped(request))
+    return time / bound_beside(request, time, ASKED[mode])
 
 
 def main() -> None:
@@ -35,6 +33,8 @@ def main() -> None:
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
     options = parser.parse_args()
+    if not 0 <= options.first <= options.last:
+        parser.error(f"seeds go from 0 up, from the first to the last, but are {options.first} to {options.last}")
     rows, above, num_batches = [], [], 0
     for seed in range(options.first, options.last + 1):
         worst = dict.fromkeys(MODES, 1.0)

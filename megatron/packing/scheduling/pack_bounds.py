@@ -16,19 +16,14 @@ from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
 
-
 _MOST_SEARCHED = 1024
 """Sequences; of more, a search would take longer than the microbatches that it might save are worth."""
 _MOST_MULTIPLES = 32
 """Microbatches, in multiples, beside which one multiple more hardly counts: it adds nothing but fixed costs."""
-
-
 _NUM_PROBES, _STEPS_PER_PROBE = 4, 50_000
 """Searches for how many of the longest sequences need more packs."""
 _STEPS_FOR_VALUES = 16_000, 400
 """And for values, for each sequence: where the tokens of all sequences have room, and where they don't."""
-
-
 _MOST_COUNTED = 4096
 _MOST_IN_ROOM = 7
 """Sequences beside a long one: of so many or fewer it is counted how often they fit."""
