@@ -35,7 +35,8 @@ How `default` finds a schedule, pure and in exact integers:
     work           the sequences by cost
     bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds);
                    row_search in seconds and closer
-    pack_search    whether sequences fit into so many packs, and how; pack_values proves where they do not (simplex)
+    pack_fit       whether sequences fit into so many packs, and how: by dominance (pack_reduction), by bin completion
+                   (pack_search), by values, which also prove that they do not (pack_values, simplex)
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
     placement      their inner loops, in C++ where it could be built (native), else loops

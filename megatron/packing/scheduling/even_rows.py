@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.even import Effort, Room, Tight, evener_packs
-from megatron.packing.scheduling.pack_search import find_packing
+from megatron.packing.scheduling.pack_fit import find_packing
 from megatron.packing.scheduling.placement import best_fit, fill, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 4
 """That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
@@ -61,7 +61,7 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
-        "search_packing": [number, array, number, array, *[number] * 7, array],
+        "search_packing": [number, array, number, array, *[number] * 8, array],
         "pack_values": [number, array, *[number] * 3, array],
         "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
         "holds": [number, array, array, array, *[number] * 8],

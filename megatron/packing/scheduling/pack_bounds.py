@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
-from megatron.packing.scheduling.pack_search import fit_into, search_packing
+from megatron.packing.scheduling.pack_fit import fit_into
+from megatron.packing.scheduling.pack_search import search_packing
 from megatron.packing.scheduling.pack_values import pack_values
 from megatron.packing.scheduling.placement import best_fit
 
@@ -55,7 +56,7 @@ def fewest_microbatches(length: IntArray, num_ranks: int, capacity: int, multipl
     there is none.
 
     Nearly always best-fit does, or capacity is so large that it would, which costs nothing; a search takes
-    milliseconds, at the worst a few dozen (see `fit_into`).
+    milliseconds, at the worst a few hundred (see `fit_into`).
     """
     number = microbatch_lower_bound(length, num_ranks, capacity, multiple)
     # Of the packs of best-fit, at most one is filled up to no more than half.

@@ -1,16 +1,15 @@
-"""pure. Whether sequences fit into so many packs: a packing, a proof that there is none, or neither within its budget.
+"""pure. Bin completion: a packing into so many packs, a proof that there is none, or neither within its budget.
 
-Bin completion (Korf, "A new algorithm for optimal bin packing", AAAI 2002): the longest sequence left opens a pack, and
-each set of others that may share it is tried, as long as all packs together leave no more room empty than there is to
-spare. A set is not tried where another one is as good: one with a sequence more, with a longer one instead of one of
-its own, or with one instead of two (dominance of Martello and Toth, "Lower bounds and reduction procedures for the bin
-packing problem", 1990). Sets of few sequences come first, of those the fullest: short ones fill gaps later.
+The longest sequence left opens a pack, and each set of others that may share it is tried, as long as all packs together
+leave no more room empty than there is to spare (Korf, "A new algorithm for optimal bin packing", AAAI 2002). A set is
+not tried where another one is as good: one with a sequence more, with a longer one instead of one of its own, or with
+one instead of two (dominance of Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
+1990). Sets of few sequences come first, of those the fullest: short ones fill gaps later.
 
-Where that decides nothing, sequences get values (see `pack_values`). Either the values prove that there is no packing,
-or they are a second thing of which all packs together have only so much to spare, which is mostly less: a set that
-wastes more is not tried, and sets that waste least come first. That a set is not tried where another is as good stays
-right: where a packing with the one exists, there is a packing with the other, and every packing is within what there is
-to spare.
+Where sequences have values (see `pack_values`), these are a second thing of which all packs together have only so much
+to spare, which is mostly less: a set that wastes more is not tried, and sets that waste least come first. That a set is
+not tried where another is as good stays right: where a packing with the one exists, there is a packing with the other,
+and every packing is within what there is to spare.
 
 The search exists twice, in C++ (see `native`) and in Python (below), and gives the same result in both forms and on
 every machine: its budget counts steps, not time.
@@ -20,8 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import partial
-from itertools import accumulate, combinations, product
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -29,21 +27,12 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
-from megatron.packing.scheduling.pack_values import Values, pack_values
-from megatron.packing.scheduling.repartition import fit_by_pairs
+from megatron.packing.scheduling.pack_values import Values
 
 IntArray = npt.NDArray[np.int64]
 
 _MOST_SETS = 50
 """Looked for, for one pack; where there are more, a search that finds nothing proves nothing."""
-_STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
-"""To find a packing, where hardly more than the first set of each pack is tried."""
-_STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
-"""And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, ((1, 1000), (1, 400), (2, 600))))
-"""Steps for values; swerves and steps for each pack in searches by them, which find different packings. Better values
-are looked for where those before decide nothing.
-"""
 
 
 class Answer(NamedTuple):
@@ -59,48 +48,6 @@ class Answer(NamedTuple):
         return self.pack is None and not self.is_proof
 
 
-def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
-    """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
-
-    After `find_packing` a search that comes back to everything may prove that there is none. Then values refute it, or
-    lead another search to a packing: mostly in 1 to 10 milliseconds more; up to 20 for 256 sequences and 45 for 1,024
-    where that stays open too. All takes some forty times that in Python.
-    """
-    answer = find_packing(length, capacity=capacity, num_packs=num_packs)
-    search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
-    if answer.is_open and length.size <= _MOST_TO_REFUTE:
-        answer = search(swerves=_STEPS_TO_REFUTE, steps_per_pack=_STEPS_TO_REFUTE, budget=_STEPS_TO_REFUTE)
-    for budget, tries in _VALUE_SEARCHES:
-        if not answer.is_open:
-            break
-        values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
-        if values.num_packs > num_packs:
-            return Answer(None, True)
-        by_value = partial(search, budget=_STEPS_PER_SEQUENCE * length.size, values=values)
-        for (swerves, steps_per_pack), room_counts in product(tries, (False, True)):
-            if answer.is_open:
-                answer = by_value(swerves=swerves, steps_per_pack=steps_per_pack, room_counts=room_counts)
-    return answer
-
-
-def find_packing(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
-    """`fit_into` as far as it is quick: packs made over two by two (see `repartition`) find most packings that there
-    are of three sequences or more to a pack, a search that goes nearly straight down most others. Up to a millisecond
-    for 64 sequences, 3 for 256, 10 for 1,024, where neither finds any.
-    """
-    pack = fit_by_pairs(length, capacity=capacity, num_packs=num_packs)
-    if pack is not None:
-        return Answer(pack, False)
-    return search_packing(
-        length,
-        capacity=capacity,
-        num_packs=num_packs,
-        swerves=1,
-        steps_per_pack=_STEPS_PER_PACK,
-        budget=_STEPS_PER_SEQUENCE * length.size,
-    )
-
-
 def search_packing(
     length: IntArray,
     *,
@@ -110,24 +57,27 @@ def search_packing(
     steps_per_pack: int,
     budget: int,
     values: Values | None = None,
-    room_counts: bool = False,
+    room_weight: int = 0,
+    most_filled: int | None = None,
 ) -> Answer:
-    """`fit_into` by one search.
+    """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
 
     On each way down it leaves the first set of packs for later ones at most `swerves` times: an n-th later set counts
     n times (limited discrepancy search: Harvey and Ginsberg, IJCAI 1995). A step of the `budget` is one look at a
     sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none. By default all
-    `values` are 0. Sets come first that waste least of them; where `room_counts`, least of values and of room, each
-    beside what there is to spare.
+    `values` are 0. Sets come first that waste least of them; with a `room_weight`, least of values, counted twice, and
+    of room, counted so many times, each beside what there is to spare. After `most_filled` packs the search is done,
+    and leaves all other sequences at -1.
     """
     if num_packs * capacity < int(length.sum()):
         return Answer(None, True)
     values = values or Values(np.zeros_like(length), 0)
+    most_filled = length.size if most_filled is None else most_filled
     if native.LIBRARY is None:
-        search = _Search(length.tolist(), capacity, values, room_counts, steps_per_pack, budget)
-        return search.run(num_packs, swerves)
+        search = _Search(length.tolist(), capacity, values, room_weight, steps_per_pack, budget)
+        return search.run(num_packs, most_filled, swerves)
     pack = np.empty(length.size, np.int64)
-    options = (room_counts, swerves, _MOST_SETS, steps_per_pack, budget)
+    options = (most_filled, room_weight, swerves, _MOST_SETS, steps_per_pack, budget)
     found = native.LIBRARY.search_packing(
         length.size, _at(length), capacity, _at(values.value), values.most, num_packs, *options, _at(pack)
     )
@@ -158,20 +108,20 @@ class _Search:
     """In Python, with the same steps as in C++."""
 
     def __init__(
-        self, length: list[int], capacity: int, values: Values, room_counts: bool, steps_per_pack: int, budget: int
+        self, length: list[int], capacity: int, values: Values, room_weight: int, steps_per_pack: int, budget: int
     ) -> None:
         self._length, self._capacity, self._budget = length, capacity, budget
         self._value, self._most_value = values.value.tolist(), values.most
-        self._steps_per_pack, self._room_counts = steps_per_pack, room_counts
+        self._steps_per_pack, self._room_weight = steps_per_pack, room_weight
         self._misses_none = True
 
-    def run(self, num_packs: int, swerves: int) -> Answer:
+    def run(self, num_packs: int, most_filled: int, swerves: int) -> Answer:
         size = len(self._length)
         begun: list[_Begun] = []
         taken: list[list[int]] = []
         rest, spare = list(range(size)), num_packs * self._capacity - sum(self._length)
         spare_value = num_packs * self._most_value - sum(self._value)
-        while rest:
+        while rest and len(begun) < most_filled:
             sets = iter(enumerate(self._sets(rest, spare, spare_value)))
             begun.append(_Begun(rest, sets, spare, spare_value, swerves))
             if self._budget < 0:
@@ -188,7 +138,7 @@ class _Search:
             spare_value = begun[-1].spare_value - value_left
             gone = set(taken[-1])
             rest = [sequence for sequence in begun[-1].rest if sequence not in gone]
-        pack = np.empty(size, np.int64)
+        pack = np.full(size, -1)
         for number, sequences in enumerate(taken):
             pack[sequences] = number
         return Answer(pack, False)
@@ -225,11 +175,11 @@ class _Search:
             room += length[last]
             value_left += self._value[rest[last]]
             place = bisect_right(negative, negative[last], last)  # the next shorter one
-        room_counts = spare_value if self._room_counts else 0
-        value_counts = 2 * spare if self._room_counts else 1
+        of_room = self._room_weight * spare_value
+        of_value = 2 * spare if self._room_weight else 1
 
         def waste(entry: _Set) -> tuple[int, int, int]:
-            wasted = value_counts * entry.value_left + room_counts * entry.room_left
+            wasted = of_value * entry.value_left + of_room * entry.room_left
             return wasted, len(entry.places), entry.room_left
 
         return sorted(found, key=waste)

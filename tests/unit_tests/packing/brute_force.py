@@ -29,6 +29,13 @@ def fits(lengths: list[int], rooms: tuple[int, ...]) -> bool:
     )
 
 
+def check_packing(pack, length, capacity, num_packs):
+    assert pack.shape == length.shape
+    assert pack.min(initial=0) >= 0
+    assert pack.max(initial=-1) < num_packs
+    assert np.bincount(pack, weights=length, minlength=1).max() <= capacity
+
+
 @cache
 def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArray[np.bool_]:
     """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered sets and packs, and

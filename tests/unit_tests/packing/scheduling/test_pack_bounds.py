@@ -11,7 +11,7 @@ from megatron.packing.scheduling.pack_bounds import (
     packs_needed,
 )
 from tests.unit_tests.packing.brute_force import descending, fits
-from tests.unit_tests.packing.scheduling.test_pack_search import NEEDS_33
+from tests.unit_tests.packing.scheduling.test_pack_fit import NEEDS_33
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from megatron.packing.scheduling.pack_bounds import packs_needed
 from megatron.packing.scheduling.pack_values import pack_values
 from tests.unit_tests.packing.brute_force import descending, fits
-from tests.unit_tests.packing.scheduling.test_pack_search import NEEDS_33
+from tests.unit_tests.packing.scheduling.test_pack_fit import NEEDS_33
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 
