@@ -25,12 +25,12 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, ((1, 1000), (1, 400), (2, 600))))
+_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (64_000_000, ((1, 1000), (1, 400), (2, 600))))
 """Steps for values; swerves and steps for each pack in searches by them, which find different packings. Better values
 are looked for where those before decide nothing.
 """
-_STEPS_FOR_PARTS = 4000, 32_000
-"""And for values made anew, for each sequence left."""
+_STEPS_FOR_PARTS, _STEPS_FOR_LARGE_PARTS = 32_000, 4000
+"""And for values made anew, for each sequence left; where packs hold three or more, of which values tell less."""
 _NUM_PARTS = 10
 """Such a part of the packs left is filled at once, in as many ways as room is weighed."""
 _ROOM_WEIGHTS = 0, 1, 4
@@ -88,9 +88,9 @@ def _decide(length: IntArray, capacity: int, num_packs: int) -> Answer:
         if values.num_packs > num_packs:
             return Answer(None, True)
         answer = _search_by(values, length, capacity, num_packs, tries)
-    for steps in _STEPS_FOR_PARTS:
-        if answer.is_open:
-            answer = _fill_in_parts(length, capacity, num_packs, steps)
+    if answer.is_open:
+        steps = _STEPS_FOR_PARTS if length.size < 3 * num_packs else _STEPS_FOR_LARGE_PARTS
+        answer = _fill_in_parts(length, capacity, num_packs, steps)
     return answer
 
 
