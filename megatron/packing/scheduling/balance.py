@@ -56,8 +56,8 @@ _PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
 _MOST_SPLIT, _WORTH_SPLITTING = 2048, 400
 """Packs are made over two by two for up to so many sequences, where more than such a part of the time is to gain."""
-_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 6000, 4000
-"""Looked at for each sequence: some 3 nanoseconds each."""
+_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = (6000, 1 << 23), (4000, 0)
+"""Looked at for each sequence, and besides, where much stays to gain: some 3 nanoseconds each."""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -212,10 +212,10 @@ class _Search:
 
     def _make_full_packs_even(self, begun: list[_Begun]) -> None:
         """Where that is a gain, of the quickest placements first."""
-        evener, per_sequence = evener_rows, _SPLITS_OF_ROWS
+        evener, (per_sequence, besides) = evener_rows, _SPLITS_OF_ROWS
         if self._only_ranks_matter:
-            evener, per_sequence = evener_ranks, _SPLITS_OF_RANKS
-        splits = Effort(per_sequence * self._work.cost.size)
+            evener, (per_sequence, besides) = evener_ranks, _SPLITS_OF_RANKS
+        splits = Effort(per_sequence * self._work.cost.size + besides)
         for bound, number, _ in sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2])):
             if not self._is_good_enough(bound + bound // _WORTH_SPLITTING):
                 low = bound - self._work.fixed * number

@@ -200,3 +200,15 @@ def test_full_packs_are_even(num_ranks, multiple, ranks_meet):
     check_schedule(asked, schedule)
     assert schedule.num_microbatches == multiple
     assert modelled_time(asked, schedule) < 1.009 * asked.bound.time
+
+
+@pytest.mark.parametrize(("seed", "per_million"), [(5, 300), (6, 300), (6, 500)])
+def test_packs_full_to_the_last_tokens_are_even(seed, per_million):
+    """Four sequences to a pack, of which so few tokens stay free: an even packing takes many more splits to find."""
+    shares = np.exp(np.random.default_rng(seed).normal(0, 1.1, 2048))
+    lengths = (4096 * shares[(shares > 0.25) & (shares < 2)][:256]).astype(np.int64)
+    capacity = int(lengths.sum()) * (1_000_000 + per_million) // 64_000_000
+    asked = request(lengths, 64, capacity, cost=PackCost(1.0, 2**-16, 500.0))
+    schedule = default(asked)
+    check_schedule(asked, schedule)
+    assert modelled_time(asked, schedule) < 1.009 * asked.bound.time
