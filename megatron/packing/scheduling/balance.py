@@ -48,6 +48,8 @@ _MAX_TRIES = 8
 """Numbers of microbatches tried."""
 _MORE_ROOM = (115, 140, 200)
 """Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
+_SHARE_WITH_EMPTY = 0.3
+"""Of the sequences that a pack holds, as which it counts where packs of pipelines may stay empty."""
 _MAX_ARRANGED = 4
 """Numbers of microbatches, the best ones found, whose packs are arranged in pipelines to find the quickest by 1F1B."""
 _EFFORT = 40
@@ -226,7 +228,9 @@ class _Search:
         """Bounds and numbers of microbatches to try, the most promising first.
 
         Bounds promise too much of many microbatches, as packs of few sequences can't be even: so some between the
-        fewest and the one of the lowest bound are tried too, and a pack's likely excess over the mean is added.
+        fewest and the one of the lowest bound are tried too, and a pack's likely excess over the mean is added. That is
+        less again where packs may stay empty, as there are too few sequences: then ranks of pipelines can hold long
+        sequences alone.
         """
         bounds = self._request.bound.by_microbatches
         ascending = sorted(bounds, key=lambda entry: entry.num_microbatches)
@@ -234,13 +238,16 @@ class _Search:
         places = {round(last * part / (_MAX_TRIES - 3)) for part in range(_MAX_TRIES - 2)}
         numbers = [entry.num_microbatches for entry in ascending]
         more, work = self._request.model.num_stages - 1, self._work
-        more_room = [bisect_left(numbers, numbers[last] * percent // 100) for percent in _MORE_ROOM if more]
-        places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_room)}
         per_rank = work.cost.size / self._request.num_ranks
+        more_room = [numbers[last] * percent // 100 for percent in _MORE_ROOM] + [int(per_rank) + 1] if more else []
+        more_places = [bisect_left(numbers, number) for number in more_room]
+        places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_places)}
         alike = max(int(bounds[0].time * (_GOOD_ENOUGH - 1)), 1)
 
         def hoped_for(entry: MicrobatchBound) -> tuple[float, int]:
-            share = min(entry.num_microbatches / per_rank, 1.0)
+            share = entry.num_microbatches / per_rank
+            if share > 1:
+                share = 1 if self._request.model.ranks_meet else _SHARE_WITH_EMPTY
             excess = int(work.cost[0]) - work.total / work.cost.size
             return (entry.time + more * share * share * excess) // alike, entry.num_microbatches
 
