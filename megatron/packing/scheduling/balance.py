@@ -141,7 +141,7 @@ class _Search:
         self._work = request.work
         size = self._work.cost.size
         self._only_ranks_matter = request.model == StepModel()
-        passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
+        passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.3
         self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
         self._try = size if self._only_ranks_matter else 3 * size
         self._found: dict[int, Found] = {}
