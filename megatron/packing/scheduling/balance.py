@@ -48,6 +48,8 @@ _MAX_TRIES = 8
 """Numbers of microbatches tried."""
 _MORE_ROOM = (115, 140, 200)
 """Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
+_SHARE_WITH_EMPTY = 0.3
+"""Of the sequences that a pack holds, as which it counts where packs of pipelines may stay empty."""
 _MAX_ARRANGED = 4
 """Numbers of microbatches, the best ones found, whose packs are arranged in pipelines to find the quickest by 1F1B."""
 _EFFORT = 40
@@ -56,8 +58,8 @@ _PIPELINE_EFFORT = 144
 """The same where packs matter and not just ranks."""
 _MOST_SPLIT, _WORTH_SPLITTING = 2048, 400
 """Packs are made over two by two for up to so many sequences, where more than such a part of the time is to gain."""
-_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 6000, 4000
-"""Looked at for each sequence: some 3 nanoseconds each."""
+_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = (6000, 1 << 23), (4000, 0)
+"""Looked at for each sequence, and besides, where much stays to gain: some 3 nanoseconds each."""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -139,7 +141,7 @@ class _Search:
         self._work = request.work
         size = self._work.cost.size
         self._only_ranks_matter = request.model == StepModel()
-        passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.5
+        passes = _EFFORT * (1024 / size) ** 0.4 if self._only_ranks_matter else _PIPELINE_EFFORT * (1024 / size) ** 0.3
         self._effort = Effort(int(min(passes, _PIPELINE_EFFORT) * size))
         self._try = size if self._only_ranks_matter else 3 * size
         self._found: dict[int, Found] = {}
@@ -212,10 +214,10 @@ class _Search:
 
     def _make_full_packs_even(self, begun: list[_Begun]) -> None:
         """Where that is a gain, of the quickest placements first."""
-        evener, per_sequence = evener_rows, _SPLITS_OF_ROWS
+        evener, (per_sequence, besides) = evener_rows, _SPLITS_OF_ROWS
         if self._only_ranks_matter:
-            evener, per_sequence = evener_ranks, _SPLITS_OF_RANKS
-        splits = Effort(per_sequence * self._work.cost.size)
+            evener, (per_sequence, besides) = evener_ranks, _SPLITS_OF_RANKS
+        splits = Effort(per_sequence * self._work.cost.size + besides)
         for bound, number, _ in sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2])):
             if not self._is_good_enough(bound + bound // _WORTH_SPLITTING):
                 low = bound - self._work.fixed * number
@@ -226,7 +228,9 @@ class _Search:
         """Bounds and numbers of microbatches to try, the most promising first.
 
         Bounds promise too much of many microbatches, as packs of few sequences can't be even: so some between the
-        fewest and the one of the lowest bound are tried too, and a pack's likely excess over the mean is added.
+        fewest and the one of the lowest bound are tried too, and a pack's likely excess over the mean is added. That is
+        less again where packs may stay empty, as there are too few sequences: then ranks of pipelines can hold long
+        sequences alone.
         """
         bounds = self._request.bound.by_microbatches
         ascending = sorted(bounds, key=lambda entry: entry.num_microbatches)
@@ -234,13 +238,16 @@ class _Search:
         places = {round(last * part / (_MAX_TRIES - 3)) for part in range(_MAX_TRIES - 2)}
         numbers = [entry.num_microbatches for entry in ascending]
         more, work = self._request.model.num_stages - 1, self._work
-        more_room = [bisect_left(numbers, numbers[last] * percent // 100) for percent in _MORE_ROOM if more]
-        places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_room)}
         per_rank = work.cost.size / self._request.num_ranks
+        more_room = [numbers[last] * percent // 100 for percent in _MORE_ROOM] + [int(per_rank) + 1] if more else []
+        more_places = [bisect_left(numbers, number) for number in more_room]
+        places |= {min(place, len(ascending) - 1) for place in (last + 1, last + 2, *more_places)}
         alike = max(int(bounds[0].time * (_GOOD_ENOUGH - 1)), 1)
 
         def hoped_for(entry: MicrobatchBound) -> tuple[float, int]:
-            share = min(entry.num_microbatches / per_rank, 1.0)
+            share = entry.num_microbatches / per_rank
+            if share > 1:
+                share = 1 if self._request.model.ranks_meet else _SHARE_WITH_EMPTY
             excess = int(work.cost[0]) - work.total / work.cost.size
             return (entry.time + more * share * share * excess) // alike, entry.num_microbatches
 

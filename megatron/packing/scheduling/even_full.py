@@ -7,6 +7,7 @@ placement is below, and gives None where it finds nothing better; of packs, none
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,23 @@ from megatron.packing.scheduling.work import Work
 
 IntArray = npt.NDArray[np.int64]
 
-_SPLITS_OF_RANKS, _SPLITS_OF_ROWS = 2000, 500
-"""For each sequence, to reach one lower time."""
-_STEP = 8
-"""Such a part of the way to `low` is gone at once: what allows no more is left soon."""
+
+class _Pace(NamedTuple):
+    """How a placement is made evener step by step."""
+
+    step: int
+    """Such a part of the way to `low` is gone at once: what allows no more is left soon."""
+    splits: int
+    """For each sequence, to reach one lower time."""
+    most_splits: int
+    """In all, where so many did not reach it but much is to gain: then ever more are tried."""
+
+
+_PACE_OF_RANKS, _PACE_OF_ROWS = _Pace(16, 2000, 1 << 23), _Pace(8, 500, 0)
+_MUCH, _MORE_SPLITS = 100, 4
+"""Such a part of the time is much; so many times the splits are tried then."""
 _FINEST = 2048
-"""And not when it is such a part of the time or less."""
+"""Nothing is tried where the way is such a part of the time or less."""
 
 
 def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
@@ -33,17 +45,17 @@ def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effor
     def time_of(pack: IntArray) -> int:
         return int((work.pack_costs(pack, *shape) - work.fixed).sum(axis=1).max())
 
-    def try_for(pack: IntArray, time: int) -> Repartition:
+    def try_for(pack: IntArray, time: int, budget: int) -> Repartition:
         return repartition(
             *(work.cost, work.length, pack),
             num_ranks=room.num_ranks,
             packs_per_rank=room.num_microbatches,
             capacity=room.capacity,
             limit=time,
-            budget=_SPLITS_OF_RANKS * work.cost.size,
+            budget=budget,
         )
 
-    return _lowered(pack, low, time_of, try_for, splits)
+    return _lowered(pack, low, time_of, try_for, splits, _PACE_OF_RANKS)
 
 
 def evener_rows(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:
@@ -57,7 +69,7 @@ def evener_rows(work: Work, room: Room, pack: IntArray, low: int, splits: Effort
         rows: IntArray = work.pack_costs(pack, num_ranks, num_microbatches).max(axis=0) - work.fixed
         return rows
 
-    def try_for(pack: IntArray, time: int) -> Repartition:
+    def try_for(pack: IntArray, time: int, budget: int) -> Repartition:
         rows, costliest = rows_of(pack), np.zeros(num_microbatches, np.int64)
         np.maximum.at(costliest, pack % num_microbatches, work.cost)
         above = rows - costliest
@@ -72,31 +84,35 @@ def evener_rows(work: Work, room: Room, pack: IntArray, low: int, splits: Effort
             capacity=room.capacity,
             limit=limit,
             loads=np.tile(limit - limits, num_ranks),
-            budget=_SPLITS_OF_ROWS * work.cost.size,
+            budget=budget,
         )
         return found if found.pack is None else found._replace(pack=in_rows(work, room, found.pack))
 
-    return _lowered(in_rows(work, room, pack), low, lambda pack: int(rows_of(pack).sum()), try_for, splits)
+    pack = in_rows(work, room, pack)
+    return _lowered(pack, low, lambda pack: int(rows_of(pack).sum()), try_for, splits, _PACE_OF_ROWS)
 
 
 def _lowered(
     pack: IntArray,
     low: int,
     time_of: Callable[[IntArray], int],
-    try_for: Callable[[IntArray, int], Repartition],
+    try_for: Callable[[IntArray, int, int], Repartition],
     splits: Effort,
+    pace: _Pace,
 ) -> IntArray | None:
     """Step by step until one fails; steps that were not tried, for no splits were looked at, become shorter."""
-    best, high = None, time_of(pack)
+    best, high, lowest, budget = None, time_of(pack), low, pace.splits * pack.size
     while high - low > low // _FINEST and splits.spend(0):
-        time = high - -(-(high - low) // _STEP)
-        found = try_for(pack, time)
+        time = high - -(-(high - low) // pace.step)
+        found = try_for(pack, time, budget)
         splits.spend(found.num_splits)
         if found.pack is not None:
             best = pack = found.pack
             high = time_of(pack)
-        elif found.num_splits:
-            break
-        else:
+        elif not found.num_splits:
             low = time + 1
+        elif high - lowest > lowest // _MUCH and _MORE_SPLITS * budget <= pace.most_splits:
+            budget *= _MORE_SPLITS
+        else:
+            break
     return best

@@ -19,6 +19,8 @@ _NUM_LARGE = 1024
 """Costs of sequences that tell how many ranks of a pipeline must have long ones."""
 _NUM_FIRST = 32
 """Of those ranks, the first ones are looked at one by one."""
+_MOST_WITH_COSTLIEST = 64
+"""Ranks of the costliest sequences, of which it is counted what they must hold besides."""
 
 
 def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
@@ -56,6 +58,49 @@ def _pairs_lower_bound(cost: IntArray, sums: IntArray, num_ranks: int) -> int:
     return int(np.minimum(pairs, triples).max())
 
 
+class CrowdedRanks:
+    """What the ranks of the costliest sequences must hold, as the others together have too little room for the rest."""
+
+    def __init__(self, work: Work, num_ranks: int, capacity: int) -> None:
+        self._work, self._ranks, self._capacity = work, num_ranks, capacity
+        most = min(max(num_ranks - 1, 1), _MOST_WITH_COSTLIEST)
+        self._costs, self._tokens = np.cumsum(work.cost[:most]), int(work.length.sum())
+        self._tokens_left = self._tokens - np.cumsum(work.length[:most])
+
+    def costs(self, num_microbatches: int) -> tuple[int, int]:
+        """Costs that the costliest rank and the one of the costliest sequence reach.
+
+        The k costliest are on some k ranks, k = 1, 2, ...; these hold also what the others have no room for, and the
+        costliest of them has at least the mean.
+        """
+        longest, most = int(self._work.cost[0]), self._costs.size
+        room = min(num_microbatches * self._capacity, self._tokens)
+        if (
+            int(self._tokens_left[-1]) <= (self._ranks - most) * room
+        ):  # nor beside fewer, as none is above a rank's room
+            return longest, longest
+        beyond = self._tokens_left - np.arange(self._ranks - 1, self._ranks - 1 - most, -1) * room
+        first = int(np.searchsorted(beyond, 1))
+        held = self._costs[first:] + self._least_cost(beyond[first:])
+        costliest = int((-(-held // np.arange(first + 1, most + 1))).max())
+        return costliest, longest if first else int(held[0])
+
+    def _least_cost(self, tokens: IntArray) -> IntArray:
+        """Of so many, at most all: of the cheapest per token, the last sequence in part."""
+        lengths, costs, ends, sums = self._cheapest
+        last = np.searchsorted(ends, tokens)
+        length, cost, part = lengths[last], costs[last], tokens - (ends[last] - lengths[last])
+        # cost * part // length, but that the product might be beyond int64.
+        return sums[last] - cost + cost // length * part + cost % length * part // length
+
+    @cached_property
+    def _cheapest(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Lengths and costs of all sequences by ascending cost per token, and the sums of either."""
+        order = by_cost_per_token(self._work.length, self._work.cost)[::-1]
+        length, cost = self._work.length[order], self._work.cost[order]
+        return length, cost, np.cumsum(length), np.cumsum(cost)
+
+
 class RankBounds:
     """Where ranks meet at the end of the step: `max over ranks of (sum of its packs + (stages - 1) * its costliest)`.
 
@@ -68,7 +113,6 @@ class RankBounds:
         self._negative_cost, self._first_counts = -work.cost, np.arange(1, _NUM_LARGE + 1)
         self._rank_cost = rank_cost_lower_bound(work.cost, num_ranks)
         self._costliest = int(work.cost[0])
-        self._tokens_beside_longest = int(work.length[1:].sum())
         self._shortest_sums = np.concatenate(([0], np.cumsum(work.cost[::-1])))
         any_number = Span(work.cost.size + 1, None)
         self._of_any_number = 0
@@ -78,15 +122,15 @@ class RankBounds:
         """At most `of`."""
         # The costliest rank's costliest pack has at least its mean.
         mean = 0 if span.last is None else -(-self._more * self._rank_cost // span.last)
-        forced = 0 if span.last is None else self._forced_beside_longest(span.last)
-        if self._every_pack_is_used(span.last):
-            forced = max(forced, int(self._shortest_sums[span.first - 1]))
-        longest = self._costliest * (self._more + 1) + forced
+        beside = int(self._shortest_sums[span.first - 1]) if self._every_pack_is_used(span.last) else 0
+        longest = self._costliest * (self._more + 1) + beside
         return max(self._rank_cost + mean, longest, self._of_any_number) + self._fixed(span)
 
     def of(self, span: Span, rival: int | None) -> int:
         """Of these numbers of microbatches; `rival` where it is not below that."""
         time, fixed = self.quick(span) - self._fixed(span), self._fixed(span)
+        if span.last is not None:
+            time = max(time, self._crowded(span.last))
         if span.is_single:
             time = max(time, self._gathered(span.first))
         if rival is None:
@@ -112,23 +156,15 @@ class RankBounds:
     def _fixed(self, span: Span) -> int:
         return self._work.fixed * (span.first + self._more)
 
-    def _forced_beside_longest(self, num_microbatches: int) -> int:
-        """Cost that the rank of the longest sequence holds besides, as all the others together have too few packs."""
-        tokens = self._tokens_beside_longest - (self._ranks - 1) * num_microbatches * self._capacity
-        if tokens <= 0:
-            return 0
-        # The least cost of so many tokens: the last of the sequences that cost least per token counts in part.
-        length, cost = self._cheapest_beside_longest
-        last = int(np.searchsorted(np.cumsum(length), tokens))
-        before = int(length[:last].sum())
-        return int(cost[:last].sum()) + int(cost[last]) * (tokens - before) // int(length[last])
+    def _crowded(self, num_microbatches: int) -> int:
+        """Time of the `CrowdedRanks`: a costliest pack has at least the mean of its rank's."""
+        costliest, with_longest = self._crowded_ranks.costs(num_microbatches)
+        mean = -(-self._more * costliest // num_microbatches)
+        return max(costliest + mean, with_longest + self._more * self._costliest)
 
     @cached_property
-    def _cheapest_beside_longest(self) -> tuple[IntArray, IntArray]:
-        """Lengths and costs of all sequences but the longest, the cheapest per token first."""
-        length, cost = self._work.length[1:], self._work.cost[1:]
-        order = by_cost_per_token(length, cost)[::-1]
-        return length[order], cost[order]
+    def _crowded_ranks(self) -> CrowdedRanks:
+        return CrowdedRanks(self._work, self._ranks, self._capacity)
 
     @cached_property
     def _lists(self) -> tuple[list[int], list[int]]:

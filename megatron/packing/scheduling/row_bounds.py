@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.pack_bounds import Span, longest_that_need_more, packs_needed
-from megatron.packing.scheduling.rank_bounds import rank_cost_lower_bound
+from megatron.packing.scheduling.rank_bounds import CrowdedRanks, rank_cost_lower_bound
 from megatron.packing.scheduling.second_row import LaterRows
 from megatron.packing.scheduling.work import Work, by_cost_per_token
 
@@ -62,6 +62,10 @@ class RowBounds:
     def _later_rows(self) -> LaterRows:
         return LaterRows(self._work, self._ranks, self._capacity, _MOST_ROWS_WITH_SECOND + 2)
 
+    @cached_property
+    def _crowded_ranks(self) -> CrowdedRanks:
+        return CrowdedRanks(self._work, self._ranks, self._capacity)
+
     def quick(self, span: Span) -> int:
         """At most `of`."""
         costliest = int(self._work.cost[0])
@@ -84,7 +88,8 @@ class RowBounds:
             sequence = np.maximum(sequence, self._cost_at(before + spare))
         packs_left = self._ranks * num_microbatches - before
         costliest = np.maximum(sequence, -(-(int(self._costs[-1]) - held) // packs_left))
-        best = self._sum_with_second(costliest, held)
+        crowded, _ = self._crowded_ranks.costs(num_microbatches)
+        best = max(self._sum_with_second(costliest, held), crowded)
         largest = max(int(costliest[0]), -(-best // num_microbatches))
         return best + self._more * largest + self._fixed(span)
 

@@ -13,12 +13,19 @@ from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
+from megatron.sft.mock_lengths import parse_distribution
 from tests.unit_tests.packing.brute_force import MODES, least_time, random_instance
 from tests.unit_tests.packing.requests import DISTRIBUTIONS, MODELS, lengths_of, packs, request, requests
 from tests.unit_tests.packing.stubs import in_python
 
 DEAR = PackCost(linear=1.0, quadratic=1 / 8192, fixed=100.0)
 """So that more microbatches are never cheaper."""
+
+
+def gpt_cost() -> PackCost:
+    """Of 8 billion parameters in the shape of Llama 3."""
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
+    return gpt_pack_cost(num_layers=32, **shape, ffn_hidden_size=14336, vocab_size=128256, swiglu=True)
 
 
 def modelled_time(asked: ScheduleRequest, schedule: Schedule) -> int:
@@ -179,9 +186,7 @@ def test_tight_rows_are_not_given_up_early():
     _ = [rng.choice(5), rng.choice(5), rng.choice(4), rng.integers(3)]
     lengths = np.clip(rng.lognormal(7.6, 0.5, 64), 512, 4096).astype(np.int64)
     model = StepModel(ranks_meet=True)
-    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
-    cost = gpt_pack_cost(num_layers=32, **shape, ffn_hidden_size=14336, vocab_size=128256, swiglu=True)
-    asked = request(lengths, 8, int(lengths.max()), cost=cost, model=model, microbatch_multiple=4)
+    asked = request(lengths, 8, int(lengths.max()), cost=gpt_cost(), model=model, microbatch_multiple=4)
     schedule = default(asked)
     assert schedule.num_microbatches == 4
     assert modelled_time(asked, schedule) < 1.03 * asked.bound.time
@@ -200,3 +205,37 @@ def test_full_packs_are_even(num_ranks, multiple, ranks_meet):
     check_schedule(asked, schedule)
     assert schedule.num_microbatches == multiple
     assert modelled_time(asked, schedule) < 1.009 * asked.bound.time
+
+
+@pytest.mark.parametrize(("seed", "per_million"), [(5, 300), (6, 300), (6, 500)])
+def test_packs_full_to_the_last_tokens_are_even(seed, per_million):
+    """Four sequences to a pack, of which so few tokens stay free: an even packing takes many more splits to find."""
+    shares = np.exp(np.random.default_rng(seed).normal(0, 1.1, 2048))
+    lengths = (4096 * shares[(shares > 0.25) & (shares < 2)][:256]).astype(np.int64)
+    capacity = int(lengths.sum()) * (1_000_000 + per_million) // 64_000_000
+    asked = request(lengths, 64, capacity, cost=PackCost(1.0, 2**-16, 500.0))
+    schedule = default(asked)
+    check_schedule(asked, schedule)
+    assert modelled_time(asked, schedule) < 1.009 * asked.bound.time
+
+
+def pipeline_ratio(lengths, num_ranks: int) -> float:
+    asked = request(lengths, num_ranks, int(lengths.max()), cost=gpt_cost(), model=StepModel(num_stages=8))
+    return search(asked)[0].time / asked.bound.time
+
+
+def test_packs_of_pipelines_may_stay_empty_where_there_are_too_few_sequences():
+    """16 sequences a rank: 11 microbatches have the lowest bound, but with 17, ranks of long ones leave some empty."""
+    rng = np.random.default_rng(5)
+    lengths = np.clip(rng.lognormal(8.3, 1.1, 8192), 1024, 8192).astype(np.int64)
+    assert pipeline_ratio(lengths, 512) < 1.03
+
+
+@pytest.mark.parametrize("seed", range(305, 310))
+def test_pipelines_do_not_insist_on_full_packs(seed):
+    """A few microbatches more than there must be, packs are too full to be even, which no bound tells: time and again
+    all that were tried were such numbers.
+    """
+    rng = np.random.default_rng([seed, 7, 8192, 64, 1, 1])
+    lengths = parse_distribution({"type": "empirical", "preset": "long_documents"}).quantile(rng.random(8192))
+    assert pipeline_ratio(lengths, 64) < 1.08
