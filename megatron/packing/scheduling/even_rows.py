@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.even import Effort, Room, Tight, evener_packs
-from megatron.packing.scheduling.pack_fit import find_packing
+from megatron.packing.scheduling.pack_fit import find_packing, fit_into
 from megatron.packing.scheduling.placement import best_fit, fill, first_fit, spread, trade
 from megatron.packing.scheduling.work import Work, stable_order
 
@@ -30,6 +31,8 @@ _MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = 6, 1024, 100
 """For packings of more sequences than best-fit finds room for, of up to so many; where the costliest one that is left
 costs such a part of a rank's mean.
 """
+_FEW_FULL = 2
+"""Rows beside which a last one counts for so much that more than quick searches are worth it."""
 _FULL = 98
 """Percent: where first-fit fills the first row less, another way is tried, of up to so many sequences:"""
 _MOST_OTHERWISE = 2048
@@ -76,7 +79,8 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
         if high - low <= 1 or int(work.cost[low]) * num_ranks * _WORTH_SEARCHING < work.total:
             break
         middle = (low + high) // 2
-        answer = find_packing(work.length[:middle], capacity=capacity, num_packs=num_rows * num_ranks)
+        search = find_packing if num_rows > _FEW_FULL else partial(fit_into, is_thorough=False)
+        answer = search(work.length[:middle], capacity=capacity, num_packs=num_rows * num_ranks)
         if answer.pack is not None:
             low, packs = middle, answer.pack
         else:

@@ -10,9 +10,7 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
-from megatron.packing.scheduling.pack_fit import fit_into
-from megatron.packing.scheduling.pack_search import search_packing
-from megatron.packing.scheduling.pack_values import pack_values
+from megatron.packing.scheduling.pack_fit import fit_into, is_refuted
 from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
@@ -21,7 +19,7 @@ _MOST_SEARCHED = 1024
 """Sequences; of more, a search would take longer than the microbatches that it might save are worth."""
 _MOST_MULTIPLES = 32
 """Microbatches, in multiples, beside which one multiple more hardly counts: it adds nothing but fixed costs."""
-_NUM_PROBES, _STEPS_PER_PROBE = 4, 50_000
+_NUM_PROBES, _STEPS_PER_PROBE = 8, 50_000
 """Searches for how many of the longest sequences need more packs."""
 _STEPS_FOR_VALUES = 16_000, 400
 """And for values, for each sequence: where the tokens of all sequences have room, and where they don't."""
@@ -88,8 +86,8 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
     """So many of the longest sequences need more than `num_packs` packs; above N if all may fit.
 
     `needed` is `packs_needed`, which says so of some number. Where best-fit decreasing does not find packings for all
-    smaller ones, a few searches look for proofs that there are none, and values (see `pack_values`): up to 0.5
-    milliseconds each; up to 10 where the tokens of all sequences would have room.
+    smaller ones, proofs are looked for that there are none (see `is_refuted`): up to 1.5 milliseconds each; up to 10
+    where the tokens of all sequences would have room.
     """
     number = int(np.searchsorted(needed, num_packs + 1)) + 1
     if length.size > _MOST_SEARCHED or best_fit(length[: number - 1], capacity=capacity)[1] <= num_packs:
@@ -104,13 +102,13 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
     steps_for_values = _STEPS_FOR_VALUES[0 if int(length.sum()) <= num_packs * capacity else 1] * length.size
     probe = fails
     for _ in range(_NUM_PROBES):
-        longest, steps = length[:probe], _STEPS_PER_PROBE
-        is_proven = search_packing(
-            longest, capacity=capacity, num_packs=num_packs, swerves=steps, steps_per_pack=steps, budget=steps
-        ).is_proof
-        if not is_proven:
-            values = pack_values(longest, capacity=capacity, num_packs=num_packs, budget=steps_for_values)
-            is_proven = values.num_packs > num_packs
+        is_proven = is_refuted(
+            length[:probe],
+            capacity=capacity,
+            num_packs=num_packs,
+            steps=_STEPS_PER_PROBE,
+            steps_for_values=steps_for_values,
+        )
         if is_proven:
             number = probe
         else:

@@ -38,18 +38,18 @@ _FEW_PACKS, _TRIES, _TRIES_OF_FEW = 60, ((1, 400),), ((8, 400), (2, 600), (0, 10
 """Swerves and steps for each pack in searches for all packs left, and where there are so few."""
 
 
-def fit_into(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
+def fit_into(length: IntArray, *, capacity: int, num_packs: int, is_thorough: bool = True) -> Answer:
     """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
 
-    Mostly 1 to 10 milliseconds beside `find_packing`; where values are made anew up to 50 for 64 sequences, 150 for 256
-    and 400 for 1,024. Some forty times that in Python.
+    Mostly 1 to 10 milliseconds beside `find_packing`, up to 20 unless `is_thorough`; else up to 50 for 64 sequences,
+    150 for 256 and 600 for 1,024, where values are made anew. Some forty times that in Python.
     """
     answer = find_packing(length, capacity=capacity, num_packs=num_packs)
     if not answer.is_open:
         return answer
     pack, num_reduced = reduce(length, capacity=capacity)
     left = np.flatnonzero(pack < 0)
-    answer = _decide(length[left], capacity, num_packs - num_reduced)
+    answer = _decide(length[left], capacity, num_packs - num_reduced, is_thorough)
     if answer.pack is None:
         return answer
     pack[left] = num_reduced + answer.pack
@@ -74,21 +74,35 @@ def find_packing(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     )
 
 
-def _decide(length: IntArray, capacity: int, num_packs: int) -> Answer:
+def is_refuted(length: IntArray, *, capacity: int, num_packs: int, steps: int, steps_for_values: int) -> bool:
+    """Whether it is proven that sequences (as in `fit_into`) need more packs, by a search and by values of so many
+    steps.
+    """
+    pack, num_reduced = reduce(length, capacity=capacity)
+    rest, num_left = length[pack < 0], num_packs - num_reduced
+    if pairs_lack_room(rest, capacity=capacity, num_packs=num_left):
+        return True
+    search = partial(search_packing, rest, capacity=capacity, num_packs=num_left)
+    if search(swerves=steps, steps_per_pack=steps, budget=steps).is_proof:
+        return True
+    return pack_values(rest, capacity=capacity, num_packs=num_left, budget=steps_for_values).num_packs > num_left
+
+
+def _decide(length: IntArray, capacity: int, num_packs: int, is_thorough: bool) -> Answer:
     if pairs_lack_room(length, capacity=capacity, num_packs=num_packs):
         return Answer(None, True)
     answer = Answer(None, False)
     search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
     if length.size <= _MOST_TO_REFUTE:
         answer = search(swerves=_STEPS_TO_REFUTE, steps_per_pack=_STEPS_TO_REFUTE, budget=_STEPS_TO_REFUTE)
-    for budget, tries in _VALUE_SEARCHES:
+    for budget, tries in _VALUE_SEARCHES if is_thorough else _VALUE_SEARCHES[:1]:
         if not answer.is_open:
             return answer
         values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=budget)
         if values.num_packs > num_packs:
             return Answer(None, True)
         answer = _search_by(values, length, capacity, num_packs, tries)
-    if answer.is_open:
+    if answer.is_open and is_thorough:
         steps = _STEPS_FOR_PARTS if length.size < 3 * num_packs else _STEPS_FOR_LARGE_PARTS
         answer = _fill_in_parts(length, capacity, num_packs, steps)
     return answer
