@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.pack_reduction import pairs_lack_room, reduce
+from megatron.packing.scheduling.pack_reduction import pairs_lack_room, reduce_packs
 from megatron.packing.scheduling.pack_search import Answer, search_packing
 from megatron.packing.scheduling.pack_values import Values, pack_values
 from megatron.packing.scheduling.repartition import fit_by_pairs
@@ -25,12 +25,14 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (64_000_000, ((1, 1000), (1, 400), (2, 600))))
+_DIVERSE = ((1, 1000), (1, 400), (2, 600))
+_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, _DIVERSE), (64_000_000, _DIVERSE))
 """Steps for values; swerves and steps for each pack in searches by them, which find different packings. Better values
 are looked for where those before decide nothing.
 """
-_STEPS_FOR_PARTS, _STEPS_FOR_LARGE_PARTS = 32_000, 4000
-"""And for values made anew, for each sequence left; where packs hold three or more, of which values tell less."""
+_STEPS_FOR_PARTS, _STEPS_OF_THREES, _MOST_STEPS = 32_000, 4000, 8_000_000
+"""And for values made anew, for each sequence left; where packs hold three or more, of which values tell less; in all.
+"""
 _NUM_PARTS = 10
 """Such a part of the packs left is filled at once, in as many ways as room is weighed."""
 _ROOM_WEIGHTS = 0, 1, 4
@@ -47,7 +49,7 @@ def fit_into(length: IntArray, *, capacity: int, num_packs: int, is_thorough: bo
     answer = find_packing(length, capacity=capacity, num_packs=num_packs)
     if not answer.is_open:
         return answer
-    pack, num_reduced = reduce(length, capacity=capacity)
+    pack, num_reduced = reduce_packs(length, capacity=capacity)
     left = np.flatnonzero(pack < 0)
     answer = _decide(length[left], capacity, num_packs - num_reduced, is_thorough)
     if answer.pack is None:
@@ -78,7 +80,7 @@ def is_refuted(length: IntArray, *, capacity: int, num_packs: int, steps: int, s
     """Whether it is proven that sequences (as in `fit_into`) need more packs, by a search and by values of so many
     steps.
     """
-    pack, num_reduced = reduce(length, capacity=capacity)
+    pack, num_reduced = reduce_packs(length, capacity=capacity)
     rest, num_left = length[pack < 0], num_packs - num_reduced
     if pairs_lack_room(rest, capacity=capacity, num_packs=num_left):
         return True
@@ -103,7 +105,7 @@ def _decide(length: IntArray, capacity: int, num_packs: int, is_thorough: bool) 
             return Answer(None, True)
         answer = _search_by(values, length, capacity, num_packs, tries)
     if answer.is_open and is_thorough:
-        steps = _STEPS_FOR_PARTS if length.size < 3 * num_packs else _STEPS_FOR_LARGE_PARTS
+        steps = _STEPS_FOR_PARTS if length.size < 3 * num_packs else _STEPS_OF_THREES
         answer = _fill_in_parts(length, capacity, num_packs, steps)
     return answer
 
@@ -142,7 +144,7 @@ def _fill_in_parts(length: IntArray, capacity: int, num_packs: int, steps: int) 
     one that leaves most to spare. Proves nothing.
     """
     pack, left, num_filled = np.full(length.size, -1), np.arange(length.size), 0
-    values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=steps * length.size)
+    values = pack_values(length, capacity=capacity, num_packs=num_packs, budget=min(steps * length.size, _MOST_STEPS))
     while True:
         num_left = num_packs - num_filled
         tries = _TRIES_OF_FEW if num_left <= _FEW_PACKS else _TRIES
@@ -177,7 +179,8 @@ def _parts(values: Values, length: IntArray, capacity: int, num_packs: int, num_
         ).pack
         if pack is not None:
             left, num_left = length[pack < 0], num_packs - num_filled
-            of_left = pack_values(left, capacity=capacity, num_packs=num_left, budget=steps * left.size)
+            budget = min(steps * left.size, _MOST_STEPS)
+            of_left = pack_values(left, capacity=capacity, num_packs=num_left, budget=budget)
             spare = num_left - int(of_left.value.sum()) / of_left.most
             if spare >= 0:
                 parts.append(_Part(pack, of_left, spare))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from megatron.packing.scheduling.pack_reduction import pairs_lack_room, reduce
+from megatron.packing.scheduling.pack_reduction import pairs_lack_room, reduce_packs
 from tests.unit_tests.packing.brute_force import check_packing, descending, fits
 from tests.unit_tests.packing.stubs import array
 
@@ -16,7 +16,7 @@ def test_what_is_left_fits_if_all_do():
     for _ in range(4000):
         capacity = int(rng.integers(10, 80))
         length = descending(rng, 1 + capacity // 6, capacity * 3 // 4, rng.integers(4, 11))
-        pack, num_packs = reduce(length, capacity=capacity)
+        pack, num_packs = reduce_packs(length, capacity=capacity)
         reduced = pack >= 0
         check_packing(pack[reduced], length[reduced], capacity, num_packs)
         assert np.unique(pack[reduced]).size == num_packs
@@ -28,11 +28,11 @@ def test_what_is_left_fits_if_all_do():
 
 def test_reduction_by_hand():
     """9 alone, 7 with 3, which fills it; beside 6 stands 3 or 2 and 2, and both may be best."""
-    pack, num_packs = reduce(array(9, 7, 6, 3, 3, 2, 2), capacity=10)
+    pack, num_packs = reduce_packs(array(9, 7, 6, 3, 3, 2, 2), capacity=10)
     assert pack.tolist() == [0, 1, -1, 1, -1, -1, -1]
     assert num_packs == 2
-    assert reduce(array(9, 7, 6, 4, 2, 2), capacity=10).pack.tolist() == [0, 1, 2, 2, 1, 3]
-    assert reduce(array(), capacity=10).num_packs == 0
+    assert reduce_packs(array(9, 7, 6, 4, 2, 2), capacity=10).pack.tolist() == [0, 1, 2, 2, 1, 3]
+    assert reduce_packs(array(), capacity=10).num_packs == 0
 
 
 def test_pairs_lack_room_only_where_there_is_no_packing():
