@@ -41,6 +41,7 @@ How `default` finds a schedule, pure and in exact integers:
     even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
     placement      their inner loops, in C++ where it could be built (native), else loops
     repartition    packs made over two by two, where they are full
+    anneal         sequences change packs by chance, ever less of it, to make rows shorter
     repacking      packs dealt to ranks, split anew and renamed, in C++ too
     movement       as good a placement that moves fewer tokens
     arrange        the order of each rank's packs, and in pipelines their sizes, as near as can be to the best shape

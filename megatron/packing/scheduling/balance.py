@@ -10,7 +10,8 @@ is as good as the bound, and the best is taken. What is tried depends on how ran
                                a fair pack gather on as few ranks as can hold them; the others make packs of even cost,
                                which are dealt to the other ranks
     at every microbatch        rows of even packs: while a sequence costs more than a fair pack, a row filled up to its
-                               cost; then rows of even packs; then trades between rows; then packs made over
+                               cost; then rows of even packs; then trades between rows, step by step and by annealing;
+                               then packs made over
 
 Where capacity is tight, packs by best-fit decreasing, or those that the bound was found with, are dealt instead. In
 pipelines `arrange` then puts the packs of the best few in order and shapes them, and the quickest by simulated 1F1B is
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from megatron.packing.scheduling.arrange import arrange, can_simulate, costliest_first
 from megatron.packing.scheduling.bounds import MicrobatchBound
 from megatron.packing.scheduling.even import Effort, Room, even_ranks
-from megatron.packing.scheduling.even_full import evener_ranks, evener_rows
+from megatron.packing.scheduling.even_full import annealed_rows, evener_ranks, evener_rows
 from megatron.packing.scheduling.even_pipelines import even_pipelines
 from megatron.packing.scheduling.even_rows import Rows, even_rows, rows_with_short_last
 from megatron.packing.scheduling.movement import stay_home
@@ -60,6 +61,8 @@ _MOST_SPLIT, _WORTH_SPLITTING = 2048, 400
 """Packs are made over two by two for up to so many sequences, where more than such a part of the time is to gain."""
 _SPLITS_OF_RANKS, _SPLITS_OF_ROWS = (6000, 1 << 23), (4000, 0)
 """Looked at for each sequence, and besides, where much stays to gain: some 3 nanoseconds each."""
+_STEPS_OF_ROWS = 200_000
+"""To anneal rows: half of them those of the quickest placement, some 3 milliseconds; half of what is left the next."""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -217,11 +220,16 @@ class _Search:
         evener, (per_sequence, besides) = evener_rows, _SPLITS_OF_ROWS
         if self._only_ranks_matter:
             evener, (per_sequence, besides) = evener_ranks, _SPLITS_OF_RANKS
-        splits = Effort(per_sequence * self._work.cost.size + besides)
+        splits, steps = Effort(per_sequence * self._work.cost.size + besides), _STEPS_OF_ROWS
         for bound, number, _ in sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2])):
             if not self._is_good_enough(bound + bound // _WORTH_SPLITTING):
-                low = bound - self._work.fixed * number
-                pack = evener(self._work, self._room(number), self._found[number].pack, low, splits)
+                low, room = bound - self._work.fixed * number, self._room(number)
+                if self._request.model.ranks_meet:
+                    steps //= 2
+                    enough = int(low * _GOOD_ENOUGH)
+                    pack = annealed_rows(self._work, room, self._found[number].pack, enough, steps)
+                    self._try_next(iter((pack,)), number)
+                pack = evener(self._work, room, self._found[number].pack, low, splits)
                 self._try_next(iter(() if pack is None else (pack,)), number)
 
     def _promising(self) -> list[MicrobatchBound]:

@@ -1,4 +1,5 @@
-"""pure. Placements made evener where packs are so full that sequences can't be traded one by one: see `repartition`.
+"""pure. Placements made evener where packs are so full that sequences can't be traded one by one: see `repartition`,
+and `anneal` for rows.
 
 Each function lowers the time of a placement (int64 [N], rank * num_microbatches + microbatch) towards `low`, which no
 placement is below, and gives None where it finds nothing better; of packs, none is above capacity.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling.anneal import anneal
 from megatron.packing.scheduling.even import Effort, Room
 from megatron.packing.scheduling.even_rows import in_rows
 from megatron.packing.scheduling.repartition import Repartition, repartition
@@ -56,6 +58,21 @@ def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effor
         )
 
     return _lowered(pack, low, time_of, try_for, splits, _PACE_OF_RANKS)
+
+
+def annealed_rows(work: Work, room: Room, pack: IntArray, enough: int, steps: int) -> IntArray | None:
+    """With microbatches, that take as long as their costliest pack, quicker in all: until that is `enough`, without
+    fixed costs.
+    """
+    found = anneal(
+        *(work.cost, work.length, pack),
+        num_ranks=room.num_ranks,
+        num_rows=room.num_microbatches,
+        capacity=room.capacity,
+        enough=enough,
+        steps=steps,
+    )
+    return None if np.array_equal(found, pack) else in_rows(work, room, found)
 
 
 def evener_rows(work: Work, room: Room, pack: IntArray, low: int, splits: Effort) -> IntArray | None:

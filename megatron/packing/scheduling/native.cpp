@@ -1,11 +1,12 @@
 // The inner loops of scheduling, with the same results as their Python twins to the last bit: in integers, ties broken
 // by number; only native_simplex.hpp and what it is given have fractions.
 // Plain C functions over int64 arrays, called through ctypes (see native.py); no Python headers are needed to build
-// them. What they do is told by the Python functions of the same names, in placement, repacking, repartition,
+// them. What they do is told by the Python functions of the same names, in placement, repacking, repartition, anneal,
 // pack_search, work, step_time and the bounds.
 
 #include <set>
 
+#include "native_anneal.hpp"
 #include "native_bounds.hpp"
 #include "native_order.hpp"
 #include "native_packs.hpp"
@@ -18,7 +19,7 @@
 extern "C" {
 
 // Raised with every change of a function's arguments or results: native.py must ask for the same.
-Int interface_version() { return 4; }
+Int interface_version() { return 5; }
 
 Int spread(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity,
            const Int* loads, const Int* tokens, Int* pack) {
@@ -273,6 +274,12 @@ Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int
 Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
                 const Int* initial, Int most_split, Int step, Int budget, Int* pack) {
   return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, initial, pack).run(most_split, step, budget);
+}
+
+void anneal(Int n, const Int* cost, const Int* length, Int num_ranks, Int num_rows, Int capacity, Int most_back, Int near,
+            Int halvings, Int num_rounds, Int steps, Int temperature, Int costlier, Int enough, Int* pack) {
+  Annealing(n, cost, length, num_ranks, num_rows, capacity, pack)
+      .run(most_back, near, halvings, num_rounds, steps, temperature, costlier, enough);
 }
 
 Int holds(Int k, const Int* count, const Int* cost, const Int* sums, Int total, Int num_ranks, Int time, Int more,

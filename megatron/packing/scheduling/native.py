@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 4
+_INTERFACE_VERSION = 5
 """That of native.cpp."""
 _NO_BYTES = ctypes.c_char * 0
 
@@ -64,6 +64,7 @@ def _load() -> Any:
         "search_packing": [number, array, number, array, *[number] * 8, array],
         "pack_values": [number, array, *[number] * 3, array],
         "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
+        "anneal": [number, array, array, *[number] * 11, array],
         "holds": [number, array, array, array, *[number] * 8],
     }
     counts = {"spread", "spread_rest", "first_fit", "best_fit", "simulate", "pack_costs"}

@@ -2,7 +2,8 @@
 
 A row is the packs of all ranks at one microbatch; it takes as long as its costliest. That no schedule takes as little
 as some time is shown for each box of costs that the first and the second row, the costliest ones, may have: all that
-they can't hold must be in later rows, which have what is left of the time.
+they can't hold must be in later rows, which have what is left of the time. Where that is not enough, the third row is
+looked at as well.
 
 What two rows can't hold tells a linear programme with a column for each pattern of a pack (Gilmore and Gomory, "A
 linear programming approach to the cutting-stock problem", Operations Research 1961), in its dual: give each sequence a
@@ -13,6 +14,7 @@ the prices; they are rounded to integers, and W of those is found by dynamic pro
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ _MOST_ALONE, _NUM_SHARED = 40, 96
 _MOST_SEQUENCES = 2048
 _UNITS = 4096
 """Costs and tokens are counted in such parts of the most, rounded down."""
-_NARROWEST, _MOST_BOXES = 400, 400
+_NARROWEST, _MOST_BOXES = 400, 4000
 """Boxes are halved down to such a part of the time, up to so many in all."""
 _MOST_ROUNDS, _MOST_PIVOTS = 30, 600
 _LEAST_GAIN = 1e-7
@@ -59,19 +61,19 @@ def closer_bound(request: ScheduleRequest, time: int) -> int:
     return low
 
 
-class _Box(NamedTuple):
-    """Costs that the first row and the second may have: the least and the most of each."""
+_Box = tuple[tuple[int, int], ...]
+"""Costs that the first rows may have: the least and the most of each."""
 
-    first: tuple[int, int]
-    second: tuple[int, int]
 
-    def halves(self) -> tuple[_Box, _Box]:
-        """Of the longer side."""
-        if self.first[1] - self.first[0] >= self.second[1] - self.second[0]:
-            low, high = _halved(self.first)
-            return _Box(high, self.second), _Box(low, self.second)
-        low, high = _halved(self.second)
-        return _Box(self.first, high), _Box(self.first, low)
+class _Rows(NamedTuple):
+    """What rows may cost at the most."""
+
+    tops: tuple[int, int, int]
+    """The first three."""
+    left: int
+    """Those after them, in all; none of these costs more than the third."""
+    later: int
+    """The third and those after it, in all."""
 
 
 class _Prices(NamedTuple):
@@ -105,39 +107,75 @@ class RowSearch:
         self._prices: list[_Prices] = []
 
     def takes_longer(self, time: int, num_rows: int | None) -> bool:
-        """Whether no schedule of so many rows (None: of any number) takes `time` or less, shown box by box."""
+        """Whether no schedule of so many rows (None: of any number) takes `time` or less, shown box by box: of two
+        rows, and where that fails of three.
+        """
         most_second = time - self._costliest
-        boxes = [_Box((self._costliest, time), (0, most_second))] if most_second >= 0 else []
+        if most_second < 0:
+            return True
+        box: _Box = ((self._costliest, time), (0, most_second))
+        if self._is_shown(box, time, num_rows):
+            return True
+        return (num_rows is None or num_rows > 3) and self._is_shown((*box, (0, most_second // 2)), time, num_rows)
+
+    def _is_shown(self, box: _Box, time: int, num_rows: int | None) -> bool:
+        boxes = [box]
         for _ in range(_MOST_BOXES):
             if not boxes:
                 return True
             box = boxes.pop()
-            left = time - box.first[0] - box.second[0]
-            if left < 0 or box.second[0] > box.first[1]:
+            rows = self._rows_of(box, time, num_rows)
+            if rows is None or self._is_known_to_be_impossible(rows):
                 continue
-            if num_rows is not None:
-                left = min(left, max(num_rows - 2, 0) * box.second[1])
-            tops = box.first[1], box.second[1] if num_rows != 1 else 0
-            if self._is_impossible((tops[0], min(tops)), left):
-                continue
-            if max(box.first[1] - box.first[0], box.second[1] - box.second[0]) * _NARROWEST <= time:
+            if max(high - low for low, high in box) * _NARROWEST > time:
+                boxes += _halves(box)
+            elif not self._is_impossible(rows):
                 return False
-            boxes += box.halves()
         return False
 
-    def _is_impossible(self, tops: tuple[int, int], left: int) -> bool:
-        """Whether rows of at most these costs, and later ones of at most `left` in all, can't hold all sequences."""
-        if self._total > self._num_ranks * (sum(tops) + left):
-            return True
-        # No later row costs more than the second.
-        dearest = min(left, tops[1])
-        for prices in reversed(self._prices):
-            if dearest <= prices.left and self._above(prices, tops) > left * self._num_ranks:
-                return True
-        return any(_Programme(self, tops, left, dearest, by_tokens).is_refuted() for by_tokens in (False, True))
+    def _rows_of(self, box: _Box, time: int, num_rows: int | None) -> _Rows | None:
+        """None where there are no such rows."""
+        left = time - sum(low for low, _ in box)
+        if left < 0 or any(later[0] > row[1] for row, later in pairwise(box)):
+            return None
+        tops = list(accumulate((min(high, low + left) for low, high in box), min))
+        if num_rows is not None and num_rows <= 3:
+            tops = [*tops, min(left, tops[1])][:num_rows] + [0] * (3 - num_rows)
+            return _Rows((tops[0], tops[1], tops[2]), 0, tops[2])
+        if len(box) == 2:
+            later = left if num_rows is None else min(left, (num_rows - 2) * tops[1])
+            return _Rows((tops[0], tops[1], min(left, tops[1])), later, later)
+        later = left + box[2][0]
+        if num_rows is not None:
+            left = min(left, (num_rows - 3) * tops[2])
+            later = min(later, tops[2] + left)
+        return _Rows((tops[0], tops[1], tops[2]), left, later)
 
-    def _above(self, prices: _Prices, tops: tuple[int, int]) -> int:
-        """What two rows can't hold of the prices."""
+    def _is_known_to_be_impossible(self, rows: _Rows) -> bool:
+        """By the sum of all costs, or prices that were chosen before."""
+        first, second, third = rows.tops
+        if self._total > self._num_ranks * (first + second + rows.later):
+            return True
+        for prices in reversed(self._prices):
+            if third <= prices.left:
+                above = self._above(prices, (first, second))
+                if above > rows.later * self._num_ranks:
+                    return True
+                if above - (prices.total - self._above(prices, (third,))) > rows.left * self._num_ranks:
+                    return True
+        return False
+
+    def _is_impossible(self, rows: _Rows) -> bool:
+        """As prices show, with the third row as one of the later ones, or as a row of packs."""
+        dearest = rows.tops[2]
+        return any(
+            _Programme(self, tops, left, dearest, by_tokens).is_refuted()
+            for tops, left in ((rows.tops[:2], rows.later), (rows.tops, rows.left))
+            for by_tokens in (False, True)
+        )
+
+    def _above(self, prices: _Prices, tops: tuple[int, ...]) -> int:
+        """What these rows can't hold of the prices."""
         return prices.total - self._num_ranks * sum(
             min(int(prices.by_cost[top // self._unit]), prices.by_tokens) for top in tops
         )
@@ -151,16 +189,16 @@ class _Programme:
     a tier in a later row, or a place of a tier given to the next cheaper one, or an empty pack.
     """
 
-    def __init__(self, search: RowSearch, tops: tuple[int, int], left: int, dearest: int, by_tokens: bool) -> None:
+    def __init__(self, search: RowSearch, tops: tuple[int, ...], left: int, dearest: int, by_tokens: bool) -> None:
         self._search, self._tops, self._left, self._dearest = search, tops, left, dearest
         self._by_tokens = by_tokens
         self._scale = float(search._costliest)
         self._num_tiers = search._count.size
         self._may_be_left = search._cost <= dearest
-        # What may not be in a later row costs more there than anything.
-        self._cost = np.where(self._may_be_left, search._cost, search._total) / self._scale
-        amount = np.append(search._count, [search._num_ranks] * 2).astype(np.float64)
-        self._basis = Basis.of_ones(np.append(self._cost, [0.0, 0.0]), amount)
+        # What may not be in a later row costs much more there: were it all costs, fractions would get inexact.
+        self._cost = np.where(self._may_be_left, search._cost, 10 * search._cost) / self._scale
+        amount = np.append(search._count, [search._num_ranks] * len(tops)).astype(np.float64)
+        self._basis = Basis.of_ones(np.append(self._cost, [0.0] * len(tops)), amount)
         self._patterns: dict[tuple[int, ...], None] = {}
 
     def is_refuted(self) -> bool:
@@ -176,10 +214,11 @@ class _Programme:
             if search._above(prices, self._tops) > self._left * search._num_ranks:
                 search._prices.append(prices)
                 return True
-            if float((self._basis.cost * self._basis.amount).sum()) * self._scale <= self._left * search._num_ranks:
+            least = float((self._basis.cost * self._basis.amount).sum())
+            if least <= self._left * search._num_ranks / self._scale + _LEAST_GAIN:
                 return False
             is_new = False
-            for row in (0, 1):
+            for row in range(len(self._tops)):
                 is_new |= self._add_patterns(row, price, by_tokens if self._by_tokens and row == 0 else by_cost)
             if not is_new or pivots >= _MOST_PIVOTS:
                 return False
@@ -189,7 +228,7 @@ class _Programme:
         """The simplex method over the known columns; the number of pivots."""
         patterns = [list(pattern) for pattern in self._patterns]
         longest = max(map(len, patterns), default=1)
-        nothing = self._num_tiers + 2
+        nothing = self._num_tiers + len(self._tops)
         padded = np.array([pattern + [nothing] * (longest - len(pattern)) for pattern in patterns], np.int64)
         padded = padded.reshape(-1, longest)
         self._basis.revalue()
@@ -209,10 +248,10 @@ class _Programme:
                 basic = self._basis.enter(cheaper, tier, 0.0, gain)
             elif chosen < 2 * self._num_tiers:
                 basic = self._basis.enter([tier], -1, float(self._cost[tier]), gain)
-            elif chosen < 2 * self._num_tiers + 2:
+            elif chosen < self._num_tiers + nothing:
                 basic = self._basis.enter([chosen - self._num_tiers], -1, 0.0, gain)
             else:
-                basic = self._basis.enter(patterns[chosen - 2 * self._num_tiers - 2], -1, 0.0, gain)
+                basic = self._basis.enter(patterns[chosen - self._num_tiers - nothing], -1, 0.0, gain)
             if basic < 0:
                 return pivot
         return _MOST_PIVOTS
@@ -232,11 +271,10 @@ class _Programme:
             size, room = search._tokens, search._capacity
         worth = (1e-6 - self._basis.value[self._num_tiers + row]) * self._scale
         before = len(self._patterns)
-        for tier in np.flatnonzero((size <= room) & (search._cost <= self._tops[row])).tolist():
-            room_beside = room - int(size[tier])
-            if int(passes[-1].most[room_beside]) + int(price[tier]) > worth:
-                pattern = sorted([tier, *_held(passes, room_beside), self._num_tiers + row])
-                self._patterns.setdefault(tuple(pattern))
+        tiers = np.flatnonzero(size <= room)
+        tiers = tiers[passes[-1].most[room - size[tiers]] + price[tiers] > worth]
+        for tier, held in zip(tiers.tolist(), _held(passes, room - size[tiers])):
+            self._patterns.setdefault(tuple(sorted([tier, *held, self._num_tiers + row])))
         return len(self._patterns) > before
 
 
@@ -272,16 +310,21 @@ def _most_by_room(size: IntArray, price: IntArray, count: IntArray, room: int) -
     return passes
 
 
-def _held(passes: list[_Pass], room: int) -> list[int]:
-    """Tiers, each as often as the pack of that room holds one of it."""
-    held: list[int] = []
-    for number in range(len(passes) - 1, 0, -1):
-        if passes[number].most[room] != passes[number - 1].most[room]:
-            held += [passes[number].tier] * passes[number].copies
-            room -= passes[number].size
+def _held(passes: list[_Pass], room: IntArray) -> list[list[int]]:
+    """Tiers, each as often as the pack of that room holds one of it, for each room."""
+    held: list[list[int]] = [[] for _ in range(room.size)]
+    for before, after in zip(passes[-2::-1], passes[:0:-1]):
+        taken = after.most[room] != before.most[room]
+        for pack in np.flatnonzero(taken).tolist():
+            held[pack] += [after.tier] * after.copies
+        room = room - taken * after.size
     return held
 
 
-def _halved(span: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    middle = (span[0] + span[1]) // 2
-    return (span[0], middle), (min(middle + 1, span[1]), span[1])
+def _halves(box: _Box) -> tuple[_Box, _Box]:
+    """Of the longest side."""
+    longest = max(range(len(box)), key=lambda row: box[row][1] - box[row][0])
+    low, high = box[longest]
+    middle = (low + high) // 2
+    before, after = box[:longest], box[longest + 1 :]
+    return (*before, (min(middle + 1, high), high), *after), (*before, (low, middle), *after)

@@ -64,6 +64,16 @@ def test_where_few_long_sequences_decide_it_is_much_closer():
     assert time < 1.01 * bound
 
 
+def test_where_a_third_row_decides_it_is_much_closer():
+    """Fourteen documents on four ranks: what is left for a third row finds no room in packs of like cost."""
+    rng = np.random.default_rng(23)
+    lengths = np.concatenate((rng.integers(20000, 60000, 14), rng.integers(100, 1100, 20)))
+    request = request_of(lengths, 4, int(lengths.max()), PackCost(linear=14000.0, quadratic=0.26, fixed=7e6))
+    time = time_of_default(request)
+    assert time > 1.06 * request.bound.time
+    assert time < 1.01 * closer_bound(request, time)
+
+
 def test_other_modes_and_schedules_as_good_as_the_bound_gain_nothing():
     lengths = np.array([9, 7, 5, 4, 2])
     cost = PackCost(linear=1.0, quadratic=1.0, fixed=1.0)
