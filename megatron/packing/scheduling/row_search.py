@@ -37,6 +37,7 @@ _NARROWEST, _MOST_BOXES = 400, 4000
 """Boxes are halved down to such a part of the time, up to so many in all."""
 _MOST_ROUNDS, _MOST_PIVOTS = 30, 600
 _LEAST_GAIN = 1e-7
+_NEVER = -(1 << 62)
 
 
 def closer_bound(request: ScheduleRequest, time: int) -> int:
@@ -82,10 +83,8 @@ class _Prices(NamedTuple):
     left: int
     """Cheaper sequences may be in later rows, so that their prices are at most their costs."""
     total: int
-    by_cost: IntArray
-    """The most that a pack of so many units of cost holds."""
-    by_tokens: int
-    """The most that a pack of full capacity holds."""
+    most: IntArray
+    """That a pack of so many units of cost holds."""
 
 
 class RowSearch:
@@ -169,29 +168,25 @@ class RowSearch:
         """As prices show, with the third row as one of the later ones, or as a row of packs."""
         dearest = rows.tops[2]
         return any(
-            _Programme(self, tops, left, dearest, by_tokens).is_refuted()
+            _Programme(self, tops, left, dearest).is_refuted()
             for tops, left in ((rows.tops[:2], rows.later), (rows.tops, rows.left))
-            for by_tokens in (False, True)
         )
 
     def _above(self, prices: _Prices, tops: tuple[int, ...]) -> int:
         """What these rows can't hold of the prices."""
-        return prices.total - self._num_ranks * sum(
-            min(int(prices.by_cost[top // self._unit]), prices.by_tokens) for top in tops
-        )
+        return prices.total - self._num_ranks * sum(int(prices.most[top // self._unit]) for top in tops)
 
 
 class _Programme:
-    """The least cost in later rows, in floating point: packs hold what fits their row's cost, or in the first row, if
-    `by_tokens`, their capacity.
+    """The least cost in later rows, in floating point: packs hold what fits their row's cost or their capacity, the
+    lesser of both beside the costliest sequence of each.
 
     Its rows are the tiers, costliest first, and the packs of the two rows; a column is the pattern of a pack, or one of
     a tier in a later row, or a place of a tier given to the next cheaper one, or an empty pack.
     """
 
-    def __init__(self, search: RowSearch, tops: tuple[int, ...], left: int, dearest: int, by_tokens: bool) -> None:
+    def __init__(self, search: RowSearch, tops: tuple[int, ...], left: int, dearest: int) -> None:
         self._search, self._tops, self._left, self._dearest = search, tops, left, dearest
-        self._by_tokens = by_tokens
         self._scale = float(search._costliest)
         self._num_tiers = search._count.size
         self._may_be_left = search._cost <= dearest
@@ -207,10 +202,10 @@ class _Programme:
         for _ in range(_MOST_ROUNDS):
             pivots += self._improve()
             price = self._prices()
-            by_cost = _most_by_room(search._units, price, search._count, _UNITS)
-            by_tokens = _most_by_room(search._tokens, price, search._count, search._capacity)
+            by_cost = _Tables(search._units, price, search._count, _UNITS)
+            by_tokens = _Tables(search._tokens, price, search._count, search._capacity)
             total = int((price * search._count).sum())
-            prices = _Prices(self._dearest, total, by_cost[-1].most, int(by_tokens[-1].most[-1]))
+            prices = _Prices(self._dearest, total, _most_by_cost(price, by_cost, by_tokens))
             if search._above(prices, self._tops) > self._left * search._num_ranks:
                 search._prices.append(prices)
                 return True
@@ -219,7 +214,7 @@ class _Programme:
                 return False
             is_new = False
             for row in range(len(self._tops)):
-                is_new |= self._add_patterns(row, price, by_tokens if self._by_tokens and row == 0 else by_cost)
+                is_new |= self._add_patterns(row, price, by_cost, by_tokens)
             if not is_new or pivots >= _MOST_PIVOTS:
                 return False
         return False
@@ -263,18 +258,17 @@ class _Programme:
         price = np.where(self._may_be_left, np.minimum(price, self._search._cost), price)
         return np.maximum.accumulate(price[::-1])[::-1]
 
-    def _add_patterns(self, row: int, price: IntArray, passes: list[_Pass]) -> bool:
-        """Of each tier the pack of the row that holds most beside one of it, if that is worth more than a pack."""
-        search = self._search
-        size, room = search._units, self._tops[row] // search._unit
-        if self._by_tokens and row == 0:
-            size, room = search._tokens, search._capacity
-        worth = (1e-6 - self._basis.value[self._num_tiers + row]) * self._scale
-        before = len(self._patterns)
-        tiers = np.flatnonzero(size <= room)
-        tiers = tiers[passes[-1].most[room - size[tiers]] + price[tiers] > worth]
-        for tier, held in zip(tiers.tolist(), _held(passes, room - size[tiers])):
-            self._patterns.setdefault(tuple(sorted([tier, *held, self._num_tiers + row])))
+    def _add_patterns(self, row: int, price: IntArray, by_cost: _Tables, by_tokens: _Tables) -> bool:
+        """Of each tier the pack of the row whose costliest sequence is one of it and that holds most beside, if that is
+        worth more than a pack.
+        """
+        room, before = self._tops[row] // self._search._unit, len(self._patterns)
+        least = (1e-6 - self._basis.value[self._num_tiers + row]) * self._scale
+        most = np.stack([by_cost.most_beside(room), by_tokens.most_beside(self._search._capacity)])
+        for number, (table, table_room) in enumerate(((by_cost, room), (by_tokens, self._search._capacity))):
+            tiers = np.flatnonzero((most.argmin(axis=0) == number) & (price + most.min(axis=0) > least))
+            for tier, held in zip(tiers.tolist(), table.held_beside(tiers, table_room)):
+                self._patterns.setdefault(tuple(sorted([tier, *held, self._num_tiers + row])))
         return len(self._patterns) > before
 
 
@@ -289,36 +283,65 @@ class _Pass(NamedTuple):
     """What packs hold at the most after it, int64 [room + 1]."""
 
 
-def _most_by_room(size: IntArray, price: IntArray, count: IntArray, room: int) -> list[_Pass]:
-    """The most price that packs of each room hold, with no more of a tier than there are; the first pass is empty.
-
-    Copies are offered in powers of two.
+class _Tables:
+    """The most price that packs of each room up to `room` hold beside one of a tier, with none of a costlier tier and
+    no more of any than there are. Sizes, prices and counts are int64 [tiers], the costliest first.
     """
-    passes = [_Pass(-1, 0, 0, np.zeros(room + 1, np.int64))]
-    for tier in np.flatnonzero(price > 0).tolist():
-        one, worth, left, copies = int(size[tier]), int(price[tier]), int(count[tier]), 1
+
+    def __init__(self, size: IntArray, price: IntArray, count: IntArray, room: int) -> None:
+        self._size = size
+        self._passes = [_Pass(-1, 0, 0, np.zeros(room + 1, np.int64))]
+        self._last = np.zeros(size.size, np.int64)
+        """Of each tier the number of the last pass of it or cheaper ones."""
+        for tier in range(size.size - 1, -1, -1):
+            if price[tier] > 0:
+                self._offer(tier, int(size[tier]), int(price[tier]), int(count[tier]))
+            self._last[tier] = len(self._passes) - 1
+
+    def _offer(self, tier: int, one: int, worth: int, left: int) -> None:
+        """In powers of two."""
+        room, copies = self._passes[0].most.size - 1, 1
         left = min(left, room // one) if one else left
         while left:
             copies = min(copies, left) if one else left
-            before = passes[-1].most
+            before = self._passes[-1].most
             most = before.copy()
             offered = before[: room + 1 - one * copies] + worth * copies
             np.maximum(before[one * copies :], offered, out=most[one * copies :])
-            passes.append(_Pass(tier, copies, one * copies, most))
+            self._passes.append(_Pass(tier, copies, one * copies, most))
             left -= copies
             copies *= 2
-    return passes
+
+    def of(self, tier: int) -> IntArray:
+        """For each room, int64 [room + 1], beside the one: what is cheaper and others of the tier."""
+        return self._passes[self._last[tier]].most
+
+    def most_beside(self, room: int) -> IntArray:
+        """In a pack of `room`, int64 [tiers]; of tiers that have no room in it much less than nothing."""
+        beside = (room - self._size).tolist()
+        return np.array([int(self.of(tier)[left]) if left >= 0 else _NEVER for tier, left in enumerate(beside)])
+
+    def held_beside(self, tiers: IntArray, room: int) -> list[list[int]]:
+        """What that is: tiers, each as often as the pack of `room` holds one of it, for each of `tiers`."""
+        held: list[list[int]] = [[] for _ in range(tiers.size)]
+        left, last = room - self._size[tiers], self._last[tiers]
+        for number in range(len(self._passes) - 1, 0, -1):
+            after, before = self._passes[number], self._passes[number - 1]
+            taken = (last >= number) & (after.most[left] != before.most[left])
+            for pack in np.flatnonzero(taken).tolist():
+                held[pack] += [after.tier] * after.copies
+            left = left - taken * after.size
+        return held
 
 
-def _held(passes: list[_Pass], room: IntArray) -> list[list[int]]:
-    """Tiers, each as often as the pack of that room holds one of it, for each room."""
-    held: list[list[int]] = [[] for _ in range(room.size)]
-    for before, after in zip(passes[-2::-1], passes[:0:-1]):
-        taken = after.most[room] != before.most[room]
-        for pack in np.flatnonzero(taken).tolist():
-            held[pack] += [after.tier] * after.copies
-        room = room - taken * after.size
-    return held
+def _most_by_cost(price: IntArray, by_cost: _Tables, by_tokens: _Tables) -> IntArray:
+    """That a pack of each cost holds, within its capacity too, whichever tier is its costliest: int64 [room + 1]."""
+    within = by_tokens.most_beside(by_tokens.of(0).size - 1)
+    most = np.zeros_like(by_cost.of(0))
+    for tier, (size, worth) in enumerate(zip(by_cost._size.tolist(), price.tolist(), strict=True)):
+        beside = np.minimum(by_cost.of(tier)[: max(most.size - size, 0)], within[tier])
+        np.maximum(most[size:], worth + beside, out=most[size:])
+    return np.maximum.accumulate(most)
 
 
 def _halves(box: _Box) -> tuple[_Box, _Box]:
