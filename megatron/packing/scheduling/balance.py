@@ -61,8 +61,10 @@ _MOST_SPLIT, _WORTH_SPLITTING = 2048, 400
 """Packs are made over two by two for up to so many sequences, where more than such a part of the time is to gain."""
 _SPLITS_OF_RANKS, _SPLITS_OF_ROWS = (6000, 1 << 23), (4000, 0)
 """Looked at for each sequence, and besides, where much stays to gain: some 3 nanoseconds each."""
-_STEPS_OF_ROWS = 200_000
-"""To anneal rows: half of them those of the quickest placement, some 3 milliseconds; half of what is left the next."""
+_STEPS_OF_ROWS, _WORTH_ANNEALING = 200_000, 100
+"""To anneal rows: half of them those of the quickest placement, some 3 milliseconds; half of what is left the next;
+where more than such a part of the time is to gain.
+"""
 
 
 def default(request: ScheduleRequest) -> Schedule:
@@ -224,7 +226,7 @@ class _Search:
         for bound, number, _ in sorted(begun, key=lambda entry: (self._found[entry.num_microbatches].time, entry[:2])):
             if not self._is_good_enough(bound + bound // _WORTH_SPLITTING):
                 low, room = bound - self._work.fixed * number, self._room(number)
-                if self._request.model.ranks_meet:
+                if self._request.model.ranks_meet and not self._is_good_enough(bound + bound // _WORTH_ANNEALING):
                     steps //= 2
                     enough = int(low * _GOOD_ENOUGH)
                     pack = annealed_rows(self._work, room, self._found[number].pack, enough, steps)

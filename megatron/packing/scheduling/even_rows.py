@@ -27,9 +27,9 @@ IntArray = npt.NDArray[np.int64]
 _MOST_ROWS = 16
 _MAX_BISECTIONS = 7
 """To find how many sequences have room in rows that can't hold all."""
-_MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = 6, 1024, 100
-"""For packings of more sequences than best-fit finds room for, of up to so many; where the costliest one that is left
-costs such a part of a rank's mean.
+_MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = (2, 6), 1024, 100
+"""For packings of more sequences than best-fit finds room for, beside many rows or few, of up to so many; where the
+costliest one that is left costs such a part of a rank's mean.
 """
 _FEW_FULL = 2
 """Rows beside which a last one counts for so much that more than quick searches are worth it."""
@@ -75,11 +75,12 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
         else:
             high = middle
     high = work.length.size
-    for _ in range(_MAX_SEARCHES if high <= _MOST_SEARCHED else 0):
+    are_few = num_rows <= _FEW_FULL
+    for _ in range(_MAX_SEARCHES[are_few] if high <= _MOST_SEARCHED else 0):
         if high - low <= 1 or int(work.cost[low]) * num_ranks * _WORTH_SEARCHING < work.total:
             break
         middle = (low + high) // 2
-        search = find_packing if num_rows > _FEW_FULL else partial(fit_into, is_thorough=False)
+        search = partial(fit_into, is_thorough=False) if are_few else find_packing
         answer = search(work.length[:middle], capacity=capacity, num_packs=num_rows * num_ranks)
         if answer.pack is not None:
             low, packs = middle, answer.pack
