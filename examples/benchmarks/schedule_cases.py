@@ -13,7 +13,7 @@ from megatron.packing.scheduling.schedule import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.mock_lengths import parse_distribution
 
-SEED = 2_026_004
+SEED = 60_221_408
 """Not one of those that `default` was tuned with."""
 
 # 8 billion parameters in the shape of Llama 3: a microbatch costs as much as 500 tokens besides its sequences.
