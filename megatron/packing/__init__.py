@@ -34,9 +34,9 @@ How `default` finds a schedule, pure and in exact integers:
     step_time      the model of a step: how ranks and stages wait for one another; 1F1B simulated
     work           the sequences by cost
     bounds         what no schedule is quicker than: of packs, ranks and rows (pack_bounds, rank_bounds, row_bounds);
-                   row_search in seconds and closer
+                   row_search (held_beside) in seconds and closer
     pack_fit       whether sequences fit into so many packs, and how: by dominance (pack_reduction), by bin completion
-                   (pack_search), by values, which also prove that they do not (pack_values, simplex)
+                   (pack_search), by pairs (pack_pairs), by values, which also refute it (pack_values, simplex)
     balance        the search over numbers of microbatches
     even           ways to make ranks and packs even; even_pipelines, even_rows, even_full
     placement      their inner loops, in C++ where it could be built (native), else loops

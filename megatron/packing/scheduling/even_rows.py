@@ -27,9 +27,9 @@ IntArray = npt.NDArray[np.int64]
 _MOST_ROWS = 16
 _MAX_BISECTIONS = 7
 """To find how many sequences have room in rows that can't hold all."""
-_MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = (2, 6), 1024, 100
-"""For packings of more sequences than best-fit finds room for, beside many rows or few, of up to so many; where the
-costliest one that is left costs such a part of a rank's mean.
+_MAX_SEARCHES, _MOST_SEARCHED, _WORTH_SEARCHING = 6, 1024, 150
+"""For packings of more sequences than best-fit finds room for, of up to so many; where the last row may get cheaper by
+such a part of a rank's mean.
 """
 _FEW_FULL = 2
 """Rows beside which a last one counts for so much that more than quick searches are worth it."""
@@ -76,8 +76,9 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
             high = middle
     high = work.length.size
     are_few = num_rows <= _FEW_FULL
-    for _ in range(_MAX_SEARCHES[are_few] if high <= _MOST_SEARCHED else 0):
-        if high - low <= 1 or int(work.cost[low]) * num_ranks * _WORTH_SEARCHING < work.total:
+    for _ in range(_MAX_SEARCHES if high <= _MOST_SEARCHED else 0):
+        least = 0 if are_few else int(work.cost[high - 1])
+        if high - low <= 1 or (int(work.cost[low]) - least) * num_ranks * _WORTH_SEARCHING < work.total:
             break
         middle = (low + high) // 2
         search = partial(fit_into, is_thorough=False) if are_few else find_packing

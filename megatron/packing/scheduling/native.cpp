@@ -258,8 +258,7 @@ Int pack_values(Int n, const Int* length, Int capacity, Int num_packs, Int budge
 }
 
 Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int most_value, Int num_packs,
-                   Int most_filled, Int room_weight, Int swerves, Int most_sets, Int steps_per_pack, Int budget,
-                   Int* pack) {
+                   Int room_counts, Int swerves, Int most_sets, Int steps_per_pack, Int budget, Int* pack) {
   std::vector<Int> rest(n);
   Int spare = num_packs * capacity, spare_value = num_packs * most_value;
   for (Int i = 0; i < n; ++i) {
@@ -267,8 +266,8 @@ Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int
     spare -= length[i];
     spare_value -= value[i];
   }
-  return PackSearch(length, capacity, value, most_value, room_weight, most_sets, steps_per_pack, budget, pack)
-      .fill(rest, 0, spare, spare_value, swerves, most_filled);
+  return PackSearch(length, capacity, value, most_value, room_counts, most_sets, steps_per_pack, budget, pack)
+      .fill(rest, 0, spare, spare_value, swerves);
 }
 
 Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,

@@ -61,7 +61,7 @@ def _load() -> Any:
         "place_by_cost": [number, number, array, array, array],
         "match": [number, array, array, array, number, number, array],
         "packs_needed": [number, array, number, array],
-        "search_packing": [number, array, number, array, *[number] * 8, array],
+        "search_packing": [number, array, number, array, *[number] * 7, array],
         "pack_values": [number, array, *[number] * 3, array],
         "repartition": [number, array, array, *[number] * 4, array, *[number] * 3, array],
         "anneal": [number, array, array, *[number] * 11, array],

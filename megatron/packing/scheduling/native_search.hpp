@@ -9,18 +9,14 @@
 
 class PackSearch {
  public:
-  PackSearch(const Int* length, Int capacity, const Int* value, Int most_value, Int room_weight, Int most_sets,
+  PackSearch(const Int* length, Int capacity, const Int* value, Int most_value, Int room_counts, Int most_sets,
              Int steps_per_pack, Int budget, Int* pack)
-      : length_(length), value_(value), capacity_(capacity), most_value_(most_value), room_weight_(room_weight),
+      : length_(length), value_(value), capacity_(capacity), most_value_(most_value), room_counts_(room_counts),
         most_sets_(most_sets), steps_per_pack_(steps_per_pack), budget_(budget), pack_(pack) {}
 
-  // 1 with all packs filled, or the first `most_filled`, and -1 as the pack of what is left; 0 where that can't be; -1
-  // where it is not known. `rest` descends.
-  Int fill(const std::vector<Int>& rest, Int number, Int spare, Int spare_value, Int swerves, Int most_filled) {
-    if (rest.empty() || number == most_filled) {
-      for (const Int sequence : rest) pack_[sequence] = -1;
-      return 1;
-    }
+  // 1 with all packs filled; 0 where that can't be; -1 where it is not known. `rest` descends.
+  Int fill(const std::vector<Int>& rest, Int number, Int spare, Int spare_value, Int swerves) {
+    if (rest.empty()) return 1;
     const std::vector<Set> sets = sets_of(rest, spare, spare_value);
     if (budget_ < 0) return -1;
     std::vector<Int> others;
@@ -42,7 +38,7 @@ class PackSearch {
         }
       }
       const Int found =
-          fill(others, number + 1, spare - set.room_left, spare_value - set.value_left, swerves - tried, most_filled);
+          fill(others, number + 1, spare - set.room_left, spare_value - set.value_left, swerves - tried);
       if (found == 1 || budget_ < 0) return found;
     }
     return misses_none_ ? 0 : -1;
@@ -103,8 +99,8 @@ class PackSearch {
   }
 
   Wide waste_of(Int room_left, Int value_left, Int spare, Int spare_value) const {
-    if (!room_weight_) return value_left;
-    return 2 * static_cast<Wide>(value_left) * spare + static_cast<Wide>(room_weight_ * room_left) * spare_value;
+    if (!room_counts_) return value_left;
+    return 2 * static_cast<Wide>(value_left) * spare + static_cast<Wide>(room_left) * spare_value;
   }
 
   bool is_dominated(const std::vector<Int>& places, Int room_left) {
@@ -135,7 +131,7 @@ class PackSearch {
   }
 
   const Int *length_, *value_;
-  Int capacity_, most_value_, room_weight_, most_sets_, steps_per_pack_, budget_;
+  Int capacity_, most_value_, room_counts_, most_sets_, steps_per_pack_, budget_;
   Int* pack_;
   bool misses_none_ = true;
   std::vector<Int> lengths_, left_from_;  // of the places of the pack that sets are looked for

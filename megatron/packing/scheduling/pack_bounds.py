@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import native
 from megatron.packing.scheduling.native import address as _at
-from megatron.packing.scheduling.pack_fit import fit_into, is_refuted
+from megatron.packing.scheduling.pack_fit import fit_into, fit_quickly, is_refuted
 from megatron.packing.scheduling.placement import best_fit
 
 IntArray = npt.NDArray[np.int64]
 
-_MOST_SEARCHED = 1024
+_MOST_SEARCHED, _MOST_SEARCHED_QUICKLY = 1024, 8192
 """Sequences; of more, a search would take longer than the microbatches that it might save are worth."""
 _MOST_MULTIPLES = 32
 """Microbatches, in multiples, beside which one multiple more hardly counts: it adds nothing but fixed costs."""
@@ -50,21 +50,22 @@ class Fewest(NamedTuple):
 
 
 def fewest_microbatches(length: IntArray, num_ranks: int, capacity: int, multiple: int) -> Fewest:
-    """`microbatch_lower_bound`, or more where best-fit decreasing finds no packing for so many and a search proves that
+    """`microbatch_lower_bound`, or more where best-fit decreasing finds no packing for so many and it is proven that
     there is none.
 
-    Nearly always best-fit does, or capacity is so large that it would, which costs nothing; a search takes
-    milliseconds, at the worst a few hundred (see `fit_into`).
+    Nearly always best-fit does, or capacity is so large that it would, which costs nothing; to decide it takes
+    milliseconds, at the worst a few hundred (see `fit_into`, and `fit_quickly` for more than 1,024 sequences).
     """
     number = microbatch_lower_bound(length, num_ranks, capacity, multiple)
     # Of the packs of best-fit, at most one is filled up to no more than half.
-    if length.size > _MOST_SEARCHED or (number * num_ranks - 1) * capacity >= 2 * int(length.sum()):
+    if length.size > _MOST_SEARCHED_QUICKLY or (number * num_ranks - 1) * capacity >= 2 * int(length.sum()):
         return Fewest(number, None)
     pack, num_packs = best_fit(length, capacity=capacity)
     while num_packs > number * num_ranks:
         if number > _MOST_MULTIPLES * multiple:
             return Fewest(number, None)
-        answer = fit_into(length, capacity=capacity, num_packs=number * num_ranks)
+        fit = fit_into if length.size <= _MOST_SEARCHED else fit_quickly
+        answer = fit(length, capacity=capacity, num_packs=number * num_ranks)
         if not answer.is_proof:
             return Fewest(number, answer.pack)
         number += multiple

@@ -57,27 +57,24 @@ def search_packing(
     steps_per_pack: int,
     budget: int,
     values: Values | None = None,
-    room_weight: int = 0,
-    most_filled: int | None = None,
+    room_counts: bool = False,
 ) -> Answer:
     """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
 
     On each way down it leaves the first set of packs for later ones at most `swerves` times: an n-th later set counts
     n times (limited discrepancy search: Harvey and Ginsberg, IJCAI 1995). A step of the `budget` is one look at a
     sequence; sets for one pack are looked for in `steps_per_pack`, and in more while there is none. By default all
-    `values` are 0. Sets come first that waste least of them; with a `room_weight`, least of values, counted twice, and
-    of room, counted so many times, each beside what there is to spare. After `most_filled` packs the search is done,
-    and leaves all other sequences at -1.
+    `values` are 0. Sets come first that waste least of them; where `room_counts`, least of values and of room, each
+    beside what there is to spare.
     """
     if num_packs * capacity < int(length.sum()):
         return Answer(None, True)
     values = values or Values(np.zeros_like(length), 0)
-    most_filled = length.size if most_filled is None else most_filled
     if native.LIBRARY is None:
-        search = _Search(length.tolist(), capacity, values, room_weight, steps_per_pack, budget)
-        return search.run(num_packs, most_filled, swerves)
+        search = _Search(length.tolist(), capacity, values, room_counts, steps_per_pack, budget)
+        return search.run(num_packs, swerves)
     pack = np.empty(length.size, np.int64)
-    options = (most_filled, room_weight, swerves, _MOST_SETS, steps_per_pack, budget)
+    options = (room_counts, swerves, _MOST_SETS, steps_per_pack, budget)
     found = native.LIBRARY.search_packing(
         length.size, _at(length), capacity, _at(values.value), values.most, num_packs, *options, _at(pack)
     )
@@ -108,20 +105,20 @@ class _Search:
     """In Python, with the same steps as in C++."""
 
     def __init__(
-        self, length: list[int], capacity: int, values: Values, room_weight: int, steps_per_pack: int, budget: int
+        self, length: list[int], capacity: int, values: Values, room_counts: bool, steps_per_pack: int, budget: int
     ) -> None:
         self._length, self._capacity, self._budget = length, capacity, budget
         self._value, self._most_value = values.value.tolist(), values.most
-        self._steps_per_pack, self._room_weight = steps_per_pack, room_weight
+        self._steps_per_pack, self._room_counts = steps_per_pack, room_counts
         self._misses_none = True
 
-    def run(self, num_packs: int, most_filled: int, swerves: int) -> Answer:
+    def run(self, num_packs: int, swerves: int) -> Answer:
         size = len(self._length)
         begun: list[_Begun] = []
         taken: list[list[int]] = []
         rest, spare = list(range(size)), num_packs * self._capacity - sum(self._length)
         spare_value = num_packs * self._most_value - sum(self._value)
-        while rest and len(begun) < most_filled:
+        while rest:
             sets = iter(enumerate(self._sets(rest, spare, spare_value)))
             begun.append(_Begun(rest, sets, spare, spare_value, swerves))
             if self._budget < 0:
@@ -138,7 +135,7 @@ class _Search:
             spare_value = begun[-1].spare_value - value_left
             gone = set(taken[-1])
             rest = [sequence for sequence in begun[-1].rest if sequence not in gone]
-        pack = np.full(size, -1)
+        pack = np.empty(size, np.int64)
         for number, sequences in enumerate(taken):
             pack[sequences] = number
         return Answer(pack, False)
@@ -175,8 +172,8 @@ class _Search:
             room += length[last]
             value_left += self._value[rest[last]]
             place = bisect_right(negative, negative[last], last)  # the next shorter one
-        of_room = self._room_weight * spare_value
-        of_value = 2 * spare if self._room_weight else 1
+        of_room = spare_value if self._room_counts else 0
+        of_value = 2 * spare if self._room_counts else 1
 
         def waste(entry: _Set) -> tuple[int, int, int]:
             wasted = of_value * entry.value_left + of_room * entry.room_left

@@ -19,6 +19,8 @@ _NUM_LARGE = 1024
 """Costs of sequences that tell how many ranks of a pipeline must have long ones."""
 _NUM_FIRST = 32
 """Of those ranks, the first ones are looked at one by one."""
+_MOST_SHARED_OUT = 12
+"""Sequences that two ranks share out in all ways."""
 _MOST_WITH_COSTLIEST = 64
 """Ranks of the costliest sequences, of which it is counted what they must hold besides."""
 
@@ -27,8 +29,8 @@ def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
     """A cost that the costliest rank reaches in every schedule of sequences of these costs (int64 [N], descending).
 
     The largest of: the mean over ranks; the costliest sequence; and for each k, the pigeonhole bound: of the k *
-    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them; and what pairs
-    cost. 0 without sequences.
+    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of them; what pairs cost;
+    and for two ranks, all ways to share out the costliest sequences. 0 without sequences.
     """
     if cost.size == 0:
         return 0
@@ -38,7 +40,13 @@ def rank_cost_lower_bound(cost: IntArray, num_ranks: int) -> int:
     k = np.arange(1, cheapest.size + 1)
     pigeonhole = sums[cheapest + 1] - sums[cheapest - k]
     mean = -(-int(sums[-1]) // num_ranks)
-    return max(mean, int(cost[0]), int(pigeonhole.max(initial=0)), _pairs_lower_bound(cost, sums, num_ranks))
+    bounds = [mean, int(cost[0]), int(pigeonhole.max(initial=0)), _pairs_lower_bound(cost, sums, num_ranks)]
+    if num_ranks == 2:
+        ways = np.zeros(1, np.int64)
+        for one in cost[:_MOST_SHARED_OUT].tolist():
+            ways = np.concatenate((ways, ways + one))
+        bounds.append(int(np.maximum(ways, ways[-1] - ways).min()))
+    return max(bounds)
 
 
 def _pairs_lower_bound(cost: IntArray, sums: IntArray, num_ranks: int) -> int:

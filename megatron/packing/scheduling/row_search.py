@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.scheduling.held_beside import HeldBeside, most_held
 from megatron.packing.scheduling.schedule import ScheduleRequest
 from megatron.packing.scheduling.simplex import Basis
 from megatron.packing.scheduling.work import Work
@@ -37,7 +38,6 @@ _NARROWEST, _MOST_BOXES = 400, 4000
 """Boxes are halved down to such a part of the time, up to so many in all."""
 _MOST_ROUNDS, _MOST_PIVOTS = 30, 600
 _LEAST_GAIN = 1e-7
-_NEVER = -(1 << 62)
 
 
 def closer_bound(request: ScheduleRequest, time: int) -> int:
@@ -202,10 +202,10 @@ class _Programme:
         for _ in range(_MOST_ROUNDS):
             pivots += self._improve()
             price = self._prices()
-            by_cost = _Tables(search._units, price, search._count, _UNITS)
-            by_tokens = _Tables(search._tokens, price, search._count, search._capacity)
+            by_cost = HeldBeside(search._units, price, search._count, _UNITS)
+            by_tokens = HeldBeside(search._tokens, price, search._count, search._capacity)
             total = int((price * search._count).sum())
-            prices = _Prices(self._dearest, total, _most_by_cost(price, by_cost, by_tokens))
+            prices = _Prices(self._dearest, total, most_held(price, by_cost, by_tokens))
             if search._above(prices, self._tops) > self._left * search._num_ranks:
                 search._prices.append(prices)
                 return True
@@ -258,7 +258,7 @@ class _Programme:
         price = np.where(self._may_be_left, np.minimum(price, self._search._cost), price)
         return np.maximum.accumulate(price[::-1])[::-1]
 
-    def _add_patterns(self, row: int, price: IntArray, by_cost: _Tables, by_tokens: _Tables) -> bool:
+    def _add_patterns(self, row: int, price: IntArray, by_cost: HeldBeside, by_tokens: HeldBeside) -> bool:
         """Of each tier the pack of the row whose costliest sequence is one of it and that holds most beside, if that is
         worth more than a pack.
         """
@@ -270,78 +270,6 @@ class _Programme:
             for tier, held in zip(tiers.tolist(), table.held_beside(tiers, table_room)):
                 self._patterns.setdefault(tuple(sorted([tier, *held, self._num_tiers + row])))
         return len(self._patterns) > before
-
-
-class _Pass(NamedTuple):
-    """One step of the dynamic programme: so many of a tier were offered to packs of all rooms."""
-
-    tier: int
-    copies: int
-    size: int
-    """Of all these copies."""
-    most: IntArray
-    """What packs hold at the most after it, int64 [room + 1]."""
-
-
-class _Tables:
-    """The most price that packs of each room up to `room` hold beside one of a tier, with none of a costlier tier and
-    no more of any than there are. Sizes, prices and counts are int64 [tiers], the costliest first.
-    """
-
-    def __init__(self, size: IntArray, price: IntArray, count: IntArray, room: int) -> None:
-        self._size = size
-        self._passes = [_Pass(-1, 0, 0, np.zeros(room + 1, np.int64))]
-        self._last = np.zeros(size.size, np.int64)
-        """Of each tier the number of the last pass of it or cheaper ones."""
-        for tier in range(size.size - 1, -1, -1):
-            if price[tier] > 0:
-                self._offer(tier, int(size[tier]), int(price[tier]), int(count[tier]))
-            self._last[tier] = len(self._passes) - 1
-
-    def _offer(self, tier: int, one: int, worth: int, left: int) -> None:
-        """In powers of two."""
-        room, copies = self._passes[0].most.size - 1, 1
-        left = min(left, room // one) if one else left
-        while left:
-            copies = min(copies, left) if one else left
-            before = self._passes[-1].most
-            most = before.copy()
-            offered = before[: room + 1 - one * copies] + worth * copies
-            np.maximum(before[one * copies :], offered, out=most[one * copies :])
-            self._passes.append(_Pass(tier, copies, one * copies, most))
-            left -= copies
-            copies *= 2
-
-    def of(self, tier: int) -> IntArray:
-        """For each room, int64 [room + 1], beside the one: what is cheaper and others of the tier."""
-        return self._passes[self._last[tier]].most
-
-    def most_beside(self, room: int) -> IntArray:
-        """In a pack of `room`, int64 [tiers]; of tiers that have no room in it much less than nothing."""
-        beside = (room - self._size).tolist()
-        return np.array([int(self.of(tier)[left]) if left >= 0 else _NEVER for tier, left in enumerate(beside)])
-
-    def held_beside(self, tiers: IntArray, room: int) -> list[list[int]]:
-        """What that is: tiers, each as often as the pack of `room` holds one of it, for each of `tiers`."""
-        held: list[list[int]] = [[] for _ in range(tiers.size)]
-        left, last = room - self._size[tiers], self._last[tiers]
-        for number in range(len(self._passes) - 1, 0, -1):
-            after, before = self._passes[number], self._passes[number - 1]
-            taken = (last >= number) & (after.most[left] != before.most[left])
-            for pack in np.flatnonzero(taken).tolist():
-                held[pack] += [after.tier] * after.copies
-            left = left - taken * after.size
-        return held
-
-
-def _most_by_cost(price: IntArray, by_cost: _Tables, by_tokens: _Tables) -> IntArray:
-    """That a pack of each cost holds, within its capacity too, whichever tier is its costliest: int64 [room + 1]."""
-    within = by_tokens.most_beside(by_tokens.of(0).size - 1)
-    most = np.zeros_like(by_cost.of(0))
-    for tier, (size, worth) in enumerate(zip(by_cost._size.tolist(), price.tolist(), strict=True)):
-        beside = np.minimum(by_cost.of(tier)[: max(most.size - size, 0)], within[tier])
-        np.maximum(most[size:], worth + beside, out=most[size:])
-    return np.maximum.accumulate(most)
 
 
 def _halves(box: _Box) -> tuple[_Box, _Box]:

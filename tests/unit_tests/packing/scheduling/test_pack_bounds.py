@@ -10,7 +10,8 @@ from megatron.packing.scheduling.pack_bounds import (
     microbatch_lower_bound,
     packs_needed,
 )
-from tests.unit_tests.packing.brute_force import descending, fits
+from megatron.packing.scheduling.placement import best_fit
+from tests.unit_tests.packing.brute_force import check_packing, descending, fits
 from tests.unit_tests.packing.scheduling.test_pack_fit import NEEDS_33
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
@@ -105,6 +106,19 @@ def test_fewest_microbatches_is_never_above_the_optimum_and_nearly_always_it():
         proven += fewest > microbatch_lower_bound(length, num_ranks, capacity, multiple)
     assert exact == 1500
     assert proven > 30, proven
+
+
+def test_fewest_microbatches_of_more_sequences_than_are_searched_long(form):
+    """Best-fit decreasing needs three packs more: a microbatch of a single rank, for which all others wait."""
+    rng = np.random.default_rng([3, 1])
+    length = 1024 * np.exp(rng.normal(1.1, 0.7, 1100))
+    length = np.sort(np.clip(length.astype(np.int64), 1024, 8192))[::-1].copy()
+    assert best_fit(length, capacity=8192)[1] == 494
+    fewest, pack = fewest_microbatches(length, 491, 8192, 1)
+    assert fewest == 1
+    assert pack is not None
+    check_packing(pack, length, 8192, 491)
+    assert fewest_microbatches(length, 490, 8192, 1).num_microbatches == 2
 
 
 def test_fewest_microbatches_of_a_batch_in_doubt():

@@ -1,11 +1,11 @@
-"""Whether sequences fit: what is found and refuted before any search, by values, and by values made anew."""
+"""Whether sequences fit: what is found and refuted at once, by values, and by pairs."""
 
 from unittest import mock
 
 import numpy as np
 
 from megatron.packing.scheduling import pack_fit
-from megatron.packing.scheduling.pack_fit import fit_into
+from megatron.packing.scheduling.pack_fit import fit_into, fit_quickly
 from megatron.packing.scheduling.pack_search import Answer
 from megatron.packing.scheduling.placement import best_fit
 from tests.unit_tests.packing.brute_force import check_packing, descending, fits
@@ -51,7 +51,7 @@ def test_values_decide_what_a_search_leaves_open(form):
     check_packing(pack, found, 8192, 45)
     with (
         mock.patch.object(pack_fit, "_VALUE_SEARCHES", ()),
-        mock.patch.object(pack_fit, "_fill_in_parts", return_value=Answer(None, False)),
+        mock.patch.object(pack_fit, "_with_closest_pairs", return_value=None),
     ):
         assert fit_into(refuted, capacity=8192, num_packs=61).is_open
         assert fit_into(found, capacity=8192, num_packs=45).is_open
@@ -75,7 +75,7 @@ def test_answers_are_right_whatever_is_left_out(form):
         length = descending(rng, 1 + capacity // int(rng.choice([4, 6])), capacity + 1, rng.integers(0, 11))
         num_packs = -(-int(length.sum()) // capacity) + int(rng.integers(0, 2))
         possible = fits(length.tolist(), (capacity,) * num_packs)
-        answers = [fit_into(length, capacity=capacity, num_packs=num_packs)]
+        answers = [fit(length, capacity=capacity, num_packs=num_packs) for fit in (fit_into, fit_quickly)]
         with (
             mock.patch.object(pack_fit, "find_packing", return_value=Answer(None, False)),
             mock.patch.object(pack_fit, "_MOST_TO_REFUTE", 0),
@@ -90,12 +90,12 @@ def test_answers_are_right_whatever_is_left_out(form):
         assert answers[0].is_open is False
 
 
-def test_values_made_anew_find_what_those_of_the_start_do_not(form):
-    """Sequences by twos and threes: the last packs want other values than the first."""
+def test_pairs_find_what_values_do_not(form):
+    """Sequences by twos and threes: once those that make good pairs are away, the others are easily found room for."""
     rng = np.random.default_rng([7, 212])
     length = 1024 * np.exp(rng.normal(1.1, 0.7, int(rng.choice([48, 64, 96]))))
     length = np.sort(np.clip(length.astype(np.int64), 1024, 8192))[::-1].copy()
-    with mock.patch.object(pack_fit, "_fill_in_parts", return_value=Answer(None, False)):
+    with mock.patch.object(pack_fit, "_with_closest_pairs", return_value=None):
         assert fit_into(length, capacity=8192, num_packs=31).is_open
     pack = fit_into(length, capacity=8192, num_packs=31).pack
     assert pack is not None

@@ -36,7 +36,7 @@ def test_answers_are_right(form):
                 steps_per_pack=steps,
                 budget=budget,
                 values=values,
-                room_weight=int(rng.integers(3)),
+                room_counts=bool(rng.integers(2)),
             )
             if answer.pack is not None:
                 assert possible
@@ -63,8 +63,7 @@ def test_compiled_and_python_form_are_equal():
             "steps_per_pack": int(rng.choice([5, 100, 10**6])),
             "budget": int(rng.choice([100, 3000, 30_000])),
             "values": random_values(rng, length) if rng.integers(2) else None,
-            "room_weight": int(rng.integers(3)),
-            "most_filled": int(rng.integers(6)) if rng.integers(3) == 0 else None,
+            "room_counts": bool(rng.integers(2)),
         }
         compiled = search_packing(length, **options)
         with in_python():
@@ -83,7 +82,7 @@ def test_sets_that_waste_least_value_come_first(form):
     length = array(6, 5, 3, 3)
     options: dict[str, Any] = {"capacity": 12, "num_packs": 2, "swerves": 0, "steps_per_pack": 99, "budget": 999}
 
-    def packing(values: Values | None, **more: int) -> list[int]:
+    def packing(values: Values | None, **more: bool) -> list[int]:
         found = search_packing(length, **options, values=values, **more).pack
         assert found is not None
         return found.tolist()
@@ -92,4 +91,4 @@ def test_sets_that_waste_least_value_come_first(form):
     assert packing(Values(array(3, 1, 2, 2), 7)) == [0, 1, 0, 0]
     # 5 wastes no value and 1 token of 7 to spare; 3 and 3 no token, and 2 of 32: less, even counted twice.
     assert packing(Values(array(30, 50, 24, 24), 80)) == [0, 0, 1, 1]
-    assert packing(Values(array(30, 50, 24, 24), 80), room_weight=1) == [0, 1, 0, 0]
+    assert packing(Values(array(30, 50, 24, 24), 80), room_counts=True) == [0, 1, 0, 0]

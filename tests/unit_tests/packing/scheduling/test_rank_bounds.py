@@ -50,6 +50,7 @@ def test_rank_cost_bound_terms():
     assert rank_cost_lower_bound(array(4, 3, 2, 2), 2) == 6  # the mean, 5.5
     assert rank_cost_lower_bound(array(14, 12, 8, 7, 7), 3) == 19  # two pairs: 8 and 7, 12 and 7
     assert rank_cost_lower_bound(array(12, 12, 6, 4, 4), 3) == 14  # three on one rank
+    assert rank_cost_lower_bound(array(10, 10, 4, 4, 4), 2) == 18  # all ways to share out
 
 
 def random_crowd(rng) -> tuple[Work, int, int, int]:

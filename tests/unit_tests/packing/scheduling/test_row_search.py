@@ -36,7 +36,7 @@ def time_of_default(request: ScheduleRequest) -> int:
 def test_the_closer_bound_is_never_above_the_optimum():
     rng = np.random.default_rng(11)
     closer = exact = 0
-    for _ in range(150):
+    for _ in range(250):
         num_ranks, longest = int(rng.integers(1, 4)), int(rng.integers(8, 40))
         lengths = descending(rng, max(longest // 5, 1), longest + 1, int(rng.integers(4, 8)))
         lengths[0] = longest
