@@ -13,7 +13,7 @@ from megatron.packing.scheduling.schedule import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.sft.mock_lengths import parse_distribution
 
-SEED = 60_221_408
+SEED = 31_415_927
 """Not one of those that `default` was tuned with."""
 
 # 8 billion parameters in the shape of Llama 3: a microbatch costs as much as 500 tokens besides its sequences.
