@@ -51,7 +51,7 @@ def test_values_decide_what_a_search_leaves_open(form):
     check_packing(pack, found, 8192, 45)
     with (
         mock.patch.object(pack_fit, "_VALUE_SEARCHES", ()),
-        mock.patch.object(pack_fit, "_with_closest_pairs", return_value=None),
+        mock.patch.object(pack_fit, "_with_closest_pairs", return_value=Answer(None, False)),
     ):
         assert fit_into(refuted, capacity=8192, num_packs=61).is_open
         assert fit_into(found, capacity=8192, num_packs=45).is_open
@@ -95,7 +95,7 @@ def test_pairs_find_what_values_do_not(form):
     rng = np.random.default_rng([7, 212])
     length = 1024 * np.exp(rng.normal(1.1, 0.7, int(rng.choice([48, 64, 96]))))
     length = np.sort(np.clip(length.astype(np.int64), 1024, 8192))[::-1].copy()
-    with mock.patch.object(pack_fit, "_with_closest_pairs", return_value=None):
+    with mock.patch.object(pack_fit, "_with_closest_pairs", return_value=Answer(None, False)):
         assert fit_into(length, capacity=8192, num_packs=31).is_open
     pack = fit_into(length, capacity=8192, num_packs=31).pack
     assert pack is not None
