@@ -50,7 +50,9 @@ _MAX_TRIES = 8
 _MORE_ROOM = (115, 140, 200)
 """Percent of the microbatches with the lowest bound, tried too in pipelines: full packs can't be made even."""
 _SHARE_WITH_EMPTY = 0.3
-"""Of the sequences that a pack holds, as which it counts where packs of pipelines may stay empty."""
+"""Of a sequence to a pack, as which it counts for the likely excess in pipelines with more packs than sequences: what
+can't be even may stay empty then, so that the first such number of microbatches is worth a try.
+"""
 _MAX_ARRANGED = 4
 """Numbers of microbatches, the best ones found, whose packs are arranged in pipelines to find the quickest by 1F1B."""
 _EFFORT = 40
@@ -62,8 +64,8 @@ _MOST_SPLIT, _WORTH_SPLITTING = 2048, 400
 _SPLITS_OF_RANKS, _SPLITS_OF_ROWS = (6000, 1 << 23), (4000, 0)
 """Looked at for each sequence, and besides, where much stays to gain: some 3 nanoseconds each."""
 _STEPS_OF_ROWS, _WORTH_ANNEALING = 200_000, 100
-"""To anneal rows: half of them those of the quickest placement, some 3 milliseconds; half of what is left the next;
-where more than such a part of the time is to gain.
+"""To anneal rows, where more than such a part of the time is to gain: half of the steps, some 3 milliseconds, for the
+quickest placement, a quarter for the next one, and so on.
 """
 
 

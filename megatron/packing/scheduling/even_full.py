@@ -61,8 +61,8 @@ def evener_ranks(work: Work, room: Room, pack: IntArray, low: int, splits: Effor
 
 
 def annealed_rows(work: Work, room: Room, pack: IntArray, enough: int, steps: int) -> IntArray | None:
-    """With microbatches, that take as long as their costliest pack, quicker in all: until that is `enough`, without
-    fixed costs.
+    """With microbatches, each of which takes as long as its costliest pack, quicker in all: in so many steps of
+    annealing, or until they take `enough` or less; times are without fixed costs.
     """
     found = anneal(
         *(work.cost, work.length, pack),

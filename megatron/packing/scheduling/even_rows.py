@@ -76,12 +76,12 @@ def rows_with_short_last(work: Work, num_ranks: int, capacity: int) -> Rows | No
             high = middle
     high = work.length.size
     are_few = num_rows <= _FEW_FULL
+    search = partial(fit_into, is_thorough=False) if are_few else find_packing
     for _ in range(_MAX_SEARCHES if high <= _MOST_SEARCHED else 0):
         least = 0 if are_few else int(work.cost[high - 1])
         if high - low <= 1 or (int(work.cost[low]) - least) * num_ranks * _WORTH_SEARCHING < work.total:
             break
         middle = (low + high) // 2
-        search = partial(fit_into, is_thorough=False) if are_few else find_packing
         answer = search(work.length[:middle], capacity=capacity, num_packs=num_rows * num_ranks)
         if answer.pack is not None:
             low, packs = middle, answer.pack

@@ -272,7 +272,8 @@ Int search_packing(Int n, const Int* length, Int capacity, const Int* value, Int
 
 Int repartition(Int n, const Int* cost, const Int* length, Int num_ranks, Int packs_per_rank, Int capacity, Int limit,
                 const Int* initial, Int most_split, Int step, Int budget, Int* pack) {
-  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, initial, pack).run(most_split, step, budget);
+  return Repartition(n, cost, length, num_ranks, packs_per_rank, capacity, limit, initial, pack)
+      .run(most_split, step, budget);
 }
 
 void anneal(Int n, const Int* cost, const Int* length, Int num_ranks, Int num_rows, Int capacity, Int most_back, Int near,

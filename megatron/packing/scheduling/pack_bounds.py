@@ -87,8 +87,8 @@ def longest_that_need_more(length: IntArray, needed: IntArray, capacity: int, nu
     """So many of the longest sequences need more than `num_packs` packs; above N if all may fit.
 
     `needed` is `packs_needed`, which says so of some number. Where best-fit decreasing does not find packings for all
-    smaller ones, proofs are looked for that there are none (see `is_refuted`): up to 1.5 milliseconds each; up to 10
-    where the tokens of all sequences would have room.
+    smaller ones, proofs are looked for that there are none (see `is_refuted`): a few milliseconds each, up to
+    20 where the tokens of all sequences would have room.
     """
     number = int(np.searchsorted(needed, num_packs + 1)) + 1
     if length.size > _MOST_SEARCHED or best_fit(length[: number - 1], capacity=capacity)[1] <= num_packs:

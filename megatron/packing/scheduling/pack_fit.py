@@ -27,11 +27,10 @@ _STEPS_PER_SEQUENCE, _STEPS_PER_PACK = 1000, 400
 """To find a packing, where hardly more than the first set of each pack is tried."""
 _STEPS_TO_REFUTE, _MOST_TO_REFUTE = 200_000, 512
 """And of at most so many sequences: of more, hardly any are refuted in a time that a schedule may take."""
-_DIVERSE = ((1, 1000), (1, 400), (2, 600))
-_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, _DIVERSE), (64_000_000, _DIVERSE))
-"""Steps for values; swerves and steps for each pack in searches by them, which find different packings. Better values
-are looked for where those before decide nothing.
-"""
+_TRIES = ((1, 1000), (1, 400), (2, 600))
+"""Swerves and steps for each pack, in searches that find different packings."""
+_VALUE_SEARCHES = ((1_000_000, ((0, 1000), (1, 400))), (16_000_000, _TRIES), (64_000_000, _TRIES))
+"""Steps for values, and such searches by them. Better values are looked for where those before decide nothing."""
 _MORE_PAIRS = 0, 1, 2
 """As many pairs as there must be are taken away, or so many of 60 packs more."""
 
@@ -39,8 +38,8 @@ _MORE_PAIRS = 0, 1, 2
 def fit_into(length: IntArray, *, capacity: int, num_packs: int, is_thorough: bool = True) -> Answer:
     """Whether sequences of `length` (int64 [N], descending, each in 1..capacity) fit into `num_packs` packs.
 
-    Mostly 1 to 10 milliseconds beside `find_packing`, up to 20 unless `is_thorough`; else up to 100 for 256 sequences,
-    300 for 1,024 where that stays open too. Some forty times that in Python.
+    Mostly that takes 1 to 10 milliseconds more than `find_packing`. Where it stays open it is given up after some 20,
+    or if `is_thorough` after 100 for 256 sequences, 300 for 1,024; in Python after some forty times that.
     """
     answer = find_packing(length, capacity=capacity, num_packs=num_packs)
     if not answer.is_open:

@@ -21,7 +21,7 @@ def pairs_lack_room(length: IntArray, *, capacity: int, num_packs: int) -> bool:
 
     Whatever price a pair is given: so many pairs leave empty at least what all of them are priced, less the most that
     any number of pairs can leave less than that (Lagrange). Prices are so low that no sequence alone and no empty pack
-    leaves less. Up to 10 milliseconds for 1,024 sequences.
+    leaves less. Up to 15 milliseconds for 1,024 sequences.
     """
     num_pairs, spare = 3 * num_packs - length.size, num_packs * capacity - int(length.sum())
     if num_pairs <= 0 or length.size == 0 or spare < 0:

@@ -50,7 +50,7 @@ def fit_by_pairs(length: IntArray, *, capacity: int, num_packs: int) -> IntArray
     It starts from best-fit decreasing, with what finds no room in the emptiest packs. Up to 5 milliseconds for 1,024
     sequences.
     """
-    if length.size < _FEWEST_PER_PACK * num_packs:
+    if length.size < _FEWEST_PER_PACK * num_packs or num_packs * capacity < int(length.sum()):
         return None
     pack, _ = best_fit(length, capacity=capacity)
     has_room = pack < num_packs

@@ -52,7 +52,7 @@ def test_packed_schedulers():
     """19 tokens on two ranks of two packs: 10 and 9, each with 2 of fixed cost; arrival order is no better."""
     found, comparison = outcomes()
     assert found["default"].step_cost == pytest.approx(12)
-    assert found["default"].balance == pytest.approx(12 / 11.5)  # the bound shares out tokens, not whole sequences
+    assert found["default"].balance == pytest.approx(1)  # the bound tries all ways to share out so few sequences
     assert found["empty"].microbatches == 3
     assert found["empty"].step_cost == pytest.approx(12 + 3)
     assert found["default"].padding == 0

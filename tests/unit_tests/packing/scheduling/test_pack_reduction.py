@@ -33,3 +33,5 @@ def test_reduction_by_hand():
     assert num_packs == 2
     assert reduce_packs(array(9, 7, 6, 4, 2, 2), capacity=10).pack.tolist() == [0, 1, 2, 2, 1, 3]
     assert reduce_packs(array(), capacity=10).num_packs == 0
+    # 100 with three, 92 with 54 and 54: two packs, though no two beside 100 are longer than 92.
+    assert reduce_packs(array(100, 92, 54, 54, 37, 33, 30), capacity=200).num_packs == 0
