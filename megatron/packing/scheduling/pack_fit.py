@@ -69,34 +69,32 @@ def fit_quickly(length: IntArray, *, capacity: int, num_packs: int) -> Answer:
     """`fit_into` for thousands of sequences, by what is quick for them: dominance, pairs, and packs made over two by
     two. Up to 50 milliseconds for 8,192.
     """
-
-    def decide(rest: IntArray, num_left: int) -> Answer:
-        if pairs_lack_room(rest, capacity=capacity, num_packs=num_left):
-            return Answer(None, True)
-        return _with_closest_pairs(rest, capacity, num_left, find_packing)
-
-    return _reduced(length, capacity, num_packs, decide)
+    return _reduced(length, capacity, num_packs, partial(_with_closest_pairs, capacity=capacity, fit=find_packing))
 
 
 def is_refuted(length: IntArray, *, capacity: int, num_packs: int, steps: int, steps_for_values: int) -> bool:
     """Whether it is proven that sequences (as in `fit_into`) need more packs, by a search and by values of so many
     steps.
     """
-    pack, num_reduced = reduce_packs(length, capacity=capacity)
-    rest, num_left = length[pack < 0], num_packs - num_reduced
-    if pairs_lack_room(rest, capacity=capacity, num_packs=num_left):
-        return True
-    search = partial(search_packing, rest, capacity=capacity, num_packs=num_left)
-    if search(swerves=steps, steps_per_pack=steps, budget=steps).is_proof:
-        return True
-    return pack_values(rest, capacity=capacity, num_packs=num_left, budget=steps_for_values).num_packs > num_left
+
+    def decide(rest: IntArray, num_left: int) -> Answer:
+        search = partial(search_packing, rest, capacity=capacity, num_packs=num_left)
+        answer = search(swerves=steps, steps_per_pack=steps, budget=steps)
+        if answer.is_proof:
+            return answer
+        values = pack_values(rest, capacity=capacity, num_packs=num_left, budget=steps_for_values)
+        return Answer(None, values.num_packs > num_left)
+
+    return _reduced(length, capacity, num_packs, decide).is_proof
 
 
 def _reduced(length: IntArray, capacity: int, num_packs: int, decide: Callable[[IntArray, int], Answer]) -> Answer:
-    """What `decide` says of the sequences that dominance leaves, and of so many packs."""
+    """What `decide` says of the sequences that dominance leaves, and of so many packs, unless pairs refute it."""
     pack, num_reduced = reduce_packs(length, capacity=capacity)
-    left = np.flatnonzero(pack < 0)
-    answer = decide(length[left], num_packs - num_reduced)
+    left, num_left = np.flatnonzero(pack < 0), num_packs - num_reduced
+    if pairs_lack_room(length[left], capacity=capacity, num_packs=num_left):
+        return Answer(None, True)
+    answer = decide(length[left], num_left)
     if answer.pack is None:
         return answer
     pack[left] = num_reduced + answer.pack
@@ -104,8 +102,6 @@ def _reduced(length: IntArray, capacity: int, num_packs: int, decide: Callable[[
 
 
 def _decide(length: IntArray, num_packs: int, *, capacity: int, is_thorough: bool) -> Answer:
-    if pairs_lack_room(length, capacity=capacity, num_packs=num_packs):
-        return Answer(None, True)
     answer = Answer(None, False)
     search = partial(search_packing, length, capacity=capacity, num_packs=num_packs)
     if length.size <= _MOST_TO_REFUTE:
@@ -118,11 +114,12 @@ def _decide(length: IntArray, num_packs: int, *, capacity: int, is_thorough: boo
             return Answer(None, True)
         answer = _search_by(values, length, capacity, num_packs, tries)
         if number == 0 and answer.is_open and length.size < 3 * num_packs:
-            answer = _with_closest_pairs(length, capacity, num_packs, partial(fit_into, is_thorough=is_thorough))
+            fit = partial(fit_into, is_thorough=is_thorough)
+            answer = _with_closest_pairs(length, num_packs, capacity=capacity, fit=fit)
     return answer
 
 
-def _with_closest_pairs(length: IntArray, capacity: int, num_packs: int, fit: Callable[..., Answer]) -> Answer:
+def _with_closest_pairs(length: IntArray, num_packs: int, *, capacity: int, fit: Callable[..., Answer]) -> Answer:
     """A packing that has the pairs that leave least room empty, and `fit`'s of what is left; proves nothing."""
     spare, fewest = num_packs * capacity - int(length.sum()), max(3 * num_packs - length.size, 0)
     nums = [fewest + num_packs * part // 60 for part in _MORE_PAIRS] if fewest else [0]
