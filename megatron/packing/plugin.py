@@ -37,7 +37,7 @@ from megatron.packing.model import load_balancing
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
@@ -92,7 +92,7 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
     earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
     per config. The result may be used in a `with`, at whose end a first installation is taken back. With
-    --outlier-delay-steps, `config.outlier_delay_queue` is the run's `delay_queue.DelayQueue`, whose state belongs in
+    --outlier-delay-steps, `config.outlier_delay_queue` is the run's `step.delay.DelayQueue`, whose state belongs in
     the script's checkpoints.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.options.packing import PackingConfig
 
 
@@ -33,11 +33,11 @@ def build_queue(
 def gather_waiting(queue: DelayQueue | None) -> list[dict[str, Any]]:
     """What waits on all data-parallel ranks, for `Progress`; empty if none does. Collective, with a queue.
 
-    Right on ranks that own data, as rank 0 does, whose `Progress` is saved. All that waits goes to each of them.
+    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that waits goes to each of them.
     """
     if queue is None:
         return []
     group = parallel_state.get_data_parallel_group()
     states: list[Any] = [None] * group.size()
     dist.all_gather_object(states, queue.state_dict(), group=group)
-    return states if any(len(state["rows"]) for state in states) else []
+    return states if any(len(state["steps"]) for state in states) else []

@@ -1,11 +1,11 @@
 """What waits in a checkpoint is taken over by whatever run continues it."""
 
 import pytest
-import torch
 
-from megatron.packing.step.delay_queue import DelayQueue, Waiting
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.waiting import build_queue, gather_waiting
+from tests.unit_tests.packing.step.test_delay import delayed
 
 OFF = PackingConfig(sequence_packing=True)
 ON = PackingConfig(sequence_packing=True, outlier_delay_steps=4)
@@ -17,7 +17,7 @@ def waiting():
     states = []
     for length in (3, 5):
         queue = DelayQueue(4)
-        queue.finish(Waiting([torch.arange(length, dtype=torch.int32)], [(length, 0, -1)]))
+        queue.finish(delayed(length))
         states.append(queue.state_dict())
     return states
 
@@ -39,7 +39,7 @@ def test_what_waits_is_taken_over(waiting, packing, max_steps):
         queue = build_queue(packing, waiting, rank, 2)
         assert queue is not None
         assert queue.max_steps == max_steps
-        assert queue.begin(is_repeated=False).rows == [(length, 0, -1)]
+        assert queue.begin(is_repeated=False).samples.lengths.tolist() == [length]
 
 
 def test_padded_training_refuses_to_forget_what_waits(waiting):
