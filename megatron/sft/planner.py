@@ -17,6 +17,7 @@ from megatron.packing.planning.step_picture import picture_of
 from megatron.packing.planning.step_record import StepLayout, StepRecord
 from megatron.sft.flags import given_flags, parse_flags
 from megatron.sft.length_sources import Lengths, Tokenization, lengths_from
+from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.plan_checks import check_layout, shape_of
 from megatron.sft.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.sft.plan_run import as_in_run
@@ -73,7 +74,7 @@ def _plan(
 ) -> Plan:
     needed = layout.batch_size * _num_batches(options, layout)
     tokenization = Tokenization(
-        tokenizer_type=lengths.tokenizer_type,
+        tokenizer_type=tokenizer_type_of(lengths.tokenizer_type, lengths.tokenizer_model),
         tokenizer_model=lengths.tokenizer_model,
         vocab_size=model.vocab_size,
         skip_bad_samples=lengths.skip_bad_samples,
