@@ -100,7 +100,7 @@ def _passes(
 ) -> tuple[Pass, Pass]:
     """Forward and backward of one pack through the model of one layer, and through a layer alone."""
     layout = PackLayout.of(lengths, Alignment())
-    params = packed_seq_params(layout_microbatch(layout), device, pads_are_apart=model.config.mtp_num_layers is None)
+    params = packed_seq_params(layout_microbatch(layout), device)
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)

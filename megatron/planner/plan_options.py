@@ -15,6 +15,7 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.schedule import Scheduler
 from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.lengths import TokenizerType
 from megatron.planner.step_record import StepLayout, read_cost
 
 DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
@@ -28,8 +29,8 @@ class LengthOptions:
     source: str | None = field(default=None, metadata={"positional": True})
     """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
     run, which also tells model and layout; a schedule that --dump-schedule wrote."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
-    """For chats."""
+    tokenizer_type: TokenizerType | None = None
+    """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     seq_length: int | None = None

@@ -23,9 +23,10 @@ Training:
 
     model, forward   the GPT as this rank holds it; one microbatch through it
     train            the loop: steps, evaluations, checkpoints, a clean end (stop)
+    finite           what is NaN or infinite ends the run
     reduction        one small reduction per step: loss, counts, who was asked to stop
     waiting          the sequences that wait between steps
-    checkpoint       save, load, continue
+    checkpoint       save, load, continue; unpickling: without running what is in it
     step_account     what a step did -> metrics -> metrics_file (json_lines), schedule_file
     summary, report  what a run achieved, as numbers, a table and a picture (plot)
 

@@ -23,6 +23,7 @@ from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.finite import check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megatron.sft.model.forward import forward_step, padded_batches
@@ -45,6 +46,7 @@ class Trainer:
         self._run_dir = run_dir
         self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device)
+        guard_step(self._training.optimizer, self._training.model, self._step_name)
         self._packing = config.packing.sequence_packing
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
@@ -78,7 +80,10 @@ class Trainer:
         return self._progress.iteration - self._first_iteration
 
     def train(self) -> None:
-        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
+        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised.
+
+        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite.
+        """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         try:
             with StopSignals() as signals:
@@ -125,8 +130,11 @@ class Trainer:
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
-        update = self._update(data)
-        reduced = reduce(update.losses, signals.requested, self._stream.counts - counted, self._device)
+        losses, data_seconds, passes_seconds = self._passes(data)
+        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
+        check_loss(reduced, losses, self._names, self._step_name())
+        lr, grad_norm, succeeded = self._update()
+        update = Update(losses, data_seconds, passes_seconds, lr, grad_norm, not succeeded)
         timer.stop()
         training, iteration = self._config.training, self._progress.iteration + 1
         self._progress = Progress(
@@ -138,23 +146,30 @@ class Trainer:
             log.step(self._account.metrics(self._progress, update, reduced, timer.elapsed()), update.batch)
         return reduced.stop
 
-    def _update(self, data: Iterator[Any]) -> Update:
-        model, optimizer, scheduler, _ = self._training
+    def _step_name(self) -> str:
+        return f"step {self._progress.iteration + 1}"
+
+    def _passes(self, data: Iterator[Any]) -> tuple[list[Any], float, float]:
+        """Forward and backward of a global batch: its losses, seconds that it waited for data, other seconds."""
         self._padded_seconds = 0.0
-        for chunk in model:
+        for chunk in self._training.model:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._training.optimizer.zero_grad()
         timer = self._timers("passes", log_level=0)
         timer.start()
         losses = self._run(data, len(self._names), forward_only=False)
         timer.stop()
+        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
+        return losses, data_seconds, timer.elapsed() - data_seconds
+
+    def _update(self) -> tuple[float, float, bool]:
+        """Change the weights: learning rate of this step, gradient norm, whether they were changed."""
+        _, optimizer, scheduler, _ = self._training
         lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
-        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
-        passes_seconds = timer.elapsed() - data_seconds
-        return Update(losses, data_seconds, passes_seconds, lr, float(grad_norm or 0.0), not succeeded)
+        return lr, float(grad_norm or 0.0), succeeded
 
     def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
         """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
@@ -174,6 +189,7 @@ class Trainer:
         for chunk in self._training.model:
             chunk.train()
         reduced = reduce(losses, False, stream.counts, self._device)
+        check_loss(reduced, losses, names, f"split {split} after step {self._progress.iteration}")
         if log is not None:
             log.writer.evaluation(
                 Evaluation(

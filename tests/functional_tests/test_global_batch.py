@@ -108,7 +108,7 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
             )
             batches.append(
                 {
-                    "cu_seqlens": batch.packed_seq_params.cu_seqlens_q_padded.tolist(),
+                    "cu_seqlens": batch.packed_seq_params.cu_seqlens_q.tolist(),
                     **{
                         name: None if value is None else value[0].tolist()
                         for name, value in batch._asdict().items()

@@ -55,7 +55,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size)
     task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
     written = data.blend_weight_schedule
     schedule = None if written is None else parse_schedule(written, config.training.global_batch_size)

@@ -24,6 +24,7 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleErr
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.plain_tokenizer import build_plain_tokenizer
+from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.report.json_lines import read_jsonl
 from megatron.sft.report.metrics_file import METRICS_FILE
 from megatron.sft.report.report import PACKS_FILE
@@ -127,9 +128,8 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 
 def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     source = open_source(path)
-    tokenizer = build_plain_tokenizer(
-        tokenization.tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size
-    )
+    tokenizer_type = tokenizer_type_of(tokenization.tokenizer_type, tokenization.tokenizer_model)
+    tokenizer = build_plain_tokenizer(tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
     lengths, dropped = [], 0
     for index in range(len(source)):
@@ -147,7 +147,7 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
             dropped += 1
     if not lengths:
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
-    described = f"{path}, {tokenization.tokenizer_type}"
+    described = f"{path}, {tokenizer_type}"
     return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
 
 

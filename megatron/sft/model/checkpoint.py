@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.flags import flag_of
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
+from megatron.sft.model.unpickling import check_metadata, only_weights
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
@@ -100,17 +101,21 @@ def load_checkpoint(
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`. Random states (of
-    dropout) continue only in the same layout.
+    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`, and if it holds
+    objects that could run code. Random states (of dropout) continue only in the same layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    check_metadata(path)
+    common_file, objects = path / "common.pt", path / "*.distcp"
+    with only_weights(common_file if common_file.exists() else objects):
+        common = dist_checkpointing.load_common_state_dict(str(path))
     _check_same_model(path, common["model_options"], model_options)
     _check_same_blend(path, common["data"], data, allow_changed_data)
-    state = _load_state(path, training, with_random_states=_layout() == common["layout"])
+    with only_weights(objects):
+        state = _load_state(path, training, with_random_states=_layout() == common["layout"])
     return Progress(**state["progress"])
 
 

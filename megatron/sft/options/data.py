@@ -8,7 +8,17 @@ from typing import Literal
 
 from megatron.blending.metadatasets.paths import is_metadataset
 from megatron.packing.flags import flag_of
+from megatron.planner.lengths import TokenizerType
 from megatron.sft.options.ranges import check_range
+
+
+def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
+    """The tokenizer that is meant where its type is not given; ValueError for a model that it would not read."""
+    if tokenizer_type is None:
+        return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
+    if tokenizer_model is not None and tokenizer_type != "HuggingFaceTokenizer":
+        raise ValueError(f"--tokenizer-model {tokenizer_model} is not read by {tokenizer_type}; drop --tokenizer-type")
+    return tokenizer_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +44,8 @@ class DataConfig:
     """Train on made-up tokens."""
     sft_mock_dataset_config_json: str | None = None
     """Lengths of made-up samples: JSON, or a path to it."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
-    """Byte-level needs no files."""
+    tokenizer_type: TokenizerType | None = None
+    """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no files."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     vocab_size: int | None = None
@@ -62,7 +72,12 @@ class DataConfig:
                 raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, None, "max_bad_samples_in_a_row")
-        _ = self.split_shares
+        _ = self.split_shares, self.resolved_tokenizer_type
+
+    @property
+    def resolved_tokenizer_type(self) -> TokenizerType:
+        """--tokenizer-type, or what --tokenizer-model says."""
+        return tokenizer_type_of(self.tokenizer_type, self.tokenizer_model)
 
     @property
     def split_shares(self) -> tuple[float, float, float]:

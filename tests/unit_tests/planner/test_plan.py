@@ -128,6 +128,11 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--scheduler", "no.such:thing"], "--scheduler 'no.such:thing' can't be imported"),
         (["LENGTHS", "--scheduler", "EXITS:f"], "EXITS:f' can't be imported: its module raises SystemExit(4)"),
         (["HUGE"], "huge.csv:1: length must be 1 to 16777216, the most that is believed, but is 16777217"),
+        (
+            ["CHATS", "--tokenizer-model", "absent"],
+            "--tokenizer-model must be the directory of a Hugging Face tokenizer",
+        ),
+        (["CHATS", "--tokenizer-model", "x", "--tokenizer-type", "NullTokenizer"], "x is not read by NullTokenizer"),
         (["LENGTHS", "--png", "x.txt"], "--png x.txt: must end in .png, .pdf, .svg or .jpg"),
         (["LENGTHS", "--png", "x"], "--png x: must end in .png"),
         (["LENGTHS", "--html", "."], "--html .: is a folder; name a file in it"),
@@ -147,9 +152,11 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
 
     (tmp_path / "cost.json").write_text(json.dumps(COST))
     (tmp_path / "huge.csv").write_text("16777217\n")
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "EXITS.py").write_text("raise SystemExit(4)")
     monkeypatch.syspath_prepend(tmp_path)
     paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json"), "HUGE": str(tmp_path / "huge.csv")}
+    paths["CHATS"] = str(tmp_path / "chats.jsonl")
     monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -140,53 +140,35 @@ def test_shards_make_up_the_pack(size):
             again[shard_index(lengths, size, rank)] = getattr(batch, name).squeeze(0)
         assert torch.equal(again, whole), name
     for batch in batches:
-        assert batch.packed_seq_params.cu_seqlens_q_padded.tolist() == source["cu_seqlens_padded"].tolist()
+        assert batch.packed_seq_params.cu_seqlens_q.tolist() == source["cu_seqlens_padded"].tolist()
 
 
-def test_packed_seq_params():
-    """On the host, int32 and of padded lengths: a device tensor is one sync per layer, real lengths would shift RoPE
-    and attention against the tokens, and a tensor as `max_seqlen` breaks its comparison in megatron-core.
+@pytest.mark.parametrize("has_transformer_engine", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mtp_on_this_rank": True}])
+def test_packed_seq_params(monkeypatch, has_transformer_engine, options):
+    """Padded lengths alone: Transformer Engine that is given both overlooks padding after the last sequence, and with
+    context parallelism leaves a token unattended; multi-token prediction cuts the pack by `cu_seqlens_q`.
+
+    int32, and on the host where megatron-core's RoPE reads them; a tensor as `max_seqlen` breaks its comparison.
     """
-    params = get_batch(microbatch()).packed_seq_params
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    params = get_batch(microbatch(), **options).packed_seq_params
     assert params.qkv_format == "thd"
-    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
-        value = getattr(params, name)
-        assert value.tolist() == [0, 4, 12, 16], name
+    for value in (params.cu_seqlens_q, params.cu_seqlens_kv):
+        assert value.tolist() == [0, 4, 12, 16]
         assert value.dtype == torch.int32
         assert value.device == CPU
+    assert params.cu_seqlens_q_padded is params.cu_seqlens_kv_padded is None
     assert params.max_seqlen_q == params.max_seqlen_kv == 8
     assert type(params.max_seqlen_q) is type(params.max_seqlen_kv) is int
 
 
-def test_packed_seq_params_for_transformer_engine(monkeypatch):
-    """Transformer Engine is told real and padded lengths apart; with the two swapped it attends to padding."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
-    params = get_batch(microbatch()).packed_seq_params
-    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8, 8]
-    assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_transformer_engine_before_1_10_gets_padded_lengths_only(monkeypatch, caplog, is_new):
-    """It drops the padded ones: with real ones alone each sequence would be read from the wrong place."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "is_te_min_version", lambda version: is_new)
-    get_batch_module.transformer_engine_takes_padding.cache_clear()
-    try:
-        params = get_batch(microbatch()).packed_seq_params
-    finally:
-        get_batch_module.transformer_engine_takes_padding.cache_clear()
-    assert params.cu_seqlens_q.tolist() == ([0, 3, 8, 8] if is_new else [0, 4, 12, 16])
-    assert ("before 1.10" in caplog.text) != is_new
-
-
-def test_multi_token_prediction_cuts_by_padded_lengths(monkeypatch):
-    """megatron-core rolls labels within `cu_seqlens_q` as if packs had no padding: real lengths would cut elsewhere."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
-    params = get_batch(microbatch(), mtp_on_this_rank=True).packed_seq_params
-    assert params.cu_seqlens_q.tolist() == [0, 4, 12, 16]
+@pytest.mark.parametrize(("has_transformer_engine", "device"), [(False, "cpu"), (True, "meta")])
+def test_device_of_packed_seq_params(monkeypatch, has_transformer_engine, device):
+    """Transformer Engine reads them in kernels; without it a device tensor is one host sync per layer."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    params = get_batch_module.packed_seq_params(microbatch(), torch.device("meta"))
+    assert params.cu_seqlens_q.device.type == params.cu_seqlens_kv.device.type == device
 
 
 def test_each_call_draws_one_microbatch():

@@ -52,6 +52,12 @@ def data_path(tmp_path):
     return write
 
 
+def test_tokenizer_model_alone_is_read(data_path):
+    """Left unread, the model would be trained on bytes."""
+    with pytest.raises(ValueError, match=r"--tokenizer-model must be the directory .* but is 'absent'"):
+        build("--data-path", data_path(".jsonl"), "--tokenizer-model", "absent")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_every_format_gives_the_same_samples(data_path, suffix):
     """A record that loses a turn on its way through a format trains on other text."""

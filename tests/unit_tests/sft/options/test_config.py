@@ -90,7 +90,11 @@ def test_defaults():
     }
     packing, data, training, output = config.packing, config.data, config.training, config.output
     assert (packing.sequence_packing, packing.over_length_policy) == (False, "error")
-    assert (data.split, data.tokenizer_type, data.skip_bad_samples) == ("969,30,1", "ByteLevelTokenizer", False)
+    assert (data.split, data.resolved_tokenizer_type, data.skip_bad_samples) == (
+        "969,30,1",
+        "ByteLevelTokenizer",
+        False,
+    )
     assert (training.micro_batch_size, training.min_lr, training.lr_decay_style) == (1, 0.0, "linear")
     assert (training.weight_decay, training.clip_grad, training.seed, training.bf16) == (0.01, 1.0, 1234, False)
     assert (output.save, output.load, output.save_interval, output.log_interval) == (None, None, None, 1)

@@ -23,6 +23,7 @@ CONTRADICTIONS = [
     ("--split 0,1", 1, ["--split", "'0,1'"]),
     ("--split nan", 1, ["--split", "'nan'"]),
     ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
+    ("--tokenizer-type NullTokenizer --tokenizer-model t", 1, ["--tokenizer-model t", "NullTokenizer", "drop"]),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
 
@@ -31,6 +32,21 @@ CONTRADICTIONS = [
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
     """Other records would be trained on than the user believes."""
     assert_refused(arguments, world_size, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "ByteLevelTokenizer"),
+        ("--tokenizer-model t", "HuggingFaceTokenizer"),
+        ("--tokenizer-type HuggingFaceTokenizer", "HuggingFaceTokenizer"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t", "HuggingFaceTokenizer"),
+        ("--tokenizer-type ByteLevelTokenizer", "ByteLevelTokenizer"),
+    ],
+)
+def test_tokenizer_model_says_which_tokenizer(arguments, expected):
+    """A folder that is named and not read: the model would be trained on bytes."""
+    assert parse(arguments).data.resolved_tokenizer_type == expected
 
 
 def test_mock_data_and_data_path_are_accepted():
