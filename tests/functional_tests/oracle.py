@@ -111,10 +111,12 @@ def sequences(step: int, lengths: Sequence[int]) -> list[Sample]:
 
 
 class Numbers(NamedTuple):
-    """What a run computes in, and which weights it starts from (`routed`: see `_route`; of experts only)."""
+    """What a run computes in, and which weights it starts from: `routed` see `_route`, of experts only; `rounded` are
+    the random ones, about half of them off by one rounding.
+    """
 
     dtype: torch.dtype = torch.float64
-    weights: Literal["random", "routed"] = "random"
+    weights: Literal["random", "routed", "rounded"] = "random"
 
 
 EXACT = Numbers()
@@ -390,6 +392,8 @@ def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
         )
         if numbers.weights == "routed":
             _route(name, whole, chunks[0].config.num_moe_experts)
+        if numbers.weights == "rounded":
+            whole *= 1 + torch.finfo(torch.float64).eps * torch.randint(2, shape, generator=generator)
         with torch.no_grad():
             parameter.copy_(cut(whole, place))
 

@@ -60,7 +60,7 @@ def _rank_main(
 ) -> None:
     errors = (folder / f"error{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=errors, all_threads=True)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
