@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.step.decide import GlobalBatchError
-from megatron.packing.step.global_batch import GROUPS
+from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import is_drawing_rank, road_groups
 from tests.functional_tests.ranks import run_ranks
 
@@ -58,6 +58,8 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, layout.virtual, context_parallel_size=layout.context
     )
+    # Where packs are cut, some tokens more than whole alignment units: a pack still holds no more than CAPACITY.
+    per_rank = -(-CAPACITY // layout.context) + (layout.tensor * layout.context > 1)
     config = TransformerConfig(
         num_layers=8,
         hidden_size=8,
@@ -70,7 +72,7 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
         sequence_parallel=layout.tensor > 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        max_seqlen_per_dp_cp_rank=-(-CAPACITY // layout.context),
+        max_seqlen_per_dp_cp_rank=per_rank,
     )
     config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
     for name, value in settings.items():
@@ -199,7 +201,7 @@ def outcome(layout: Layout, case: str) -> str:
     policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
     scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
     config = start(layout, scheduler, sequence_packing_over_length=policy)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "cp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     last_data = groups.dp.size() - 1
 
     def draws(rank: int) -> Iterator[Any]:
@@ -211,8 +213,10 @@ def outcome(layout: Layout, case: str) -> str:
             raise OSError("disk gone")
         if case == "bad sample" and guilty:
             yield {"tokens": [1, 2], "labels": [1]}
-        if case in ("too long", "truncate", "drop") and guilty:
+        if case == "too long" and guilty:
             yield sample(7, CAPACITY + 1)
+        if case in ("truncate", "drop"):
+            yield [sample(7, CAPACITY + 1)] * (1 + rank)
         if case == "over capacity":
             yield [sample(8, 40), sample(9, 40)]
         if case == "some end" and rank == 0:
@@ -223,12 +227,12 @@ def outcome(layout: Layout, case: str) -> str:
     if case == "no iterator" and dist.get_rank() == 0:
         data = None
     try:
-        loader = wrap_dataloader(data, config, 2)
+        stats = schedule_global_batch(data, config, 2, groups).stats
     except GlobalBatchError as failure:
         return str(failure)
     except StopIteration:
         return "end"
-    return f"{loader.num_total_tokens_this_global_batch} tokens"
+    return f"{stats.num_tokens} tokens, {stats.num_dropped} dropped, {stats.num_cut} cut"
 
 
 PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
@@ -238,17 +242,17 @@ CASES = [
     (CONTEXT, "fails", "draw 1: OSError: disk gone"),
     (PIPELINED, "bad sample", "draw 1: ValueError: 'labels' must be as long as 'tokens'"),
     (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
-    (Layout(2), "truncate", f"{20 + CAPACITY + 20} tokens"),
-    (Layout(2), "drop", f"{10 + 10 + 20} tokens"),
+    (Layout(2), "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
+    (Layout(2), "drop", "20 tokens, 3 dropped, 0 cut"),
     (PIPELINED, "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
-    (PIPELINED, "truncate", f"{20 + CAPACITY + 20} tokens"),
-    (CONTEXT, "drop", f"{10 + 10 + 20} tokens"),
+    (PIPELINED, "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
+    (CONTEXT, "drop", "20 tokens, 3 dropped, 0 cut"),
     (PIPELINED, "over capacity", "scheduler 'empty'"),
     (PIPELINED, "scheduler exits", "scheduler 'sys:exit': SystemExit: ScheduleRequest("),
     (PIPELINED, "no iterator", "must have a data iterator, but has none"),
     (PIPELINED, "end", "end"),
     (Layout(3), "end", "end"),
-    (Layout(2), "some end", f"{10 + 10 + 20} tokens"),
+    (Layout(2), "some end", f"{10 + 10 + 20} tokens, 0 dropped, 0 cut"),
 ]
 
 
