@@ -25,8 +25,8 @@ from megatron.sft.json_lines import read_jsonl
 from megatron.sft.metrics_file import METRICS_FILE
 from megatron.sft.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.mock_lengths import FLAG
-from megatron.sft.plain_tokenizer import build_plain_tokenizer
 from megatron.sft.report import PACKS_FILE
+from megatron.sft.tokenizer import build_tokenizer
 
 IntArray = npt.NDArray[np.int64]
 
@@ -162,9 +162,7 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 
 def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     source = open_source(path)
-    tokenizer = build_plain_tokenizer(
-        tokenization.tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size
-    )
+    tokenizer = build_tokenizer(tokenization.tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
     lengths, dropped = [], 0
     for index in range(len(source)):
