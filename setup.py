@@ -20,7 +20,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.blending*", "megatron.packing*", "megatron.sft*"]),
     # Optional: without a C++ compiler the same loops run in Python, with the same results.
     ext_modules=[
@@ -35,7 +35,8 @@ setup(
     ],
     install_requires=[
         "torch>=2.10",
-        "megatron-core==0.16.1",
+        'megatron-core==0.16.1; python_version < "3.12"',
+        'megatron-core>=0.19,<0.20; python_version >= "3.12"',
         "numpy>=1.26",
         "pyyaml>=6",
         "psutil>=5.9",  # megatron-core's checkpoints need it and do not say so

@@ -24,7 +24,7 @@ The road of one global batch, file by file:
     zigzag         which tokens a context-parallel rank holds
     attention      packed core attention without Transformer Engine
     layer_spec     layers of megatron-core that take packs, with and without Transformer Engine
-    load_balancing the load-balancing loss of experts where a pack is empty
+    auxiliary_losses  load balancing of experts, multi-token prediction: the same in any pack
     pipeline       the hook on megatron-core's forward-backward functions
     plugin         the hook in a training script of one's own; plugin_checks says what it refuses
     stats          tokens, padding, sum of squares, balance
