@@ -4,13 +4,14 @@ from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
-parquet, plot, tensorboard, huggingface, images, urls = (
+parquet, plot, tensorboard, huggingface, images, urls, test = (
     ["pyarrow>=14"],
     ["matplotlib>=3.8"],
     ["tensorboard>=2.15"],
     ["transformers>=4.40"],
     ["pillow>=10"],
     ["fsspec>=2024.2"],
+    ["hypothesis>=6.100", "pytest>=8"],
 )
 
 setup(
@@ -50,6 +51,7 @@ setup(
         "images": images,
         "urls": urls,
         "video": ["av>=12"],
+        "test": test,
         "dev": [
             *parquet,
             *plot,
@@ -57,9 +59,8 @@ setup(
             *huggingface,
             *images,
             *urls,
-            "hypothesis>=6.100",
+            *test,
             "mypy==2.4.1",
-            "pytest>=8",
             "ruff==0.17.5",
             "types-PyYAML",
         ],

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.utils import unwrap_model
 
 from megatron.sft.flags import flag_of
@@ -100,18 +101,27 @@ def load_checkpoint(
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`. Random states (of
-    dropout) continue only in the same layout.
+    Raises ValueError if it is of another model, of another blend, unless `allow_changed_data`, or of a later
+    megatron-core. Random states (of dropout) continue only in the same layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
+    _check_readable(path)
     common = dist_checkpointing.load_common_state_dict(str(path))
     _check_same_model(path, common["model_options"], model_options)
     _check_same_blend(path, common["data"], data, allow_changed_data)
     state = _load_state(path, training, with_random_states=_layout() == common["layout"])
     return Progress(**state["progress"])
+
+
+def _check_readable(path: Path) -> None:
+    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19 reads both kinds.
+    if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
+        raise ValueError(
+            f"{path} was saved under a later megatron-core than this one; continue it on Python 3.12 or later"
+        )
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
