@@ -35,7 +35,7 @@ layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
 # Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
-CORE_PYTHON = $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
+CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
 	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
