@@ -3,17 +3,24 @@
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make check  format, lint, types
+# make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
 
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+# The newest of these versions of Python that is found and works, on the path or as pyenv keeps them.
+newest = $(shell for v in $(1); do \
+	for p in python$$v python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python; do \
+	$$p -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$$v')" 2>/dev/null && echo $$p && exit; \
+	done; done)
+PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 TINY_CHAT = data/tiny_chat
+CORE_TESTS = tests/functional_tests/test_layouts.py tests/functional_tests/test_plugin.py
 CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test layouts test-cpus check format clean
+.PHONY: run test layouts test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -44,6 +51,15 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 
 test-cpu-%: $(VENV)/.dev
 	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $$tests || exit; done
+# Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
+CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
+test-core:
+	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
+	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
+	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(CORE_TESTS)
+
+core-python:
+	@echo $(CORE_PYTHON)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)
@@ -58,7 +74,7 @@ $(TINY_CHAT)/train.jsonl: examples/tiny_chat/make_data.py | $(VENV)/.run
 	$(VENV)/bin/python $< --output-dir $(TINY_CHAT)
 
 $(VENV)/.torch:
-	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed; pass one: make run PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed; pass one: make run PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
@@ -71,5 +87,9 @@ $(VENV)/.dev: setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(VENV)/.run $@
 
+$(VENV)/.core: setup.py | $(VENV)/.torch
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]' megatron-core==$(VERSION)
+	touch $@
+
 clean:
-	rm -rf $(VENV) data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-core-* data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,24 +17,21 @@ first sees the model.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import update_wrapper
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from megatron.core import datasets
+from megatron.core.datasets import data_schedule as exposed_in
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing.model import load_balancing
-from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
+from megatron.packing.model import auxiliary_losses
+from megatron.packing.model.mcore_versions import check_version
+from megatron.packing.plugin_checks import check_config, check_groups, check_modules, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS
 from megatron.packing.step.delay import DelayQueue
@@ -47,7 +44,6 @@ SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-EXPOSED_IN = "megatron.core.datasets.data_schedule"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -97,7 +93,7 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
-    check_version()
+    check_version("the packing plug-in", "or leave plugin.install out")
     if arguments is None or _asks_for_packing(arguments):
         _configure(config, arguments)
         check_config(config)
@@ -106,10 +102,9 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
     for name, function in plain.items():
         setattr(schedules, name, PackingSchedule(function))
-    home = _home()
     for name, value in _exposed().items():
-        if not hasattr(home, name):
-            setattr(home, name, value)
+        if not hasattr(exposed_in, name):
+            setattr(exposed_in, name, value)
     if plain:
         taken_back.callback(uninstall)
     return taken_back
@@ -121,8 +116,7 @@ def uninstall() -> None:
     Raises RuntimeError if somebody replaced the forward-backward functions since.
     """
     found = {name: getattr(schedules, name) for name in SCHEDULES}
-    home = _home()
-    ours = [name for name, value in _exposed().items() if getattr(home, name, None) is value]
+    ours = [name for name, value in _exposed().items() if getattr(exposed_in, name, None) is value]
     for name, function in found.items():
         if ours and not isinstance(function, PackingSchedule):
             raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
@@ -130,9 +124,7 @@ def uninstall() -> None:
         if isinstance(function, PackingSchedule):
             setattr(schedules, name, function.plain)
     for name in ours:
-        delattr(home, name)
-    if home.__spec__ is None:
-        del sys.modules[EXPOSED_IN], datasets.data_schedule
+        delattr(exposed_in, name)
 
 
 class PackingSchedule:
@@ -162,7 +154,7 @@ class PackingSchedule:
         run = self.plain
         if not _is_packed(data_iterator):
             run = self._packed(self.plain, getattr(get_model_config(chunks[0]), "outlier_delay_queue", None))
-        with load_balancing.installed():
+        with auxiliary_losses.installed():
             return run(
                 data_iterator=data_iterator,
                 model=model,
@@ -218,13 +210,6 @@ def _is_packed(data_iterator: Any) -> bool:
 
     first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
     return isinstance(first, PackedIterator)
-
-
-def _home() -> ModuleType:
-    """The module at `EXPOSED_IN`; an empty one is put there in a megatron-core that has none (0.15.3)."""
-    if EXPOSED_IN not in sys.modules and find_spec(EXPOSED_IN) is None:
-        sys.modules[EXPOSED_IN] = datasets.data_schedule = ModuleType(EXPOSED_IN)
-    return import_module(EXPOSED_IN)
 
 
 def _exposed() -> dict[str, Callable[..., Any]]:

@@ -13,7 +13,7 @@ From files to samples:
 
     data             sources opened, blended or one after the other, split three ways
     chat_source      a source of megatron.blending as samples
-    chat_encoder     a record -> a sample; tokenizer, and plain_tokenizer for where nothing is trained
+    chat_encoder     a record -> a sample, by the ids of tokenizer
     mixture, stream  which record stands at a position; the samples of each step
     blend_schedule   weights that change over steps
     counts           what was drawn of each source; source_names, source_metrics

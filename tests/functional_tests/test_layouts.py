@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from tests.functional_tests.layouts import CHOSEN, COVERING, MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import CHOSEN, COVERING, FEW, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
     RankStep,
     Step,
@@ -67,3 +67,4 @@ def test_the_matrix_is_as_large_as_promised() -> None:
     assert len(MATRIX) >= 80
     assert {layout.world_size for layout in MATRIX} >= {1, 2, 3, 4, 6, 8, 9, 12, 16}
     assert set(COVERING) <= set(MATRIX)
+    assert {layout.model for layout in FEW} == set(MODELS)

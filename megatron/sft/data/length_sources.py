@@ -23,7 +23,7 @@ from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
-from megatron.sft.data.plain_tokenizer import build_plain_tokenizer
+from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.data import tokenizer_type_of
 from megatron.sft.report.json_lines import read_jsonl
 from megatron.sft.report.metrics_file import METRICS_FILE
@@ -129,7 +129,7 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     source = open_source(path)
     tokenizer_type = tokenizer_type_of(tokenization.tokenizer_type, tokenization.tokenizer_model)
-    tokenizer = build_plain_tokenizer(tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
+    tokenizer = build_tokenizer(tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
     lengths, dropped = [], 0
     for index in range(len(source)):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
@@ -101,14 +102,16 @@ def load_checkpoint(
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`, and if it holds
-    objects that could run code. Random states (of dropout) continue only in the same layout.
+    Raises ValueError if it is of another model, of another blend, unless `allow_changed_data`, or of a later
+    megatron-core, and if it holds objects that could run code. Random states (of dropout) continue only in the same
+    layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
     check_metadata(path)
+    _check_readable(path)
     common_file, objects = path / "common.pt", path / "*.distcp"
     with only_weights(common_file if common_file.exists() else objects):
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -117,6 +120,14 @@ def load_checkpoint(
     with only_weights(objects):
         state = _load_state(path, training, with_random_states=_layout() == common["layout"])
     return Progress(**state["progress"])
+
+
+def _check_readable(path: Path) -> None:
+    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19 reads both kinds.
+    if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
+        raise ValueError(
+            f"{path} was saved under a later megatron-core than this one; continue it on Python 3.12 or later"
+        )
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.datasets import data_schedule as home
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.moe import router
 
 from megatron.packing import data_schedule, plugin
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.model import get_batch, pipeline
-from megatron.packing.model.load_balancing import AtLeastOneToken
+from megatron.packing.model.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.step.settings import model_of
@@ -132,13 +132,11 @@ def test_install_without_packing_leaves_the_config_alone() -> None:
 def test_uninstall_leaves_megatron_core_as_it_was() -> None:
     """One attribute left behind packs the next model of the process, or hides a later megatron-core's own."""
     plugin.uninstall()
-    plugin._home()  # imported, where megatron-core has it; that is no change of the plug-in's
-    plugin.uninstall()
     before = state_of_megatron_core()
     plugin.install(make_config())
     during = state_of_megatron_core()
     assert all(during["schedules"][name] != before["schedules"][name] for name in plugin.SCHEDULES)
-    assert during["data_schedule"].keys() - before.get("data_schedule", {}).keys() >= set(NAMES)
+    assert during["data_schedule"].keys() - before["data_schedule"].keys() >= set(NAMES)
     plugin.uninstall()
     assert state_of_megatron_core() == before
     plugin.uninstall()
@@ -174,9 +172,8 @@ def test_uninstall_refuses_to_drop_somebody_elses_change(monkeypatch: pytest.Mon
 def test_names_are_where_megatron_lm_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is there already is megatron-core's own and means something else to its callers."""
     own = object()
-    monkeypatch.setattr(plugin._home(), "wrap_data_iterator", own, raising=False)
+    monkeypatch.setattr(home, "wrap_data_iterator", own, raising=False)
     plugin.install(make_config())
-    home: Any = sys.modules[plugin.EXPOSED_IN]
     assert home.wrap_dataloader is data_schedule.wrap_dataloader
     assert home.wrap_iterator_helper is data_schedule.wrap_iterator_helper
     name = "get_batch_on_this_rank_for_sequence_packing"
@@ -204,7 +201,7 @@ def test_empty_packs_are_balanced_while_a_step_runs(calls: list[dict[str, Any]])
     plain = getattr(router, name)
 
     def forward_step_of_experts(data_iterator: Any, model: Any) -> Any:
-        found.append(isinstance(getattr(router, name), AtLeastOneToken))
+        found.append(isinstance(getattr(router, name), TokenCounts))
         return forward_step(data_iterator, model)
 
     config = make_config()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.sft.counts import Counts
+
+from megatron.sft.data.counts import Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -1,8 +1,11 @@
 """Which checkpoint a run continues from."""
 
-import pytest
+from typing import Any
 
-from megatron.sft.model.checkpoint import TRACKER, checkpoint_path, latest_iteration
+import pytest
+from megatron.core.dist_checkpointing.strategies import common as common_strategy
+
+from megatron.sft.model.checkpoint import TRACKER, checkpoint_path, latest_iteration, load_checkpoint
 
 
 def test_no_folder_and_no_tracker_is_none(tmp_path):
@@ -49,3 +52,13 @@ def test_names_are_megatrons(tmp_path):
     assert checkpoint_path(tmp_path, 100) == tmp_path / "iter_0000100"
     assert checkpoint_path(tmp_path, 12345678) == tmp_path / "iter_12345678"
     assert TRACKER == "latest_checkpointed_iteration.txt"
+
+
+def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch):
+    """megatron-core 0.16.1 ends in an AttributeError of its own."""
+    monkeypatch.setattr(common_strategy, "TorchCommonLoadStrategy", object, raising=False)
+    checkpoint_path(tmp_path, 5).mkdir()
+    (tmp_path / TRACKER).write_text("5")
+    training: Any = None
+    with pytest.raises(ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"):
+        load_checkpoint(tmp_path, training, model_options={}, data={})
