@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.sft.data.counts import Counts
-from megatron.sft.report.source_metrics import SourceMetrics
+from megatron.sft.report.metrics import SourceMetrics
 
 
 class Reduced(NamedTuple):

@@ -24,9 +24,7 @@ from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleErr
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.plain_tokenizer import build_plain_tokenizer
-from megatron.sft.report.json_lines import read_jsonl
-from megatron.sft.report.metrics_file import METRICS_FILE
-from megatron.sft.report.report import PACKS_FILE
+from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
 

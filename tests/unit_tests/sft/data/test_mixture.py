@@ -5,13 +5,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.unit_tests.sft.data.test_stream import Numbered
 
 from megatron.blending.loading.dataset_loader import LoadedDataset
 from megatron.blending.metadatasets.metadataset import Leaf
 from megatron.blending.streams.datasets import RepeatDataset
 from megatron.blending.streams.leaf import LeafDataset
 from megatron.sft.data.mixture import Blended, Concatenation, Place, blend_changes
+from tests.unit_tests.sft.data.test_stream import Numbered
 
 LEAF = Leaf(path="some", split_part="train")
 
