@@ -14,7 +14,6 @@ from megatron.packing.flags import given_flags, parse_flags
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.planner.lengths import LengthReader, Lengths, Tokenization
-from megatron.planner.plan_checks import check_layout, shape_of
 from megatron.planner.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_run import as_in_run
 from megatron.planner.step_page import Table, page
@@ -97,7 +96,7 @@ def _plan(
     remarks: list[str] = []
     if found.run is not None:
         model, layout, remarks = as_in_run(found.run, model, layout, given)
-    check_layout(model, layout)
+    layout.check(model)
     found, notes = _fitted(found, lengths, layout)
     cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
     cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
@@ -105,7 +104,7 @@ def _plan(
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
-    beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
+    beside = Beside(layout.cp, num_layers=model.shape().num_layers, meet_below=-(-layout.ep // layout.tp))
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
 

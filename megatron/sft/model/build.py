@@ -85,12 +85,7 @@ def build_transformer_config(
     transformer_config = TransformerConfig(
         **architecture(model),
         layernorm_epsilon=model.norm_epsilon,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.num_virtual_stages,

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron.packing.flags import flag_of
+from megatron.packing.flags import check_range, flag_of
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
 from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.sft.options.ranges import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.sft.options.ranges import check_range
+from megatron.packing.flags import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

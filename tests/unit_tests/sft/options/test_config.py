@@ -145,7 +145,7 @@ CONTRADICTIONS = [
     (
         "--expert-model-parallel-size 2",
         2,
-        ["--num-experts None", "multiple of --expert-model-parallel-size 2"],
+        ["--expert-model-parallel-size 2", "needs --num-experts"],
     ),
     (
         "--expert-model-parallel-size 2 --disable-bias-linear --num-experts 3",
@@ -155,7 +155,7 @@ CONTRADICTIONS = [
     (
         "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2",
         2,
-        ["--num-experts", "--tensor-model-parallel-size above 1", "needs --sequence-parallel"],
+        ["--num-experts", "--tensor-model-parallel-size 2", "needs --sequence-parallel"],
     ),
     (
         "--sequence-packing --max-seqlen-per-dp-cp-rank 100",
