@@ -18,6 +18,7 @@ from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.step.global_batch import owns_data
 from megatron.packing.step.lengths import GlobalBatchError
+from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 
 CAPACITY = 64
@@ -195,9 +196,9 @@ def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any
 
 def outcome(layout: Layout, case: str) -> str:
     """What this rank gets to hear in a case that cannot work."""
-    policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
+    policy: Any = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
     scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
-    config = start(layout, scheduler, sequence_packing_over_length=policy)
+    config = start(layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy=policy))
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "cp"])
     last_data, last_stage = groups.dp.size() - 1, groups.pp.size() - 1
 

@@ -5,6 +5,7 @@ learning-rate schedule.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.step.settings import cost_of, measured_cost
+from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.options.config import SFTConfig
 
 
@@ -44,7 +45,8 @@ def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> 
     """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    transformer_config.pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost  # type: ignore[attr-defined]  # read by PackingSettings
+    pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
+    transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
@@ -104,9 +106,9 @@ def build_transformer_config(
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     if packing.sequence_packing:
-        # Not fields of megatron-core's dataclass yet; read by name, as later Megatron-LM has them.
+        # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
         transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
-        transformer_config.sequence_packing_over_length = packing.over_length_policy  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_options = PackingOptions(over_length_policy=packing.over_length_policy)  # type: ignore[attr-defined]
     return transformer_config
 
 
