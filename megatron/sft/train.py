@@ -24,15 +24,13 @@ from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpoint, restored_queue, save_checkpoint
 from megatron.sft.model.forward import forward_step, padded_batches
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.reduction import counts_samples, reduce
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
-from megatron.sft.step_account import StepAccount, Update
+from megatron.sft.step_account import StepAccount, Update, counts_samples, reduce
 from megatron.sft.stop import StopSignals
-from megatron.sft.waiting import build_queue, gather_waiting
 
 
 class Trainer:
@@ -55,7 +53,7 @@ class Trainer:
         self._saved_iteration: int | None = None
         self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
-        self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
+        self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
@@ -100,7 +98,7 @@ class Trainer:
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
             if self._queue is not None and self._progress.iteration == last - 1:
-                self._queue.max_steps = 0  # the last step takes all that wait
+                self._queue.max_steps = 0  # the last step takes all that is delayed
             stop = self._step(data, signals, log)
             iteration = self._progress.iteration
             if stop:
@@ -228,7 +226,7 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        progress = self._progress._replace(waiting=gather_waiting(self._queue))
+        progress = self._progress._replace(waiting=gather_delayed(self._queue))
         save_checkpoint(
             self._config.output.save, self._training, progress, self._model_options(), self._datasets.train.identity()
         )
