@@ -3,7 +3,7 @@
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
 file says); a field without default is required; one with metadata `{"positional": True}` has no dashes, a list with
 `{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config FILE` gives options in
-YAML under the same names; flags on the command line win.
+YAML under the same names; flags on the command line win. Where the help says NAMES, metadata `{"names": ...}` has them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def _build_parser(groups: Sequence[type], description: str, program: str) -> _Pa
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")
+            help_text = help_text.replace("NAMES", ", ".join(field.metadata.get("names", ())))
             if not required and field.default not in (None, False, ()):
                 help_text += f" (default: {field.default})"
             if field.metadata.get("positional"):

@@ -25,7 +25,7 @@ from functools import update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
@@ -34,6 +34,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.model import load_balancing
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
         "--over-length-policy": {
-            "choices": ("error", "truncate", "drop"),
+            "choices": get_args(OverLengthPolicy),
             "default": "error",
             "help": "what happens to a sequence that no pack can hold",
         },

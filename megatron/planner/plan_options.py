@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
@@ -43,7 +43,7 @@ class LengthOptions:
     """Folder of a HuggingFace tokenizer."""
     seq_length: int | None = None
     """Most tokens of a sequence (default: no limit)."""
-    over_length_policy: Literal["error", "truncate", "drop"] = "error"
+    over_length_policy: OverLengthPolicy = "error"
     """What happens to a sequence longer than --seq-length or than a pack."""
     skip_bad_samples: bool = False
     """Count and skip records that cannot be read."""

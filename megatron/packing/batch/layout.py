@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+OverLengthPolicy = Literal["error", "truncate", "drop"]
+"""What happens to a sequence that is longer than what may be trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.sample import encode, samples_of
 
 
@@ -45,7 +46,7 @@ def draw_samples(
     iterator: Iterator[Any] | None,
     num_draws: int,
     longest: int,
-    policy: Literal["error", "truncate", "drop"],
+    policy: OverLengthPolicy,
     rank_name: str,
 ) -> Draw:
     """Call `next` up to `num_draws` times. A sample of more than `longest` tokens is an error, cut, or dropped, by

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
@@ -21,7 +21,7 @@ class PackingOptions:
     one (see `of`).
     """
 
-    over_length_policy: Literal["error", "truncate", "drop"] = "error"
+    over_length_policy: OverLengthPolicy = "error"
     """What happens to a sample that no pack can hold."""
     cost: PackCost | None = None
     """What packs cost; None: FLOPs."""
@@ -43,7 +43,7 @@ class PackingSettings:
     alignment: Alignment
     capacity: int
     """Tokens that a pack may hold, whole alignment units."""
-    over_length_policy: Literal["error", "truncate", "drop"]
+    over_length_policy: OverLengthPolicy
     """What happens to a sample that no pack can hold."""
     microbatch_multiple: int
     """The number of microbatches must be a multiple of it (interleaved pipelines)."""
