@@ -125,7 +125,7 @@ def transformer_config(options: CalibrateOptions, num_layers: int, device: torch
 
 
 def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
-    """The time of each pack through the whole model. Groups exist (see `one_process`)."""
+    """Measures the time of each pack through the whole model. Groups exist (see `one_process`)."""
     packs = packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length)
     config = transformer_config(options, 1, device)
     spec = packed_block_spec(config)
@@ -160,7 +160,7 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
 def _passes(
     model: GPTModel, layer: TransformerBlock, lengths: Sequence[int], device: torch.device
 ) -> tuple[Pass, Pass]:
-    """Forward and backward of one pack through the model of one layer, and through a layer alone."""
+    """Returns forward and backward of one pack through the model of one layer, and through a layer alone."""
     layout = PackLayout.of(lengths, Alignment())
     params = packed_seq_params(layout_microbatch(layout), device, pads_are_apart=model.config.mtp_num_layers is None)
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
@@ -198,7 +198,7 @@ def _seconds(run: Pass, device: torch.device) -> float:
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """Groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
+    """Makes groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
     parallel_state.initialize_model_parallel()
     try:
@@ -214,7 +214,7 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Device, versions and date, for the file."""
+    """Returns device, versions and date, for the file."""
     versions = {}
     for name in ("torch", "megatron-core", "transformer-engine"):
         try:
@@ -230,7 +230,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def calibrate(options: CalibrateOptions, device: torch.device) -> None:
-    """Measure, fit, write `options.output`, and print what was found. ValueError for what cannot be measured."""
+    """Measures, fits, writes `options.output` and prints what was found; ValueError for what cannot be measured."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "calibrate measures the whole model in one process; start it with python -m, without torchrun: training "

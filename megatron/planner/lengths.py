@@ -41,7 +41,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How text becomes tokens."""
+    """Says how text becomes tokens."""
 
     tokenizer_type: str
     tokenizer_model: str | None

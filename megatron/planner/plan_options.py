@@ -174,13 +174,13 @@ class LayoutOptions:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout asks of packs."""
+        """What the layout demands of packs."""
         return Alignment.for_layout(
             context_parallel_size=self.cp, tensor_parallel_size=self.tp, sequence_parallel=self.sequence_parallel
         )
 
     def capacity(self, longest: int) -> int:
-        """Tokens of a pack, whole alignment units; by default what a sequence of `longest` tokens needs."""
+        """Returns the tokens of a pack, whole alignment units; by default what a sequence of `longest` tokens needs."""
         pack = self.alignment.pack
         if self.max_seqlen_per_dp_cp_rank is None:
             return -(-longest // pack) * pack
@@ -193,7 +193,7 @@ class LayoutOptions:
         return capacity
 
     def step_layout(self, capacity: int, cost: PackCost, seconds_per_unit: float | None) -> StepLayout:
-        """What schedulers need to know of it."""
+        """Returns what schedulers need to know of it."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
             num_ranks=self.dp,
@@ -249,7 +249,7 @@ class PlanOptions:
 
 
 def scheduler_of(name: str) -> Scheduler:
-    """The scheduler that the planner's own flag names."""
+    """Returns the scheduler that the planner's own flag names."""
     try:
         return get_scheduler(name)
     except ValueError as error:
@@ -257,7 +257,7 @@ def scheduler_of(name: str) -> Scheduler:
 
 
 def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
-    """The cost in a file, and what it says of the model, which may be nothing."""
+    """Reads the cost in a file, and what it says of the model, which may be nothing."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):

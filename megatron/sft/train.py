@@ -76,7 +76,7 @@ class Trainer:
         return self._progress.iteration - self._first_iteration
 
     def train(self) -> None:
-        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
+        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data error is raised."""
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         try:
             with StopSignals() as signals:
@@ -119,7 +119,7 @@ class Trainer:
             self._progress = self._progress._replace(evaluation_due=False)
 
     def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
-        """One optimizer step; whether some rank was asked to stop."""
+        """Takes one optimizer step; returns whether some rank was asked to stop."""
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
@@ -155,7 +155,7 @@ class Trainer:
         return Update(losses, data_seconds, passes_seconds, lr, float(grad_norm or 0.0), not succeeded)
 
     def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
-        """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
+        """Measures the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
@@ -198,7 +198,7 @@ class Trainer:
         )
 
     def _batches(self, stream: SampleStream) -> Any:
-        """What the forward-backward function draws from: samples on their owners, or padded batches on every rank."""
+        """Returns what forward-backward functions draw from: samples on owners, or padded batches on all ranks."""
         num_chunks = len(self._training.model)
         if self._packing:
             source: Any = stream if owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])) else None
@@ -214,7 +214,7 @@ class Trainer:
         return list(tee(batches, num_chunks))
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; counts the time that the model waited for them."""
+        """Yields the same batches; counts the time that the model waited for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -235,7 +235,7 @@ class Trainer:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
 
     def _load(self) -> Progress | None:
-        """That of the newest checkpoint of --load; None without one."""
+        """Returns that of the newest checkpoint of --load; None without one."""
         folder, save = self._config.output.load, self._config.output.save
         if folder is None:
             return None
@@ -254,6 +254,6 @@ class Trainer:
         return loaded
 
     def _model_options(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it."""
+        """Returns what a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}

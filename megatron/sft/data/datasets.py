@@ -50,8 +50,8 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
-    """Open the files, or make up the data, that the options name. Reads indices, not the records, but for weights by
-    tokens. ValueError, one line that names the file, for anything that cannot be read.
+    """Opens the files, or makes up the data, that the options name: indices are read, and records for weights by tokens
+    only. ValueError, one line that names the file, for anything that cannot be read.
     """
     if config.data.mock_data:
         return _build_mock(config)
@@ -73,7 +73,7 @@ class _Builder:
         self._held_out = self._splits_of_data()
 
     def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
-        """Sources one after the other."""
+        """Returns the sources one after the other."""
         data = self._data
         sources = self._sources([leaf for path in data.data_path for leaf in leaves(load_metadataset(path, "train"))])
         total = sum(map(len, sources))
@@ -87,7 +87,7 @@ class _Builder:
         )
 
     def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
-        """Sources in the proportions of a metadataset."""
+        """Returns the sources in the proportions of a metadataset."""
         path = self._data.data_path[0]
         kind, shares = flattened(load_metadataset(path, "train"))
         opened = [(open_chats(leaf, self._task), share, leaf) for leaf, share in shares]
@@ -114,7 +114,7 @@ class _Builder:
         )
 
     def _splits_of_data(self) -> set[str]:
-        """Which splits to hold out the data themselves have."""
+        """Returns which splits to hold out the data themselves have."""
         if self._data.valid_data_path:
             return set()
         found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.data_path}
@@ -128,7 +128,7 @@ class _Builder:
         return set().union(*found.values())
 
     def _all_of(self, split: str) -> Mixture:
-        """What is held out, unshuffled."""
+        """Returns what is held out, unshuffled."""
         paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.data_path if split in split_names(path)]
@@ -138,7 +138,7 @@ class _Builder:
         return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
 
     def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
-        """Opened sources with their names; the number is the record at which they begin."""
+        """Returns opened sources with their names; the number is the record at which they begin."""
         names = short_names([_path_of(leaf) for _, leaf, _ in opened])
         return [
             ChatSource(dataset, name, self._task, self._failures(), first)
@@ -163,7 +163,7 @@ class _Builder:
         return Blended(sources, weighted, shares, self._seed, self._data.blend_mode, schedule)
 
     def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
-        """Records for training, validation and test."""
+        """Returns the records for training, validation and test."""
         shares = self._data.split_shares
         train_end = round(shares[0] * num_records)
         valid_end = round((shares[0] + shares[1]) * num_records)

@@ -42,7 +42,7 @@ class Training(NamedTuple):
 
 
 def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
-    """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
+    """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
@@ -54,7 +54,7 @@ def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> 
 
 
 def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost | None:
-    """Seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
+    """Returns the seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
 
     ValueError where the file was measured for another model, or differs between ranks: they would schedule apart.
     """
@@ -70,8 +70,8 @@ def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need
-    not.
+    """Returns the rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout
+    where it need not.
     """
     unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
     return -(-vocab_size // unit) * unit
@@ -80,7 +80,7 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
 def build_transformer_config(
     config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
 ) -> TransformerConfig:
-    """megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
+    """Returns megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
@@ -166,7 +166,7 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
+    """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
     training = config.training
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -188,7 +188,7 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
 
 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
+    """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
     training = config.training
     return OptimizerParamScheduler(
         optimizer,
@@ -213,7 +213,7 @@ def connect(
     optimizer: MegatronOptimizer,
     config: SFTConfig,
 ) -> None:
-    """Tell megatron-core's schedules how gradients are finished, and when they may travel."""
+    """Tells megatron-core's schedules how gradients are finished, and when they may travel."""
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = optimizer.scale_loss
     if config.parallel.overlap_grad_reduce:

@@ -35,7 +35,7 @@ class SFTConfig:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout asks of packs."""
+        """What the layout demands of packs."""
         return Alignment.for_layout(
             context_parallel_size=self.parallel.context_parallel_size,
             tensor_parallel_size=self.parallel.tensor_model_parallel_size,
@@ -62,7 +62,7 @@ class SFTConfig:
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_stage
 
     def check(self, world_size: int) -> None:
-        """Raise FlagError for options that contradict one another or the number of processes."""
+        """Raises FlagError for options that contradict one another or the number of processes."""
         try:
             data_parallel_size = self.parallel.data_parallel_size(world_size)
             self._check_batch(data_parallel_size)
@@ -144,12 +144,12 @@ class SFTConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for logs and checkpoints."""
+        """Returns plain values, for logs and checkpoints."""
         return json.loads(json.dumps(asdict(self)))
 
 
 def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
-    """The run's options from the command line; FlagError for anything wrong in them."""
+    """Returns the run's options from the command line; FlagError for anything wrong in them."""
     groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
     model, parallel, packing, data, training, output = parse_flags(
         groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core."

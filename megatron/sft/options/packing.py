@@ -28,8 +28,8 @@ class PackingConfig:
     """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
     FLOPs)."""
     outlier_delay_steps: int = 0
-    """Steps that a sequence may wait for others of its kind if it alone costs more than a fair share of a step
-    (default: 0, none waits)."""
+    """Steps that a sequence may be delayed, for others of its kind to come, if it alone costs more than a fair share
+    of a step (default: 0, none is)."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):

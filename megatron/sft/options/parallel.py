@@ -48,7 +48,7 @@ class ParallelConfig:
             raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model; ValueError where the world does not divide."""
+        """Returns the number of replicas of the model; ValueError where the world does not divide."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if world_size % model:
             raise ValueError(

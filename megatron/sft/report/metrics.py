@@ -37,7 +37,7 @@ class StepMetrics:
     iteration: int
     """Steps done, this one included."""
     consumed_samples: int
-    """Samples taken from the data since the run's first step, those that wait for a later one among them; the learning
+    """Samples taken from the data since the run's first step, delayed ones among them; the learning
     rate's schedule goes by it.
     """
     loss: float
@@ -66,7 +66,7 @@ class StepMetrics:
     padded_tokens: int
     """Tokens computed: real ones and padding."""
     capacity_tokens: int
-    """Tokens that the packs had room for: microbatches * capacity * data-parallel size."""
+    """Tokens that the packs could hold: microbatches * capacity * data-parallel size."""
     microbatches: int
     """Microbatches of each data-parallel rank."""
     num_ranks: int
@@ -89,9 +89,9 @@ class StepMetrics:
     cut_samples: int
     """Samples of this step that were cut."""
     delays: list[int] = field(default_factory=list)
-    """Sequences of this step that have waited 0, 1, 2 ... steps for others of their kind; empty where none may wait."""
+    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
     waiting: int = 0
-    """Sequences drawn that wait for a later step."""
+    """Sequences drawn that are delayed to a later step."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class StepMetrics:
 
     @property
     def fill(self) -> float:
-        """Share of the packs' room that real tokens take."""
+        """Share of the packs' capacity that real tokens take."""
         return self.tokens / self.capacity_tokens
 
     @property
