@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 def plan(arguments: Sequence[str], lengths_from: LengthReader) -> None:
-    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in the arguments and the files they name."""
+    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in arguments and the files they name."""
     lengths, model, layout, options = parse_flags(
         (LengthOptions, ModelOptions, LayoutOptions, PlanOptions),
         arguments,
