@@ -14,9 +14,9 @@ CONTRADICTIONS = [
     (
         "--no-mock-data --data-path a.jsonl --sft-mock-dataset-config-json x.json",
         1,
-        ["--sft-mock-dataset-config-json needs --mock-data"],
+        ["--sft-mock-dataset-config-json", "--mock-data"],
     ),
-    ("--valid-data-path a.jsonl", 1, ["--valid-data-path needs --data-path", "--mock-data"]),
+    ("--valid-data-path a.jsonl", 1, ["--valid-data-path", "--data-path", "--mock-data"]),
     ("--split 1,2,3,4", 1, ["--split", "969,30,1", "'1,2,3,4'"]),
     ("--split a,b", 1, ["--split", "969,30,1", "'a,b'"]),
     ("--split 1,-1", 1, ["--split", "'1,-1'"]),
