@@ -26,7 +26,7 @@ def main() -> None:
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.packing.step.lengths import GlobalBatchError
+    from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import process_groups
     from megatron.sft.report.report import report

@@ -39,7 +39,7 @@ from megatron.packing.model import load_balancing
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.pack import layout_microbatch
+from megatron.packing.batch.microbatches import layout_microbatch
 from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params

@@ -154,7 +154,7 @@ class StepAccount:
             dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
             cut_samples=reduced.counts.num_cut + stats.num_cut,
             delays=[] if batch is None else batch.delays,
-            waiting=0 if batch is None else batch.num_waiting,
+            waiting=0 if batch is None else batch.num_delayed,
             dropped=reduced.dropped_by_source(self._names),
             sources=reduced.by_source(self._names),
         )

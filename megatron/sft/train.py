@@ -18,8 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
 from megatron.packing.model.pipeline import PackedLosses, packed
-from megatron.packing.step.global_batch import owns_data
-from megatron.packing.step.lengths import GlobalBatchError
+from megatron.packing.step.decide import GlobalBatchError
+from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
@@ -198,10 +198,11 @@ class Trainer:
         )
 
     def _batches(self, stream: SampleStream) -> Any:
-        """Returns what forward-backward functions draw from: samples on owners, or padded batches on all ranks."""
+        """Returns what forward-backward functions draw from: samples on drawing ranks, or padded batches on all."""
         num_chunks = len(self._training.model)
         if self._packing:
-            source: Any = stream if owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])) else None
+            groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
+            source: Any = stream if is_drawing_rank(groups) else None
             return source if num_chunks == 1 else [source] * num_chunks
         return self._padded(stream, num_chunks)
 

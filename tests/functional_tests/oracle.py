@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron.packing.model.pipeline import packed
-from megatron.packing.step.global_batch import owns_data
+from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.data.chat_encoder import EncodedSample
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -210,12 +210,12 @@ def train_packed(
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    owner = owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"]))
+    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = packed(get_forward_backward_func())
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)
-        source = iter(draws) if owner else None
+        source = iter(draws) if draws_data else None
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

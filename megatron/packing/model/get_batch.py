@@ -17,7 +17,7 @@ from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.packing.model.zigzag import shard_index
-from megatron.packing.step.lengths import device_of
+from megatron.packing.step.groups import device_of
 
 logger = logging.getLogger(__name__)
 

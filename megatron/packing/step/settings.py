@@ -12,7 +12,7 @@ from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 
 
 @dataclass(frozen=True, kw_only=True)

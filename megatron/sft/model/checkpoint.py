@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.options.packing import PackingConfig
@@ -63,14 +63,14 @@ def restored_queue(
 def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
     """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is. Collective, with a queue.
 
-    Right on ranks that own data, as rank 0 does, whose `Progress` is saved. All that is delayed goes to each of them.
+    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to each of them.
     """
     if queue is None:
         return []
     group = parallel_state.get_data_parallel_group()
     states: list[Any] = [None] * group.size()
     dist.all_gather_object(states, queue.state_dict(), group=group)
-    return states if any(len(state["rows"]) for state in states) else []
+    return states if any(len(state["steps"]) for state in states) else []
 
 
 def latest_iteration(folder: str | Path) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron.packing.batch.sample import samples_of
+from megatron.packing.batch.reading import read_samples
+from megatron.packing.batch.samples import spread
 from megatron.packing.model.get_batch import (
     Batch,
     get_batch_on_this_rank_for_sequence_packing,
@@ -123,11 +125,13 @@ def padded_batches(
         tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
-        for row, sample in enumerate(samples_of(draw)):
-            real = slice(len(sample))
-            tokens[row, real], labels[row, real] = sample.tokens, sample.labels
-            loss_mask[row, real], position_ids[row, real] = sample.loss_mask, sample.position_ids
-            padding_mask[row, real], sources[row] = False, sample.source
+        samples = read_samples(draw)
+        real = torch.from_numpy(spread(np.arange(samples.lengths.size) * seq_length, samples.lengths))
+        whole = (tokens, labels, loss_mask, position_ids)
+        for padded, values in zip(whole, samples.fields()):
+            padded.view(-1)[real] = torch.from_numpy(values)
+        padding_mask.view(-1)[real] = False
+        sources[: samples.sources.size] = torch.from_numpy(samples.sources.astype(np.int64)).unsqueeze(1)
         yield PaddedBatch(
             tokens=shard(tokens),
             labels=shard(labels),

@@ -40,13 +40,14 @@ def prepare_output(output: OutputConfig) -> None:
 
 
 def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
-    """Returns the packs of a batch, with all that it takes to account for them and to draw them; on an owner of data.
+    """Returns the packs of a batch, with all that it takes to account for and draw them; on the rank that decided.
 
     in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
     """
-    settings = batch.settings
+    settings, decision = batch.settings, batch.decision
+    assert decision is not None, "only the rank that decided knows all packs"
     layout = StepLayout(
-        num_ranks=len(batch.pack_lengths),
+        num_ranks=decision.stats.num_ranks,
         capacity=settings.capacity,
         alignment=settings.alignment,
         cost=settings.cost,
@@ -54,7 +55,7 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         model=settings.model,
         seconds_per_unit=1.0 if in_seconds else None,
     )
-    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
+    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=decision.pack_lengths())
 
 
 def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
@@ -106,10 +107,10 @@ class RunLog:
     def step(self, metrics: StepMetrics, batch: GlobalBatch | None) -> None:
         """Writes one step and, of a packed `batch`, its packs at every `log_interval`-th and schedules asked for."""
         self.writer.step(metrics)
-        if batch is None or not batch.pack_lengths:
+        if batch is None or batch.decision is None:
             return
         if metrics.iteration % self._log_interval == 0:
-            packs = {"capacity": batch.settings.capacity, "packs": batch.pack_lengths}
+            packs = {"capacity": batch.settings.capacity, "packs": batch.decision.pack_lengths()}
             self._packs.write(json_line("packs", iteration=metrics.iteration, **packs))
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self._run_dir}"

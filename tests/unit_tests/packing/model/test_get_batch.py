@@ -2,16 +2,18 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.pack import layout_microbatch, pack
-from megatron.packing.batch.sample import Sample
+from megatron.packing.batch.microbatches import layout_microbatch, pack
+from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
 from megatron.packing.model.zigzag import shard_index
+from tests.unit_tests.packing.batch.test_samples import Sequence, samples_of
 from tests.unit_tests.packing.stubs import Ranks
 
 CPU = torch.device("cpu")
@@ -27,11 +29,17 @@ def on_cpu(monkeypatch):
 
 def microbatch(lengths=(3, 5), sequence=4, unit=8) -> dict[str, Any]:
     """Segments of 4, 8 and, as tail, 4 tokens; token t, label 100 + t, weight t / 8."""
-    samples: list[Sample] = []
+    parts: list[Sequence] = []
     for length in lengths:
-        tokens = torch.arange(1, length + 1) + sum(len(sample) for sample in samples)
-        samples.append(Sample(tokens, tokens + 100, tokens / 8, torch.arange(length)))
-    return pack(samples, PackLayout.of(lengths, Alignment(sequence=sequence, pack=unit)), CPU)
+        tokens = [1 + sum(len(part[0]) for part in parts) + i for i in range(length)]
+        parts.append((tokens, [token + 100 for token in tokens], [token / 8 for token in tokens], [*range(length)]))
+    return packed(samples_of(parts), Alignment(sequence=sequence, pack=unit))
+
+
+def packed(samples: Samples, alignment: Alignment) -> dict[str, Any]:
+    """All samples in one microbatch."""
+    (only,) = pack(samples, np.array([samples.lengths.size]), [PackLayout.of(samples.lengths, alignment)])
+    return only
 
 
 def get_batch(source: dict[str, Any], *, cp=None, pp=None, **options) -> Batch:
@@ -74,10 +82,10 @@ def test_sources_stand_where_their_tokens_do(cp):
     """Losses would be added up under another source's name, and still sum to the right whole."""
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), cp, Ranks()
-    samples = [Sample(torch.full((n,), n), torch.zeros(n), torch.ones(n), torch.arange(n), source=n) for n in (3, 5)]
-    packed = pack(samples, PackLayout.of((3, 5), Alignment(sequence=4, pack=8)), CPU)
-    sources = sources_of_tokens(packed, groups)
-    tokens = get_batch(packed, cp=cp).tokens
+    parts = [([n] * n, [0] * n, [1.0] * n, [*range(n)]) for n in (3, 5)]
+    source = packed(samples_of(parts, sources=[3, 5]), Alignment(sequence=4, pack=8))
+    sources = sources_of_tokens(source, groups)
+    tokens = get_batch(source, cp=cp).tokens
     assert tokens is not None
     assert sources.shape == tokens.shape == (1, 16 // cp.size())
     assert torch.equal(sources[tokens != 0], tokens[tokens != 0])

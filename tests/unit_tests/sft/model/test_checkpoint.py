@@ -1,9 +1,8 @@
 """Which checkpoint a run continues from."""
 
 import pytest
-import torch
 
-from megatron.packing.step.delay_queue import DelayQueue, Waiting
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.model.checkpoint import (
     TRACKER,
     checkpoint_path,
@@ -12,6 +11,7 @@ from megatron.sft.model.checkpoint import (
     restored_queue,
 )
 from megatron.sft.options.packing import PackingConfig
+from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
 
 
 def test_no_folder_and_no_tracker_is_none(tmp_path):
@@ -70,7 +70,7 @@ def delayed():
     states = []
     for length in (3, 5):
         queue = DelayQueue(4)
-        queue.finish(Waiting([torch.arange(length, dtype=torch.int32)], [(length, 0, -1)]))
+        queue.finish(delayed_step(length))
         states.append(queue.state_dict())
     return states
 
@@ -92,7 +92,7 @@ def test_what_waits_is_taken_over(delayed, packing, max_steps):
         queue = restored_queue(packing, delayed, rank, 2)
         assert queue is not None
         assert queue.max_steps == max_steps
-        assert queue.begin(is_repeated=False).rows == [(length, 0, -1)]
+        assert queue.begin(is_repeated=False).samples.lengths.tolist() == [length]
 
 
 def test_padded_training_refuses_to_forget_what_waits(delayed):

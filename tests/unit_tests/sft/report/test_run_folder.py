@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,8 +59,9 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
     packs = [[[10]], [[4, 2]]]
     unread: Any = None
+    decision: Any = SimpleNamespace(stats=SimpleNamespace(num_ranks=2), pack_lengths=lambda: packs)
     batch = GlobalBatch(
-        microbatches=[], stats=unread, pack_lengths=packs, settings=settings, delays=[], num_waiting=0, seconds=0.0
+        microbatches=[], stats=unread, decision=decision, settings=settings, delays=[], num_delayed=0, seconds=0.0
     )  # fmt: skip
     log.step(STEP, batch)
     log.close()
