@@ -1,1 +1,1 @@
-"""The trainer: options in, a trained model and its metrics out. `pretrain_sft.py` tells the story, README.md the map."""
+"""The trainer: options in, a trained model and its metrics out. README.md has the map, `pretrain_sft.py` the story."""
