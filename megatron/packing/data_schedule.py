@@ -34,8 +34,8 @@ def wrap_dataloader(
     `batch.reading`), or a list of such iterators with interleaving; not read elsewhere. num_microbatches: how many
     times each drawing rank calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may
     hold that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
-    `sequence_packing_over_length` (error, truncate or drop), `microbatch_group_size_per_vp_stage`. queue: lets outliers
-    wait for company (see `step.delay`); the same one at every step of a run, on every rank or on none.
+    `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` where it has any. queue: lets outliers wait
+    for company (see `step.delay`); the same one at every step of a run, on every rank or on none.
 
     Returns an iterator over the microbatches (see `batch.microbatches`; one per virtual stage in a list with
     interleaving) on every rank: stages in the middle get layouts. The number of microbatches is equal on all ranks.

@@ -19,8 +19,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import update_wrapper
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
@@ -29,6 +30,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.model import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, checking_loss
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
         "--over-length-policy": {
-            "choices": ("error", "truncate", "drop"),
+            "choices": get_args(OverLengthPolicy),
             "default": "error",
             "help": "what happens to a sequence that no pack can hold",
         },
@@ -88,8 +90,8 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
     earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
     per config. The result may be used in a `with`, at whose end a first installation is taken back. With
-    --outlier-delay-steps, `config.outlier_delay_queue` is the run's `step.delay.DelayQueue`, whose state belongs in
-    the script's checkpoints.
+    --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose state belongs in the
+    script's checkpoints.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
@@ -153,7 +155,9 @@ class PackingSchedule:
         check_groups(arguments.get("pg_collection"))
         run = self.plain
         if not _is_packed(data_iterator):
-            run = self._packed(self.plain, getattr(get_model_config(chunks[0]), "outlier_delay_queue", None))
+            from megatron.packing.step.settings import PackingOptions
+
+            run = self._packed(self.plain, PackingOptions.of(get_model_config(chunks[0])).delay_queue)
         with auxiliary_losses.installed():
             return run(
                 data_iterator=data_iterator,
@@ -178,28 +182,25 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
 
 
 def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
-    """Write the options to `config`, under the names that `settings.PackingSettings` reads; not all are fields of
-    megatron-core's dataclass.
-    """
-    fields = {
-        "sequence_packing_scheduler": "sequence_packing_scheduler",
-        "max_seqlen_per_dp_cp_rank": "max_seqlen_per_dp_cp_rank",
-        "sequence_packing_over_length": "over_length_policy",
-    }
-    for field, option in fields.items():
-        value = getattr(arguments, option, None)
+    """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as `PackingOptions`."""
+    from megatron.packing.step.settings import PackingOptions, measured_cost
+
+    for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
+        value = getattr(arguments, name, None)
         if value is not None:
-            setattr(config, field, value)
+            setattr(config, name, value)
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
-    pack_cost = getattr(arguments, "pack_cost", None)
+    options = PackingOptions.of(config)
+    policy, pack_cost = (getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost"))
+    if policy is not None:
+        options = replace(options, over_length_policy=policy)
     if pack_cost is not None:
-        from megatron.packing.step.settings import measured_cost
-
-        config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
+        options = replace(options, cost=measured_cost(read_fitted_cost(pack_cost), config))
     max_steps = getattr(arguments, "outlier_delay_steps", 0)
-    if max_steps and getattr(config, "outlier_delay_queue", None) is None:
-        config.outlier_delay_queue = DelayQueue(max_steps)
+    if max_steps and options.delay_queue is None:
+        options = replace(options, delay_queue=DelayQueue(max_steps))
+    config.sequence_packing_options = options
 
 
 def _is_packed(data_iterator: Any) -> bool:

@@ -19,9 +19,10 @@ from megatron.packing.scheduling.schedulers import get_scheduler
 def check_config(config: Any) -> None:
     """ValueError for a config that packs cannot be trained under."""
     from megatron.packing.model import pipeline
+    from megatron.packing.step.settings import PackingOptions
 
     get_scheduler(config.sequence_packing_scheduler)
-    if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
+    if PackingOptions.of(config).delay_queue is not None and config.sequence_packing_scheduler == "empty":
         raise ValueError(
             "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
             "pass --sequence-packing-scheduler default"

@@ -42,7 +42,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How text becomes tokens."""
+    """Says how text becomes tokens."""
 
     tokenizer_type: TokenizerType | None
     """None: HuggingFace's where a model is given, else bytes."""

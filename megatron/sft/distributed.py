@@ -19,7 +19,7 @@ from megatron.sft.options.config import SFTConfig
 
 @contextmanager
 def process_groups(config: SFTConfig) -> Iterator[torch.device]:
-    """All of megatron-core's groups for the layout, seeded random states; yields this rank's device."""
+    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device."""
     rank, world_size = world_from_environment()
     device = _device()
     mcore_fixes.install()
@@ -44,7 +44,7 @@ def process_groups(config: SFTConfig) -> Iterator[torch.device]:
 
 
 def make_groups(config: SFTConfig) -> None:
-    """megatron-core's groups for the layout of `config`; the default group exists."""
+    """Makes megatron-core's groups for the layout of `config`; the default group exists."""
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

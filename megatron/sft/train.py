@@ -25,15 +25,13 @@ from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.finite import check_loss, guard_step
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpoint, restored_queue, save_checkpoint
 from megatron.sft.model.forward import forward_step, padded_batches
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.reduction import counts_samples, reduce
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
-from megatron.sft.step_account import StepAccount, Update
+from megatron.sft.step_account import StepAccount, Update, counts_samples, reduce
 from megatron.sft.stop import StopSignals
-from megatron.sft.waiting import build_queue, gather_waiting
 
 
 class Trainer:
@@ -57,7 +55,7 @@ class Trainer:
         self._saved_iteration: int | None = None
         self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
-        self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
+        self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
@@ -80,7 +78,7 @@ class Trainer:
         return self._progress.iteration - self._first_iteration
 
     def train(self) -> None:
-        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised.
+        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data error is raised.
 
         NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite.
         """
@@ -105,7 +103,7 @@ class Trainer:
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
             if self._queue is not None and self._progress.iteration == last - 1:
-                self._queue.max_steps = 0  # the last step takes all that wait
+                self._queue.max_steps = 0  # the last step takes all that is delayed
             stop = self._step(data, signals, log)
             iteration = self._progress.iteration
             if stop:
@@ -126,7 +124,7 @@ class Trainer:
             self._progress = self._progress._replace(evaluation_due=False)
 
     def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
-        """One optimizer step; whether some rank was asked to stop."""
+        """Takes one optimizer step; returns whether some rank was asked to stop."""
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
@@ -172,7 +170,7 @@ class Trainer:
         return lr, float(grad_norm or 0.0), succeeded
 
     def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
-        """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
+        """Measures the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
@@ -216,7 +214,7 @@ class Trainer:
         )
 
     def _batches(self, stream: SampleStream) -> Any:
-        """What the forward-backward function draws from: samples on drawing ranks, or padded batches on every rank."""
+        """Returns what forward-backward functions draw from: samples on drawing ranks, or padded batches on all."""
         num_chunks = len(self._training.model)
         if self._packing:
             groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
@@ -233,7 +231,7 @@ class Trainer:
         return list(tee(batches, num_chunks))
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; counts the time that the model waited for them."""
+        """Yields the same batches; counts the time that the model waited for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -245,7 +243,7 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        progress = self._progress._replace(waiting=gather_waiting(self._queue))
+        progress = self._progress._replace(waiting=gather_delayed(self._queue))
         save_checkpoint(
             self._config.output.save, self._training, progress, self._model_options(), self._datasets.train.identity()
         )
@@ -254,7 +252,7 @@ class Trainer:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
 
     def _load(self) -> Progress | None:
-        """That of the newest checkpoint of --load; None without one."""
+        """Returns that of the newest checkpoint of --load; None without one."""
         folder, save = self._config.output.load, self._config.output.save
         if folder is None:
             return None
@@ -273,6 +271,6 @@ class Trainer:
         return loaded
 
     def _model_options(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it."""
+        """Returns what a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}

@@ -19,6 +19,7 @@ from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 
 CAPACITY = 64
@@ -198,9 +199,9 @@ def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any
 
 def outcome(layout: Layout, case: str) -> str:
     """What this rank gets to hear in a case that cannot work."""
-    policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
+    policy: Any = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
     scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
-    config = start(layout, scheduler, sequence_packing_over_length=policy)
+    config = start(layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy=policy))
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     last_data = groups.dp.size() - 1
 

@@ -113,7 +113,7 @@ KNOWS = {
     "planner": ("packing",),
     "sft": ("planner", "packing", "blending"),
 }
-FOLDERS = {"packing": ("batch", "scheduling", "step", "model")}
+FOLDERS = {"packing": ("flags", "batch", "scheduling", "step", "model")}
 
 
 @pytest.mark.parametrize("package", KNOWS)

@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+OverLengthPolicy = Literal["error", "truncate", "drop"]
+"""What happens to a sequence that is longer than what may be trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

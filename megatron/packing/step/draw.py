@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.reading import SampleError, SampleReader
 from megatron.packing.batch.samples import IntArray, Samples
 
@@ -38,7 +39,7 @@ def draw_samples(
     iterator: Iterator[Any] | None,
     num_draws: int,
     longest: int,
-    policy: Literal["error", "truncate", "drop"],
+    policy: OverLengthPolicy,
     rank_name: str,
 ) -> Draw:
     """Call `next` up to `num_draws` times and return all sequences.

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-OverLengthPolicy = Literal["error", "truncate", "drop"]
+from megatron.packing.batch.layout import OverLengthPolicy
+
 DropReason = Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 

@@ -22,9 +22,11 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.unpickling import check_metadata, only_weights
+from megatron.sft.options.packing import PackingConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
@@ -39,7 +41,38 @@ class Progress(NamedTuple):
     evaluation_due: bool
     """Whether the step was one to evaluate after, and the run was stopped before that."""
     waiting: Sequence[dict[str, Any]] = ()
-    """Samples consumed but not trained on yet, as each data-parallel rank's `DelayQueue` tells; empty if none waits."""
+    """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
+
+
+def restored_queue(
+    packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
+) -> DelayQueue | None:
+    """Returns the queue of outliers on data-parallel rank `rank`, with its part of what is `delayed` in a loaded
+    checkpoint; None if nothing can be delayed and nothing is.
+
+    ValueError on every rank where something is and packing is off: nothing would give it back.
+    """
+    if delayed and not packing.sequence_packing:
+        raise ValueError("the checkpoint holds sequences that wait for a later step; pass --sequence-packing")
+    if not packing.outlier_delay_steps and not delayed:
+        return None
+    queue = DelayQueue(packing.outlier_delay_steps)
+    if delayed:
+        queue.load_state_dict(delayed, rank, num_ranks)
+    return queue
+
+
+def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
+    """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is. Collective, with a queue.
+
+    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to each of them.
+    """
+    if queue is None:
+        return []
+    group = parallel_state.get_data_parallel_group()
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, queue.state_dict(), group=group)
+    return states if any(len(state["steps"]) for state in states) else []
 
 
 def latest_iteration(folder: str | Path) -> int | None:

@@ -30,7 +30,7 @@ Loss = tuple[Tensor, Tensor, dict[str, Any]]
 def forward_step(
     data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
 ) -> tuple[Tensor, Callable[[Tensor], Loss]]:
-    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
+    """Runs megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
 
     num_sources: where there are several, the loss of each is kept apart; one addition per token on the last stage.
     """
@@ -68,7 +68,7 @@ def forward_step(
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
-    """What experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
+    """Returns what experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
     if is_first or not config.sequence_parallel:
         return padding_mask
     shards = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
@@ -76,8 +76,9 @@ def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool
 
 
 def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
-    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is
-    divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
+    """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this rank's shard.
+
+    Nothing is divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
     losses = output.to(torch.promote_types(output.dtype, torch.float32)) * loss_mask
@@ -108,7 +109,7 @@ class PaddedBatch(NamedTuple):
 def padded_batches(
     draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
 ) -> Iterator[PaddedBatch]:
-    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
+    """Pads each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
     masked.
     """
     size, rank = (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron.blending.metadatasets.paths import is_metadataset
-from megatron.packing.flags import flag_of
+from megatron.blending.streams.weights import WeightSchedule
+from megatron.packing.flags import check_range, flag_of
 from megatron.planner.lengths import TokenizerType
-from megatron.sft.options.ranges import check_range
 
 
 def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
@@ -90,3 +92,29 @@ class DataConfig:
             raise ValueError(f"--split must be up to three shares such as 969,30,1, but is {self.split!r}")
         shares += [0.0] * (3 - len(shares))
         return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
+
+    def weight_schedule(self, samples_per_step: int) -> WeightSchedule | None:
+        """Returns what --blend-weight-schedule says, as JSON or in a file; ValueError for what is no schedule.
+
+            {"kind": "linear", "points": [[0, [5, 3, 2]], [1000, [1, 1, 1]]]}
+
+        At each point stand the step and a weight for every source, in the order of the metadataset; `kind` is linear
+        between points, or step. Before the first point there is none: it is at step 0.
+        """
+        if self.blend_weight_schedule is None:
+            return None
+        flag, text = "--blend-weight-schedule", self.blend_weight_schedule
+        form = '{"kind": "step" or "linear", "points": [[step, [weight of each source]], ...]}'
+        try:
+            written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as failure:
+            raise ValueError(f"{flag} must be {form}, or a file with it, but: {failure}") from None
+        try:
+            points = tuple((step, tuple(weights)) for step, weights in written["points"])
+            if not set(written) <= {"kind", "points"} or any(type(step) is not int for step, _ in points):
+                raise TypeError
+            return WeightSchedule(points, samples_per_step, written.get("kind", "step"))
+        except (KeyError, TypeError):
+            raise ValueError(f"{flag} must be {form}, but is {json.dumps(written):.100}") from None
+        except ValueError as failure:
+            raise ValueError(f"{flag}: {failure}") from None

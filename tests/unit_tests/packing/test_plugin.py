@@ -19,7 +19,7 @@ from megatron.packing.model import get_batch, pipeline
 from megatron.packing.model.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
-from megatron.packing.step.settings import model_of
+from megatron.packing.step.settings import PackingOptions, model_of
 from tests.unit_tests.packing.plugged import Model, forward_step, make_config, parse, state_of_megatron_core
 
 pytestmark = pytest.mark.usefixtures("taken_back")
@@ -57,10 +57,9 @@ def test_install_writes_what_the_arguments_say() -> None:
     """An option that does not reach the config is ignored without a word."""
     config = make_config()
     plugin.install(config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop"))
-    assert not hasattr(config, "pack_cost")
     assert config.sequence_packing_scheduler == "default"
     assert config.max_seqlen_per_dp_cp_rank == 32
-    assert config.sequence_packing_over_length == "drop"
+    assert config.sequence_packing_options == PackingOptions(over_length_policy="drop")
     other = make_config()
     plugin.install(other)
     assert (other.sequence_packing_scheduler, other.max_seqlen_per_dp_cp_rank) == ("default", 64)
@@ -73,7 +72,7 @@ def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
     fit = Fit(PackCost(linear=2e-5, quadratic=4e-9, fixed=6e-3), 0.0, 0.0)
     write_fitted_cost(path, fit, [], {**model_of(config), "vocab_size": 384}, {})
     plugin.install(config, parse(f"--sequence-packing --pack-cost {path}"))
-    assert config.pack_cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
+    assert config.sequence_packing_options.cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
     with pytest.raises(
         ValueError, match=r"cost\.json was measured for another model: num_layers is 2 there, but 3 here"
     ):
@@ -88,9 +87,9 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     """A queue that is not used saves nothing; one that evaluation uses mixes held-out samples into training."""
     config = make_config()
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
-    queue = config.outlier_delay_queue
+    queue = config.sequence_packing_options.delay_queue
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
-    assert config.outlier_delay_queue is queue
+    assert config.sequence_packing_options.delay_queue is queue
     assert queue.max_steps == 3
     stats = SimpleNamespace(num_microbatches=1, num_tokens=0, square_sum=0)
     used = []
@@ -116,7 +115,7 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     assert [call["forward_only"] for call in calls] == [False, True]
     plain = make_config()
     plugin.install(plain, parse("--sequence-packing"))
-    assert not hasattr(plain, "outlier_delay_queue")
+    assert plain.sequence_packing_options.delay_queue is None
     with pytest.raises(ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"):
         plugin.install(config, parse("--sequence-packing --sequence-packing-scheduler empty"))
 

