@@ -143,8 +143,8 @@ def load_checkpoint(
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
-    check_metadata(path)
     _check_readable(path)
+    check_metadata(path)
     common_file, objects = path / "common.pt", path / "*.distcp"
     with only_weights(common_file if common_file.exists() else objects):
         common = dist_checkpointing.load_common_state_dict(str(path))
