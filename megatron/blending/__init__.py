@@ -25,7 +25,7 @@ _MODULES = {
     "streams.dataset": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError",
-    "streams.weights": "WeightSchedule",
+    "order.weights": "WeightSchedule",
     "encoding.default_encoder": "DefaultTaskEncoder",
     "encoding.task_encoder": "TaskEncoder",
     "encoding.cooking": "Cooker cooker",

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.order.weights import WeightSchedule
 
 _FLAG = "--blend-weight-schedule"
 _FORM = '{"kind": "step" or "linear", "points": [[step, [weight of each source]], ...]}'

@@ -21,9 +21,9 @@ from megatron.blending.loading.dataset_loader import (
 )
 from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
 from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.leaf import LeafDataset
-from megatron.blending.streams.weights import WeightSchedule
 from megatron.sft.blend_schedule import parse_schedule
 from megatron.sft.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.chat_source import ChatSource, ChatTask, open_chats

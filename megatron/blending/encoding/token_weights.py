@@ -6,6 +6,7 @@ every rank. Where the index tells how many bytes each record has, the mean follo
 is in their index.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource
 from megatron.blending.loading.dataset_loader import LoadedDataset
-from megatron.blending.streams.weights import WeightSchedule, weights_by_tokens
+from megatron.blending.order.weights import Weight, WeightSchedule
 
 _PROBES = 64
 
@@ -45,6 +46,16 @@ def by_tokens(
         points = tuple((step, weights_by_tokens(weights, means)) for step, weights in schedule.points)
         schedule = WeightSchedule(points, schedule.outputs_per_step, schedule.kind, schedule.num_pieces)
     return changed, schedule
+
+
+def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:
+    """Return weights in samples that give `weights` in tokens, where samples of each source have `mean_tokens`."""
+    if len(weights) != len(mean_tokens):
+        raise ValueError(f"there must be a mean for each of {len(weights)} weights, but there are {len(mean_tokens)}")
+    for number, (weight, mean) in enumerate(zip(weights, mean_tokens)):
+        if weight and not 0 < mean < math.inf:
+            raise ValueError(f"mean tokens of source {number} must be above 0, but are {mean}; check its samples")
+    return tuple(float(weight) / mean if weight else 0.0 for weight, mean in zip(weights, mean_tokens))
 
 
 def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:

@@ -30,7 +30,7 @@ from megatron.blending.loading.dataset_loader import (
     load_dataset,
 )
 from megatron.blending.loading.worker_config import check_worker_config
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.order.weights import WeightSchedule
 
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]

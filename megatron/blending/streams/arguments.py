@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from megatron.blending.order.weights import Weight
 from megatron.blending.streams.dataset import SavableDataset
-from megatron.blending.streams.weights import Weight
 
 
 def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:

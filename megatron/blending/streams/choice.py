@@ -1,5 +1,6 @@
 """pure. Nodes with several children, each of whose outputs is one of a child's: BlendDataset and ConcatDataset."""
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
+from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.arguments import as_pairs, check_datasets
-from megatron.blending.streams.blend import SEQUENCES, Choices
 from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
 from megatron.blending.streams.lane import CursorNode, LaneEnd, Place
-from megatron.blending.streams.segments import Segments, UntilExhausted
-from megatron.blending.streams.weights import WeightSchedule, integer_weights
 
+BLEND_MODES = ("exact", "random")
+_ORDER_VERSION = 2
+"""Of the order that weights and seed give: another one is another stream."""
 _FEW_CHILDREN = 32
 _AWAY_BLOCKS = 64
 """A child without weight for so long is not waited for."""
@@ -68,15 +71,15 @@ class BlendDataset(ChoiceDataset):
         the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
-        if mode not in SEQUENCES:
-            raise ValueError(f"mode of a blend must be one of {', '.join(SEQUENCES)}; {nearest(mode, list(SEQUENCES))}")
+        if mode not in BLEND_MODES:
+            raise ValueError(f"mode of a blend must be one of {', '.join(BLEND_MODES)}; {nearest(mode, BLEND_MODES)}")
         self.children = tuple(dataset for dataset, _ in pairs)
         self.weights = tuple(weight for _, weight in pairs)
         self.mode = mode
         self.schedule = schedule
         self.worker_config = worker_config
         self._sizes = [child.size for child in self.children]
-        self._sequence: Any = None
+        self._proportions: Any = None
         self._whole = integer_weights(self.weights)
         if schedule is not None and not isinstance(schedule, WeightSchedule):
             raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
@@ -95,38 +98,39 @@ class BlendDataset(ChoiceDataset):
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
         changes = [(position, weights) for place, position, weights in binding.changes if place == self.place]
+        if self._has_end and changes:
+            raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
+        self._segments: list[Any] = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
         if self._has_end:
-            if changes:
-                raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
-            self._sequence = UntilExhausted(self.weights, self._sizes, seed)
-        else:
-            segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
-            self._sequence = Segments(segments, seed, self.mode)
-            for position, weights in changes:
-                self._sequence.append(position, weights)
+            self._segments = list(until_exhausted(self.weights, self._sizes))
+        self._proportions = Proportions(self._segments, seed, "exact" if self._has_end else self.mode)
+        for position, weights in changes:
+            self._proportions.change(position, weights)
+            self._segments = [segment for segment in self._segments if segment[0] < position] + [(position, weights)]
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:
-            return self._sequence.choose(positions)
+            return self._proportions.choose(positions)
         passes, places = np.divmod(positions, self.size)
-        children, numbers = self._sequence.choose(places)
+        children, numbers = self._proportions.choose(places)
         sizes = np.array([size or 0 for size in self._sizes], np.int64)
         return Choices(children, numbers + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
         if self.size is None:
-            return self._sequence.counts(position)
+            return self._proportions.counts(position)
         passes, place = divmod(position, self.size)
-        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
+        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._proportions.counts(place))]
 
     def is_away(self, child: int, position: int, length: int) -> bool:
-        return self.size is None and self._sequence.is_away(child, position, length)
+        starts = [start for start, _ in self._segments]
+        within = self._segments[bisect_right(starts, position) - 1 : bisect_left(starts, position + length)]
+        return self.size is None and not any(weights[child] for _, weights in within)
 
     def signature(self) -> list[Any]:
-        if self.schedule is None:
-            return [type(self).__name__, self.mode, [[0, list(self._whole)]]]
-        segments = self.schedule.segments()
-        return [type(self).__name__, self.mode, [[start, list(integer_weights(each))] for start, each in segments]]
+        segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
+        written = [[start, list(integer_weights(weights))] for start, weights in segments]
+        return [type(self).__name__, _ORDER_VERSION, self.mode, written]
 
 
 class ConcatDataset(ChoiceDataset):

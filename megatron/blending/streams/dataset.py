@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.streams.order import ReadingOrder, records_at, salted_seed
+from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
 from megatron.blending.streams.origins import first_leaf
 
 Ints = npt.NDArray[np.int64]

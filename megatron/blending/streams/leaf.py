@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.formats.record import Record, RecordError, RecordSource
+from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, SavableDataset
 from megatron.blending.streams.lane import CursorNode, Place
-from megatron.blending.streams.order import ReadingOrder, records_at
 
 Load = Callable[[Record, tuple[str, int, int]], Any]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.arguments import check_count, check_datasets
 from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
 from megatron.blending.streams.lane import CursorNode, Lane, LaneEnd, Place
-from megatron.blending.streams.order import ReadingOrder, records_at
 
 
 class SpanDataset(SavableDataset[Any]):

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.blending.loading.compact import expanded
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
@@ -20,7 +21,6 @@ from megatron.blending.streams.datasets import (
     MixBatchDataset,
     PackingDataset,
 )
-from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
@@ -38,7 +38,7 @@ def _small_plans(monkeypatch):
     monkeypatch.setattr("megatron.blending.streams.lane._SAMPLES_PER_BLOCK", 24)
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
-    monkeypatch.setattr("megatron.blending.streams.blend._TABLE_LENGTH", 60)
+    monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
 
 
 @pytest.mark.parametrize("name", ENDLESS)

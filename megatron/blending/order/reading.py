@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.streams.permutation import Grid, check_size, grid_sides, make_grid, mix_array, walk
+from megatron.blending.order.permutation import Grid, check_size, grid_sides, make_grid, mix_array, walk
 
 _MASK64 = 2**64 - 1
 _KEPT_EPOCHS = 2

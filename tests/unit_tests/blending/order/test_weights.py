@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.blending.streams.weights import WeightSchedule, integer_weights, weights_by_tokens
+from megatron.blending.encoding.token_weights import weights_by_tokens
+from megatron.blending.order.weights import WeightSchedule, integer_weights
 
 
 @pytest.mark.parametrize(
