@@ -54,7 +54,7 @@ class RepeatDataset(SpanDataset):
 class LimitDataset(SpanDataset):
     """The first `length` outputs: of each rank where only maps are above (as in energon), else of the whole stream.
 
-    Of an endless data set, the next pass gives the next ones.
+    Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same ones again.
     """
 
     keeps_outputs = True
@@ -62,11 +62,14 @@ class LimitDataset(SpanDataset):
     def __init__(
         self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
     ) -> None:
+        """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
         super().__init__(dataset, worker_config)
         check_count("LimitDataset", "length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
-        self.goes_on = dataset.size is None or dataset.goes_on
+        goes_on = dataset.size is None or dataset.goes_on
+        self.goes_on = goes_on and not reset_after_epoch
+        self.begins_again = goes_on and reset_after_epoch
 
     def __len__(self) -> int:
         return self.size
@@ -81,7 +84,7 @@ class LimitDataset(SpanDataset):
         if self.goes_on:
             return positions
         passes, places = np.divmod(positions, self.size)
-        return passes * self.children[0].size + places
+        return places if self.begins_again else passes * self.children[0].size + places
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return self.within_child(np.array([position], np.int64)).tolist()
@@ -93,7 +96,7 @@ class LimitDataset(SpanDataset):
         return LimitLane(self, lane, parent, child_number)
 
     def signature(self) -> list[Any]:
-        return [type(self).__name__, self.length]
+        return [type(self).__name__, self.length, *(["reset_after_epoch"] if self.begins_again else [])]
 
 
 class LimitPlan:
@@ -130,7 +133,8 @@ class LimitLane(CursorNode):
             except LaneEnd:
                 if self.node.goes_on:
                     raise
-                self._beyond = self._lane_beyond(int(plan.positions[within]) // self.node.size)
+                is_first = self.node.begins_again
+                self._beyond = self._lane_beyond(0 if is_first else int(plan.positions[within]) // self.node.size)
         return self._beyond.pull()
 
     def _lane_beyond(self, pass_number: int) -> Lane:
