@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.sft.config import SFTConfig, parse_config
+from megatron.packing.flags import FlagError, exit_with
 from megatron.sft.environment import local_rank, quiet, world_from_environment
-from megatron.sft.flags import FlagError, exit_with
+from megatron.sft.options.config import SFTConfig, parse_config
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.packing.lengths import GlobalBatchError
-    from megatron.sft.data import build_datasets
+    from megatron.packing.step.lengths import GlobalBatchError
+    from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import process_groups
-    from megatron.sft.report import report
-    from megatron.sft.run_folder import prepare_output
+    from megatron.sft.report.report import report
+    from megatron.sft.report.run_folder import prepare_output
     from megatron.sft.train import Trainer
 
     chosen = config.output.run_dir or config.output.save

@@ -21,7 +21,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
-    packages=find_namespace_packages(include=["megatron.blending*", "megatron.packing*", "megatron.sft*"]),
+    packages=find_namespace_packages(
+        include=["megatron.blending*", "megatron.packing*", "megatron.planner*", "megatron.sft*"]
+    ),
     # Optional: without a C++ compiler the same loops run in Python, with the same results.
     ext_modules=[
         Extension(

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.schedule import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.sft.mock_lengths import parse_distribution
+from megatron.sft.data.mock_lengths import parse_distribution
 
 SEED = 31_415_927
 """Not one of those that `default` was tuned with."""

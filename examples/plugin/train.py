@@ -25,9 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.packing import plugin
-from megatron.packing.get_batch import get_batch_on_this_rank_for_sequence_packing
-from megatron.packing.layer_spec import packed_block_spec
-from megatron.sft import cpu_support
+from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.model.layer_spec import packed_block_spec
+from megatron.sft.model import cpu_support
 
 VOCAB_SIZE, LONGEST, GLOBAL_BATCH_SIZE = 256, 512, 32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

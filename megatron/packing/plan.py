@@ -1,8 +1,7 @@
-"""pure. The planner's command: `python -m megatron.packing.plan lengths.csv --dp 64 --pp 4 --cp 2`, without a GPU.
+"""pure. Runs the planner under the name where users look for it: `python -m megatron.packing.plan lengths.csv --dp 64`.
 
-Only the name is here, where users look for it. What reads files and flags is in `sft.planner`, which of all this room
-only this module may import; and none imports this one. `compare`, `advice` and `step_picture` are the planner as
-functions.
+The planner itself is `megatron.planner`; how lengths are read from files, chats and mock data is the trainer's
+knowledge. Only the two commands of this package know packages above it, and nothing imports them.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import sys
 
 def main() -> None:
     """Print schedulers side by side, advice, and draw pictures; exit status 2 and one line for a user's mistake."""
-    from megatron.sft.planner import plan
+    from megatron.planner.plan import plan
+    from megatron.sft.data.length_sources import lengths_from
 
     try:
-        plan(sys.argv[1:])
+        plan(sys.argv[1:], lengths_from)
     except ValueError as failure:
         print(f"plan: error: {' '.join(str(failure).split())}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -33,11 +33,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing import load_balancing
-from megatron.packing.delay_queue import DelayQueue
+from megatron.packing.model import load_balancing
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.step.delay_queue import DelayQueue
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
@@ -142,7 +142,7 @@ class PackingSchedule:
     """
 
     def __init__(self, plain: Callable[..., list[Any]]) -> None:
-        from megatron.packing.pipeline import packed
+        from megatron.packing.model.pipeline import packed
 
         update_wrapper(self, plain)
         self.plain = plain
@@ -202,7 +202,7 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
         config.sequence_packing_scheduler = "default"
     pack_cost = getattr(arguments, "pack_cost", None)
     if pack_cost is not None:
-        from megatron.packing.settings import measured_cost
+        from megatron.packing.step.settings import measured_cost
 
         config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
     max_steps = getattr(arguments, "outlier_delay_steps", 0)
@@ -229,7 +229,7 @@ def _home() -> ModuleType:
 
 def _exposed() -> dict[str, Callable[..., Any]]:
     from megatron.packing.data_schedule import wrap_data_iterator, wrap_dataloader, wrap_iterator_helper
-    from megatron.packing.get_batch import get_batch_on_this_rank_for_sequence_packing as get_batch
+    from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing as get_batch
 
     return {
         function.__name__: function

@@ -32,7 +32,7 @@ def check_version() -> None:
 
 def check_config(config: Any) -> None:
     """ValueError for a config that packs cannot be trained under."""
-    from megatron.packing import pipeline
+    from megatron.packing.model import pipeline
 
     get_scheduler(config.sequence_packing_scheduler)
     if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
@@ -78,7 +78,8 @@ def check_modules(chunk: torch.nn.Module) -> None:
     if any(getattr(module.forward, "__func__", None) is DotProductAttention.forward for module in chunk.modules()):
         raise ValueError(
             "the model was built with megatron-core's DotProductAttention, which refuses packs; build it with "
-            "transformer_layer_spec=megatron.packing.layer_spec.packed_block_spec(config), or with Transformer Engine"
+            "transformer_layer_spec=packed_block_spec(config) of megatron.packing.model.layer_spec, or with "
+            "Transformer Engine"
         )
     if isinstance(chunk, DistributedDataParallel) and any(
         buffer.gradient_scaling_factor != 1.0 for buffer in chunk.buffers + chunk.expert_parallel_buffers
@@ -91,7 +92,7 @@ def check_modules(chunk: torch.nn.Module) -> None:
 
 def check_groups(pg_collection: Any) -> None:
     """ValueError for a collection given that lacks a group that packing needs."""
-    from megatron.packing.data_schedule import GROUPS
+    from megatron.packing.step.global_batch import GROUPS
 
     missing = [name for name in GROUPS if pg_collection is not None and getattr(pg_collection, name, None) is None]
     if missing:

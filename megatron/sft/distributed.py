@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.sft import cpu_support, mcore_fixes
-from megatron.sft.config import SFTConfig
 from megatron.sft.environment import world_from_environment
+from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.options.config import SFTConfig
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.sft.counts import Counts
-from megatron.sft.source_metrics import SourceMetrics
+from megatron.sft.data.counts import Counts
+from megatron.sft.report.source_metrics import SourceMetrics
 
 
 class Reduced(NamedTuple):

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.packing.data_schedule import GlobalBatch
-from megatron.packing.pipeline import PackedLosses
+from megatron.packing.model.pipeline import PackedLosses
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.stats import PackingStats
-from megatron.sft.checkpoint import Progress
-from megatron.sft.config import SFTConfig
-from megatron.sft.counts import Counts
-from megatron.sft.metrics import StepMetrics
+from megatron.packing.step.global_batch import GlobalBatch
+from megatron.packing.step.stats import PackingStats
+from megatron.sft.data.counts import Counts
+from megatron.sft.data.stream import Share
+from megatron.sft.model.checkpoint import Progress
+from megatron.sft.options.config import SFTConfig
 from megatron.sft.reduction import Reduced
-from megatron.sft.stream import Share
+from megatron.sft.report.metrics import StepMetrics
 
 
 class Update(NamedTuple):

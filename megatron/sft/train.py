@@ -17,21 +17,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
-from megatron.packing.data_schedule import owns_data
-from megatron.packing.lengths import GlobalBatchError
-from megatron.packing.pipeline import PackedLosses, packed
-from megatron.sft.checkpoint import Progress, load_checkpoint, save_checkpoint
-from megatron.sft.config import SFTConfig
-from megatron.sft.data import Datasets
-from megatron.sft.forward import forward_step, padded_batches
-from megatron.sft.metrics import Evaluation
-from megatron.sft.mixture import Mixture
-from megatron.sft.model import build_training
+from megatron.packing.model.pipeline import PackedLosses, packed
+from megatron.packing.step.global_batch import owns_data
+from megatron.packing.step.lengths import GlobalBatchError
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.mixture import Mixture
+from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.model.build import build_training
+from megatron.sft.model.checkpoint import Progress, load_checkpoint, save_checkpoint
+from megatron.sft.model.forward import forward_step, padded_batches
+from megatron.sft.options.config import SFTConfig
 from megatron.sft.reduction import counts_samples, reduce
-from megatron.sft.run_folder import RunLog
+from megatron.sft.report.metrics import Evaluation
+from megatron.sft.report.run_folder import RunLog
 from megatron.sft.step_account import StepAccount, Update
 from megatron.sft.stop import StopSignals
-from megatron.sft.stream import SampleStream, Share
 from megatron.sft.waiting import build_queue, gather_waiting
 
 

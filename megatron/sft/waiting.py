@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.packing.delay_queue import DelayQueue
+from megatron.packing.step.delay_queue import DelayQueue
 from megatron.sft.options.packing import PackingConfig
 
 

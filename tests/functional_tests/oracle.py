@@ -32,14 +32,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.packing.data_schedule import owns_data
-from megatron.packing.pipeline import packed
-from megatron.sft import cpu_support, mcore_fixes
-from megatron.sft.chat_encoder import EncodedSample
-from megatron.sft.config import SFTConfig, parse_config
+from megatron.packing.model.pipeline import packed
+from megatron.packing.step.global_batch import owns_data
+from megatron.sft.data.chat_encoder import EncodedSample
 from megatron.sft.distributed import make_groups
-from megatron.sft.forward import forward_step
-from megatron.sft.model import (
+from megatron.sft.model import cpu_support, mcore_fixes
+from megatron.sft.model.build import (
     build_model,
     build_optimizer,
     build_scheduler,
@@ -47,6 +45,8 @@ from megatron.sft.model import (
     connect,
     padded_vocab_size,
 )
+from megatron.sft.model.forward import forward_step
+from megatron.sft.options.config import SFTConfig, parse_config
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96

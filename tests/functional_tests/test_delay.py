@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
 
-from megatron.packing.data_schedule import GROUPS, owns_data, schedule_global_batch, wrap_dataloader
-from megatron.packing.delay_queue import DelayQueue
+from megatron.packing.data_schedule import wrap_dataloader
+from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.global_batch import GROUPS, owns_data, schedule_global_batch
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_global_batch import CAPACITY, Layout, sample, start
 from tests.functional_tests.test_run import Run, steps_of, wait_for_step

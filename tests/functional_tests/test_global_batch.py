@@ -14,9 +14,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.data_schedule import owns_data, wrap_dataloader
-from megatron.packing.get_batch import get_batch_on_this_rank_for_sequence_packing
-from megatron.packing.lengths import GlobalBatchError
+from megatron.packing.data_schedule import wrap_dataloader
+from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
+from megatron.packing.step.global_batch import owns_data
+from megatron.packing.step.lengths import GlobalBatchError
 from tests.functional_tests.ranks import run_ranks
 
 CAPACITY = 64

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from megatron.sft.chat_encoder import EncodedSample
+from megatron.sft.data.chat_encoder import EncodedSample
 from tests.functional_tests.layouts import MODELS, Layout
 from tests.functional_tests.oracle import (
     Placement,

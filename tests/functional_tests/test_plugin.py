@@ -27,9 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from examples.plugin import train as example
 from megatron.packing import plugin
-from megatron.packing.layer_spec import packed_block_spec
-from megatron.packing.pipeline import PackedLosses
-from megatron.sft import cpu_support
+from megatron.packing.model.layer_spec import packed_block_spec
+from megatron.packing.model.pipeline import PackedLosses
+from megatron.sft.model import cpu_support
 from tests.functional_tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

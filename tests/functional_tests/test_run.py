@@ -109,7 +109,7 @@ def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cost of MODEL's packs, measured on this machine."""
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
-    command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
+    command = [sys.executable, "-m", "megatron.planner.calibrate", *shape, "--repeats", "3", "--output", str(path)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_SECONDS, check=True)
     return path
 

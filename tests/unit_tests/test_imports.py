@@ -1,4 +1,4 @@
-"""Contracts of the rooms: who imports whom, and what importing costs."""
+"""Contracts of the packages: who imports whom, and what importing costs."""
 
 import ast
 import json
@@ -73,11 +73,11 @@ PURE = [module_name(path) for path in MODULES if kind(path) == "pure"]
 
 def test_the_files_are_found():
     """Without files every test below passes."""
-    assert {path.parent.name for path in MODULES} >= {"blending", "packing", "sft"}
+    assert {path.parent.name for path in MODULES} >= {"batch", "scheduling", "planner", "sft"}
     assert len(PURE) >= 10
     packing = ROOT / "megatron" / "packing"
-    assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "get_batch.py", True)
-    assert "megatron.packing.scheduling.schedule.Schedule" in imported(packing / "step_plan.py")
+    assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "model" / "get_batch.py", True)
+    assert "megatron.packing.scheduling.schedule.Schedule" in imported(packing / "step" / "step_plan.py")
 
 
 def test_megatron_is_a_namespace():
@@ -104,32 +104,55 @@ def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_imp
     assert loaded_by_import[name] == []
 
 
-# Commands whose name users look for in a room, while what reads their files and flags is in another. Whatever else
-# would need this is in the wrong room.
-COMMANDS = {"megatron.packing.plan": "megatron.sft.planner.plan"}
+# Commands whose name users look for in `packing`, while what they run is above it.
+COMMANDS = ("megatron.packing.plan", "megatron.packing.calibrate")
+# Each package knows those named after it, and no other; inside a package a folder knows those before it.
+KNOWS = {
+    "blending": (),
+    "packing": (),
+    "planner": ("packing",),
+    "sft": ("planner", "packing", "blending"),
+}
+FOLDERS = {"packing": ("batch", "scheduling", "step", "model")}
 
 
-@pytest.mark.parametrize("room", ["blending", "packing"])
-def test_rooms_know_nothing_of_one_another(room):
-    """Either room is usable without the other; one import, also inside a function, ends that."""
-    forbidden = [f"megatron.{other}" for other in ("blending", "packing", "sft") if other != room]
+@pytest.mark.parametrize("package", KNOWS)
+def test_packages_know_only_those_below(package):
+    """Each package is usable without those above; one import, also inside a function, ends that."""
+    forbidden = [f"megatron.{other}" for other in KNOWS if other != package and other not in KNOWS[package]]
     found = [
         (module_name(path), name)
         for path in FILES
-        if path.is_relative_to(ROOT / "megatron" / room)
+        if path.is_relative_to(ROOT / "megatron" / package) and module_name(path) not in COMMANDS
         for name in imported(path)
-        if any(is_within(name, package) for package in forbidden) and COMMANDS.get(module_name(path)) != name
+        if any(is_within(name, other) for other in forbidden)
     ]
     assert found == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_only_run(command):
-    """The one file of a room that knows another may be imported by none, else the room knows the other, too."""
+    """The one file of a package that knows those above may be imported by none, else the package knows them, too."""
     importers = [module_name(path) for path in FILES for name in imported(path) if is_within(name, command)]
     assert importers == []
     path = ROOT.joinpath(*command.split(".")).with_suffix(".py")
     assert not any(is_within(name, "megatron") for name in imported(path, at_import_time_only=True))
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_folders_have_one_order(package):
+    """Who reads a folder needs to have read those before it only."""
+    order = FOLDERS[package]
+    found = [
+        (module_name(path), name)
+        for place, folder in enumerate(order)
+        for path in FILES
+        if path.is_relative_to(ROOT / "megatron" / package / folder)
+        for name in imported(path)
+        if is_within(name, f"megatron.{package}")
+        and not any(is_within(name, f"megatron.{package}.{known}") for known in order[: place + 1])
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

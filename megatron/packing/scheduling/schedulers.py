@@ -81,6 +81,11 @@ def _import(name: str) -> Scheduler:
             f"--sequence-packing-scheduler {name!r} can't be imported: {error}; give module:function, with the module "
             "on the Python path"
         ) from error
+    except SystemExit as end:
+        raise ValueError(
+            f"--sequence-packing-scheduler {name!r} can't be imported: its module raises SystemExit({end}); guard what "
+            "it does as a program by if __name__ == '__main__'"
+        ) from end
     if not callable(function):
         raise ValueError(f"--sequence-packing-scheduler {name!r} must be a function, but is {function!r}")
     scheduler: Scheduler = function

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.blending.metadatasets.paths import is_metadataset
-from megatron.sft.flags import flag_of
+from megatron.packing.flags import flag_of
 from megatron.sft.options.ranges import check_range
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron.packing.widths import ffn_hidden_size
+from megatron.packing.model.widths import ffn_hidden_size
 from megatron.sft.options.ranges import check_range
 
 

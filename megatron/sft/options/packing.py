@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron.packing.flags import flag_of
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
-from megatron.packing.scheduling.schedule import Scheduler
 from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.sft.flags import flag_of
 from megatron.sft.options.ranges import check_range
 
 
@@ -47,21 +46,10 @@ class PackingConfig:
         check_range(self, 1, None, "max_seqlen_per_dp_cp_rank")
         check_range(self, 0, None, "outlier_delay_steps")
         if self.sequence_packing_scheduler is not None:
-            imported_scheduler(self.sequence_packing_scheduler)
+            get_scheduler(self.sequence_packing_scheduler)
         _ = self.fitted_cost
 
     @cached_property
     def fitted_cost(self) -> FittedCost | None:
         """What the file of --pack-cost says, read once; None without it."""
         return None if self.pack_cost is None else read_fitted_cost(self.pack_cost)
-
-
-def imported_scheduler(name: str) -> Scheduler:
-    """`get_scheduler`; ValueError, too, where the user's module ends the program, as scripts do."""
-    try:
-        return get_scheduler(name)
-    except SystemExit as end:
-        raise ValueError(
-            f"--sequence-packing-scheduler {name!r} can't be imported: its module raises SystemExit({end}); guard what "
-            "it does as a program by if __name__ == '__main__'"
-        ) from end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron.sft.flags import flag_of
+from megatron.packing.flags import flag_of
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.sft.flags import flag_of
+from megatron.packing.flags import flag_of
 from megatron.sft.options.ranges import check_range
 
 

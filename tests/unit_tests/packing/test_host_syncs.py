@@ -10,13 +10,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing import get_batch as get_batch_module
-from megatron.packing.attention import PackedDotProductAttention
-from megatron.packing.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
-from megatron.packing.layout import Alignment, PackLayout
-from megatron.packing.pack import pack
-from megatron.packing.sample import Sample
-from megatron.sft.forward import loss_sum
+from megatron.packing.batch.layout import Alignment, PackLayout
+from megatron.packing.batch.pack import pack
+from megatron.packing.batch.sample import Sample
+from megatron.packing.model import get_batch as get_batch_module
+from megatron.packing.model.attention import PackedDotProductAttention
+from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
+from megatron.sft.model.forward import loss_sum
 from tests.unit_tests.packing.stubs import Ranks
 
 DEVICE = torch.device("meta")

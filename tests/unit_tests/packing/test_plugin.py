@@ -13,12 +13,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.moe import router
 
-from megatron.packing import data_schedule, get_batch, pipeline, plugin
+from megatron.packing import data_schedule, plugin
 from megatron.packing.data_schedule import PackedIterator
-from megatron.packing.load_balancing import AtLeastOneToken
+from megatron.packing.model import get_batch, pipeline
+from megatron.packing.model.load_balancing import AtLeastOneToken
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
-from megatron.packing.settings import model_of
+from megatron.packing.step.settings import model_of
 from tests.unit_tests.packing.plugged import Model, forward_step, make_config, parse, state_of_megatron_core
 
 pytestmark = pytest.mark.usefixtures("taken_back")
@@ -96,7 +97,7 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
 
     def schedule_global_batch(*arguments: Any, queue: Any) -> Any:
         used.append(queue)
-        return SimpleNamespace(microbatches=[], stats=stats)
+        return SimpleNamespace(iterators=lambda num_virtual_stages: iter([]), stats=stats)
 
     monkeypatch.setattr(pipeline, "schedule_global_batch", schedule_global_batch)
     monkeypatch.setattr(pipeline, "device_of", lambda group: torch.device("cpu"))

@@ -82,7 +82,7 @@ def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> N
     attention = DotProductAttention.__new__(DotProductAttention)
     torch.nn.Module.__init__(attention)
     model.attention = attention
-    with pytest.raises(ValueError, match=r"transformer_layer_spec=megatron\.packing\.layer_spec\.packed_block_spec"):
+    with pytest.raises(ValueError, match=r"transformer_layer_spec=packed_block_spec"):
         get_forward_backward_func()(
             data_iterator=None, model=[model], forward_step_func=forward_step, num_microbatches=1
         )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.sft.config import SFTConfig, parse_config
-from megatron.sft.flags import FlagError
+from megatron.packing.flags import FlagError
+from megatron.sft.options.config import SFTConfig, parse_config
 
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128"
 STEPS = "--train-iters 10 --global-batch-size 16 --lr 1e-3"

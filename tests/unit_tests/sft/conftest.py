@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import pytest
 
-from megatron.sft import flags
+from megatron.packing import flags
 from tests.unit_tests.sft.runs import write_run
 
 

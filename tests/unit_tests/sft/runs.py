@@ -2,8 +2,8 @@
 
 import math
 
-from megatron.sft.metrics import Evaluation, StepMetrics
-from megatron.sft.metrics_file import MetricsWriter
+from megatron.sft.report.metrics import Evaluation, StepMetrics
+from megatron.sft.report.metrics_file import MetricsWriter
 
 
 def step(iteration, **changes):

@@ -2,8 +2,8 @@
 
 import math
 
-from megatron.sft.metrics import StepMetrics
-from megatron.sft.source_metrics import SourceMetrics
+from megatron.sft.report.metrics import StepMetrics
+from megatron.sft.report.source_metrics import SourceMetrics
 
 STEP = StepMetrics(
     iteration=7,

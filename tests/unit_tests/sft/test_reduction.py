@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.sft.counts import COLUMNS, Counts
+from megatron.sft.data.counts import COLUMNS, Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

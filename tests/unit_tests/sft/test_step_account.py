@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.sft.counts import COLUMNS, Counts
-from megatron.sft.stream import Share
+from megatron.sft.data.counts import COLUMNS, Counts
+from megatron.sft.data.stream import Share
 from tests.unit_tests.sft.command_line import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -39,7 +39,7 @@ def test_padded_steps_have_the_bubble_of_even_microbatches(arguments, bubble):
 def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     """A speed that counts padding, or one rank of several, compares packing with a baseline that does not exist."""
     from megatron.sft import step_account
-    from megatron.sft.checkpoint import Progress
+    from megatron.sft.model.checkpoint import Progress
     from megatron.sft.reduction import Reduced
 
     monkeypatch.setattr(step_account.dist, "get_world_size", lambda: 4)

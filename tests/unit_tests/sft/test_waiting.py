@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.packing.delay_queue import DelayQueue, Waiting
+from megatron.packing.step.delay_queue import DelayQueue, Waiting
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.waiting import build_queue, gather_waiting
 

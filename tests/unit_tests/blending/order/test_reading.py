@@ -104,7 +104,6 @@ def read(order, start, count):
 
 
 @settings(deadline=None)
-@settings(deadline=None)
 @given(order=ORDERS, epoch=st.integers(0, 10**6))
 def test_every_epoch_reads_each_record(order, epoch):
     """Slices and windows must lose nothing, above all at the end of the source."""
@@ -112,7 +111,6 @@ def test_every_epoch_reads_each_record(order, epoch):
     assert sorted(found) == sorted(order.num_turns * list(range(order.num_records)))
 
 
-@settings(deadline=None)
 @settings(deadline=None)
 @given(order=ORDERS, start=st.integers(0, 2000), count=st.integers(1, 300))
 def test_any_part_is_a_part_of_the_whole(order, start, count):
@@ -124,7 +122,6 @@ def test_any_part_is_a_part_of_the_whole(order, start, count):
 
 
 @settings(deadline=None)
-@settings(deadline=None)
 @given(orders=st.lists(ORDERS, min_size=1, max_size=6))
 def test_many_streams_at_once_are_each_their_own(orders):
     positions = [np.arange(number * 7, 50 + number * 11) for number in range(len(orders))]
@@ -133,7 +130,6 @@ def test_many_streams_at_once_are_each_their_own(orders):
         assert found.tolist() == records_at([order], [asked])[0].tolist()
 
 
-@settings(deadline=None)
 @settings(deadline=None)
 @given(
     num_records=st.integers(600, 3000),

@@ -13,7 +13,7 @@ from megatron.packing.scheduling.placement import best_fit
 from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.work import Work
-from megatron.sft.mock_lengths import parse_distribution
+from megatron.sft.data.mock_lengths import parse_distribution
 from tests.unit_tests.packing.brute_force import MODES, least_time, random_instance
 from tests.unit_tests.packing.requests import DISTRIBUTIONS, MODELS, lengths_of, packs, request, requests
 from tests.unit_tests.packing.stubs import in_python

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.sft.flags import FlagError
+from megatron.packing.flags import FlagError
 from megatron.sft.options.data import DataConfig
 from tests.unit_tests.sft.command_line import BASE, assert_refused, parse
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.sft.flags import FlagError
+from megatron.packing.flags import FlagError
 from tests.unit_tests.sft.command_line import assert_refused, parse
 
 CONTRADICTIONS = [

@@ -1,0 +1,1 @@
+"""What megatron-core's model and schedules need to train packs."""

@@ -1,0 +1,144 @@
+"""mcore. One microbatch -> the arguments of GPTModel.forward: this rank's context-parallel shard, and
+PackedSeqParams. No collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import is_te_min_version
+from torch import Tensor
+
+from megatron.packing.model.zigzag import shard_index
+from megatron.packing.step.lengths import device_of
+
+logger = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """Arguments of GPTModel.forward for one microbatch of T tokens; each tensor [1, T / context-parallel size].
+
+    `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels` and `loss_mask` on
+    the last, None elsewhere. `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is
+    bool, True where there is no real token (for the router of experts).
+    """
+
+    tokens: Tensor | None
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    attention_mask: None
+    position_ids: Tensor | None
+    packed_seq_params: PackedSeqParams
+    padding_mask: Tensor
+
+
+@cache
+def transformer_engine_installed() -> bool:
+    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+@cache
+def transformer_engine_takes_padding() -> bool:
+    """Whether it is installed and knows sequences with padding between them.
+
+    Before 1.10, megatron-core leaves out the padded `cu_seqlens`, and each sequence after the first would be read
+    from the wrong place.
+    """
+    if not transformer_engine_installed():
+        return False
+    if is_te_min_version("1.10.0"):
+        return True
+    logger.warning("Transformer Engine before 1.10 mistakes padding between sequences; it attends to padded sequences")
+    return False
+
+
+def get_batch_on_this_rank_for_sequence_packing(
+    data_iterator: Iterator[dict[str, Any]] | None,
+    vpp_size: int | None = None,
+    mtp_on_this_rank: bool = False,
+    vp_stage: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> Batch:
+    """The next microbatch of an iterator from `wrap_dataloader`, cut for this rank; see `Batch`.
+
+    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving only).
+    """
+    if data_iterator is None:
+        raise ValueError(
+            "every rank must have a data iterator from wrap_dataloader, but this one has None; "
+            "wrap_dataloader returns one on all ranks"
+        )
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
+    microbatch = next(data_iterator)
+    device = device_of(groups.tp)
+    lengths = microbatch["cu_seqlens"].diff()
+    padded_lengths = microbatch["cu_seqlens_padded"].diff()
+    index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
+
+    def shard(values: Tensor) -> Tensor:
+        shard = values if index is None else values[index.to(values.device, non_blocking=True)]
+        return shard.to(device, non_blocking=True).unsqueeze(0)
+
+    is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
+    is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
+    fields: dict[str, Tensor | None] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
+    if is_first or mtp_on_this_rank:
+        fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
+    if is_last or mtp_on_this_rank:
+        fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
+    return Batch(
+        **fields,
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(microbatch, device, pads_are_apart=not mtp_on_this_rank),
+        padding_mask=shard(_padding_mask(lengths, padded_lengths)),
+    )
+
+
+def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:
+    """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size]; padding is from 0 or
+    from its sequence's, and masked. No collective.
+    """
+    padded_lengths = microbatch["cu_seqlens_padded"].diff()
+    index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
+    sources = microbatch["sources"].repeat_interleave(padded_lengths.long())
+    shard = sources if index is None else sources[index]
+    return shard.to(device_of(groups.tp), non_blocking=True).unsqueeze(0)
+
+
+def packed_seq_params(microbatch: dict[str, Any], device: torch.device, pads_are_apart: bool = True) -> PackedSeqParams:
+    """The layout as megatron-core's modules take it.
+
+    With Transformer Engine: real and padded `cu_seqlens` on the device. Else the padded ones for both: padding
+    follows its sequence, so causal attention never looks at it, and costs no more than its few tokens. That is the
+    way without Transformer Engine (then on the host, where megatron-core's RoPE reads them; a device tensor would be
+    one host sync per layer), for its versions that drop the padded ones, and without `pads_are_apart`: multi-token
+    prediction cuts the pack by the real ones, as if there were no padding.
+    """
+    real, padded = microbatch["cu_seqlens"], microbatch["cu_seqlens_padded"]
+    if transformer_engine_installed():
+        real, padded = real.to(device, non_blocking=True), padded.to(device, non_blocking=True)
+    if not pads_are_apart or not transformer_engine_takes_padding():
+        real = padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=microbatch["max_seqlen"],
+        max_seqlen_kv=microbatch["max_seqlen"],
+    )
+
+
+def _padding_mask(lengths: Tensor, padded_lengths: Tensor) -> Tensor:
+    """bool [T], True at padding. Lengths [2, 1] in [3, 2] -> [F, F, T, F, T]."""
+    counts = torch.stack((lengths, padded_lengths - lengths), dim=1).flatten().long()
+    return torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(counts)

@@ -1,0 +1,85 @@
+"""mcore. Layers of megatron-core that take packed sequences, with Transformer Engine where it is installed and
+without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.model.attention import PackedDotProductAttention
+from megatron.packing.model.get_batch import transformer_engine_installed
+
+
+def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with context parallel).
+
+    With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one, in which the core
+    attention and the norms are ours, since its own refuse packs, context parallel and sequence parallel.
+    """
+    use_transformer_engine = transformer_engine_installed()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if use_transformer_engine:
+        return spec
+    return TransformerBlockSubmodules(
+        layer_specs=[_takes_packs(layer) for layer in spec.layer_specs], layer_norm=TorchNorm
+    )
+
+
+def packed_mtp_block_spec(
+    config: TransformerConfig, block_spec: TransformerBlockSubmodules, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no further tokens."""
+    if config.mtp_num_layers is None:
+        return None
+    use_transformer_engine = transformer_engine_installed()
+    spec = get_gpt_mtp_block_spec(config, block_spec, use_transformer_engine, vp_stage=vp_stage)
+    if spec is None or use_transformer_engine:
+        return spec
+    norms = {"enorm": TorchNorm, "hnorm": TorchNorm, "layer_norm": TorchNorm}
+    layers = [replace(layer, submodules=replace(layer.submodules, **norms)) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers)
+
+
+def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    parts = attention.submodules
+    norms = {
+        name: TorchNorm for name in ("q_layernorm", "k_layernorm") if getattr(parts, name) not in (None, IdentityOp)
+    }
+    attention = replace(attention, submodules=replace(parts, core_attention=PackedDotProductAttention, **norms))
+    return replace(
+        layer,
+        submodules=replace(
+            layer.submodules, self_attention=attention, input_layernorm=TorchNorm, pre_mlp_layernorm=TorchNorm
+        ),
+    )
+
+
+class TorchNorm:
+    """torch's LayerNorm or RMSNorm, as `config.normalization` says, also under sequence parallel.
+
+    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for megatron-core to
+    sum their gradients.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
+            raise ValueError(
+                f"--normalization must be one of {sorted(kinds)}, not zero-centered, without Transformer Engine, "
+                f"but is {config.normalization}"
+            )
+        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

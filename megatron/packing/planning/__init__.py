@@ -1,1 +1,0 @@
-"""Schedules side by side, advice and pictures, from lengths alone."""

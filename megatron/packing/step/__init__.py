@@ -1,0 +1,1 @@
+"""The road of one global batch: draw, gather, decide, tell, move, pack."""

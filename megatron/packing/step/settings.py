@@ -1,0 +1,124 @@
+"""mcore. How this run packs: read once from megatron-core's config and the layout, under Megatron-LM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.fitted_cost import FittedCost
+from megatron.packing.scheduling.step_time import StepModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingSettings:
+    """What decides how a global batch is packed, besides its lengths; equal on all ranks."""
+
+    scheduler: str
+    """A name in `schedulers.SCHEDULERS`, or module:function."""
+    alignment: Alignment
+    capacity: int
+    """Tokens that a pack may hold, whole alignment units."""
+    over_length_policy: Literal["error", "truncate", "drop"]
+    """What happens to a sample that no pack can hold."""
+    microbatch_multiple: int
+    """The number of microbatches must be a multiple of it (interleaved pipelines)."""
+    cost: PackCost
+    model: StepModel
+    """How data-parallel ranks and pipeline stages wait for one another."""
+
+    @classmethod
+    def of(
+        cls, config: TransformerConfig, groups: ProcessGroupCollection, scheduler: str | None = None
+    ) -> PackingSettings:
+        """Read them from `config`, by name where megatron-core's dataclass has no such field yet.
+
+        Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small for the layout.
+        """
+        alignment = Alignment.for_layout(
+            context_parallel_size=groups.cp.size(),
+            tensor_parallel_size=groups.tp.size(),
+            sequence_parallel=config.sequence_parallel,
+        )
+        per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
+        if per_rank is None or per_rank < smallest:
+            raise ValueError(
+                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}; "
+                "set it to the tokens of the longest sequence over the context-parallel size"
+            )
+        multiple = 1
+        if config.virtual_pipeline_model_parallel_size is not None:
+            multiple = config.microbatch_group_size_per_vp_stage or groups.pp.size()
+        return cls(
+            scheduler=scheduler or getattr(config, "sequence_packing_scheduler", None) or "default",
+            alignment=alignment,
+            capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
+            over_length_policy=getattr(config, "sequence_packing_over_length", "error"),
+            microbatch_multiple=multiple,
+            cost=getattr(config, "pack_cost", None) or cost_of(config),
+            model=StepModel(
+                num_stages=groups.pp.size(),
+                num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
+                stage_group=multiple,
+                ranks_meet=groups.dp.size() > 1 and _experts_span_ranks(config, groups),
+            ),
+        )
+
+
+def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
+    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out.
+
+    Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for each of them.
+    """
+    cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+    return replace(cost, fixed=cost.fixed * config.context_parallel_size)
+
+
+def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """What decides how long a pack takes on a device, in plain values; without `vocab_size` where it isn't known."""
+    return {
+        **_shape_of(config),
+        **({} if vocab_size is None else {"vocab_size": vocab_size}),
+        "mtp_num_layers": config.mtp_num_layers,
+        "recompute_granularity": config.recompute_granularity,
+        "dtype": str(config.params_dtype).removeprefix("torch."),
+    }
+
+
+def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None) -> PackCost:
+    """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was measured."""
+    fitted.check_model(model_of(config, vocab_size))
+    return fitted.of_rank(
+        tensor_parallel_size=config.tensor_model_parallel_size, context_parallel_size=config.context_parallel_size
+    )
+
+
+def _shape_of(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups or config.num_attention_heads,
+        "kv_channels": config.kv_channels or config.hidden_size // config.num_attention_heads,
+        "ffn_hidden_size": config.ffn_hidden_size or 4 * config.hidden_size,
+        "swiglu": config.gated_linear_unit,
+        "num_experts": config.num_moe_experts,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+    }
+
+
+def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:
+    """Whether data-parallel ranks exchange tokens in every layer, and so wait for the slowest at each microbatch.
+
+    Expert parallel takes the ranks of tensor and of context parallel first.
+    """
+    if config.num_moe_experts is None:
+        return False
+    expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+    return expert_ranks > groups.tp.size() * groups.cp.size()

@@ -1,0 +1,114 @@
+"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance against the lower
+bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.movement import tokens_moved
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingStats:
+    """One global batch over all data-parallel ranks. Counts of tokens and squares are of real, unpadded lengths;
+    exact integers.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    square_sum: int
+    num_padded_tokens: int
+    """Tokens computed: sequences, their padding, tails and dummy packs."""
+    num_microbatches: int
+    """Of each rank."""
+    num_ranks: int
+    capacity: int
+    """Tokens that a pack may hold."""
+    num_dropped: int
+    num_cut: int
+    num_moved_tokens: int
+    """Of sequences that another rank computes than the one that drew them; without padding, which doesn't travel."""
+    step_cost: float
+    """Modelled time of the step (see `step_time`), in the cost model's unit: pipelines simulated."""
+    step_cost_bound: float
+    """No schedule takes less; in pipelines, no schedule of even packs."""
+    bubble: float
+    """Share of the modelled time, over all data-parallel ranks and stages, in which nothing is computed."""
+
+    @property
+    def balance(self) -> float:
+        """Modelled time over the bound: 1 cannot be beaten, but by pipelines whose first and last packs are small."""
+        return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
+
+    @property
+    def moved(self) -> float:
+        """Share of the tokens that change ranks."""
+        return self.num_moved_tokens / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' capacity that holds real tokens."""
+        return self.num_tokens / (self.num_ranks * self.num_microbatches * self.capacity)
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed tokens that are padding."""
+        return 1 - self.num_tokens / self.num_padded_tokens
+
+    def to_numbers(self) -> np.ndarray:
+        """int64 [fields]; floats keep their bits."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return np.array([_bits(value) for value in values], dtype=np.int64)
+
+    @classmethod
+    def from_numbers(cls, numbers: np.ndarray) -> PackingStats:
+        """The inverse of `to_numbers`."""
+        return cls(
+            **{
+                field.name: number.view(np.float64).item() if field.type == "float" else int(number)
+                for field, number in zip(fields(cls), numbers)
+            }
+        )
+
+
+def _bits(value: int | float) -> int:
+    return int(np.float64(value).view(np.int64)) if isinstance(value, float) else value
+
+
+def packing_stats(
+    *,
+    request: ScheduleRequest,
+    schedule: Schedule,
+    length: np.ndarray,
+    alignment: Alignment,
+    num_dropped: int,
+    num_cut: int,
+) -> PackingStats:
+    """Account for a scheduled global batch; `length` int64 [N] are the real lengths of the request's sequences."""
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    occupied = np.zeros(num_ranks * num_microbatches, dtype=np.int64)
+    np.add.at(occupied, schedule.pack, request.lengths)
+    computed = np.maximum(-(-occupied // alignment.pack), 1) * alignment.pack
+    work, model = request.work, request.model
+    costs = work.pack_costs(schedule.pack[work.order], num_ranks, num_microbatches)
+    time = model.simulated_time_of(costs)
+    return PackingStats(
+        num_sequences=len(length),
+        num_tokens=int(length.sum()),
+        square_sum=sum(value * value for value in length.tolist()),
+        num_padded_tokens=int(computed.sum()),
+        num_microbatches=num_microbatches,
+        num_ranks=num_ranks,
+        capacity=request.capacity,
+        num_dropped=num_dropped,
+        num_cut=num_cut,
+        num_moved_tokens=tokens_moved(length, request.source_rank, schedule.rank),
+        step_cost=time * work.unit / model.num_stages,
+        step_cost_bound=request.bound.time * work.unit / model.num_stages,
+        bubble=1 - int(costs.sum()) / (time * num_ranks) if time else 0.0,
+    )

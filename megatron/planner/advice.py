@@ -1,0 +1,190 @@
+"""pure. What another capacity, layout or size of the global batch would change, in sentences with a figure each.
+
+Every figure is a global batch scheduled anew by `default` and modelled, not a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.balance import default
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
+from megatron.planner.step_record import StepLayout
+
+IntArray = npt.NDArray[np.int64]
+
+_WORTH_SAYING = 0.01
+"""Share of the step's time."""
+_MANY_SEQUENCES = 30_000
+"""As many are scheduled anew for each figure, but at least one global batch."""
+
+
+class Beside(NamedTuple):
+    """What advice on another layout depends on and a `StepLayout` does not tell."""
+
+    context_parallel_size: int
+    num_layers: int | None = None
+    """None where it isn't known."""
+    meet_below: int | None = None
+    """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do not meet; None where
+    it isn't known."""
+
+
+class Adviser:
+    """Schedules the same global batches under other layouts."""
+
+    def __init__(self, batches: Sequence[IntArray], layout: StepLayout, beside: Beside) -> None:
+        self._batches = batches[: max(1, min(len(batches), _MANY_SEQUENCES // batches[0].size))]
+        self._layout = layout
+        self._beside, self._context = beside, beside.context_parallel_size
+        self._now = modelled_cost(self._batches, layout, default)
+
+    def advice(self, comparison: Comparison) -> list[str]:
+        """Sentences on the schedulers, the capacity, the layout and the batch, those that say something."""
+        best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
+        sentences = self._on_schedulers(comparison, best)
+        sentences += self._on_capacity(best)
+        sentences += self._on_context()
+        if best is not None and best.bubble > 0.05:
+            sentences += self._on_bubble(best)
+        return sentences
+
+    def _change(self, layout: StepLayout, batches: Sequence[IntArray] | None = None) -> float:
+        """Share of the time that this saves (negative: costs), per token."""
+        return 1 - modelled_cost(batches or self._batches, layout, default) / self._now
+
+    def _on_schedulers(self, comparison: Comparison, best: Outcome | None) -> list[str]:
+        if best is None:
+            return []
+        sentences = []
+        padded = next(outcome for outcome in comparison.outcomes if outcome.name == PADDED_TO_LONGEST)
+        others = [each for each in comparison.outcomes if each.schedule_seconds is not None and each is not best]
+        gain = (
+            f"default trains {padded.step_cost / best.step_cost:.2f}x the tokens per second of padding to the longest"
+        )
+        if others:  # of packing
+            next_best = min(others, key=lambda each: each.step_cost)
+            times = next_best.step_cost / best.step_cost
+            gain += f", and {times:.2f}x those of {next_best.name}" * (abs(times - 1) >= 0.005)
+        sentences.append(gain + ".")
+        if best.balance < 1:
+            sentences.append(
+                f"Its modelled time is {best.balance:.3f} of what any schedule of even packs takes: small packs first "
+                "and last fill the bubbles of the pipeline."
+            )
+        elif best.balance < 1 + _WORTH_SAYING:
+            sentences.append(
+                f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more than that."
+            )
+        return sentences
+
+    def _on_capacity(self, best: Outcome | None) -> list[str]:
+        layout, longest = self._layout, max(int(batch.max()) for batch in self._batches)
+        needed = int(layout.alignment.padded_length(np.int64(longest)))
+        found = {}
+        for factor in (0.5, 0.75, 1.5, 2.0):
+            capacity = int(layout.capacity * factor) // layout.alignment.pack * layout.alignment.pack
+            if capacity >= needed:
+                found[capacity] = self._change(replace(layout, capacity=capacity))
+        sentences = []
+        more = {capacity: saved for capacity, saved in found.items() if capacity > layout.capacity}
+        less = {capacity: saved for capacity, saved in found.items() if capacity < layout.capacity}
+        if more and max(more.values()) < _WORTH_SAYING:
+            largest = max(more) // self._context
+            sentences.append(
+                f"More capacity is not worth its memory: up to {largest:,} tokens per rank "
+                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the time."
+            )
+        elif more:
+            each = ", ".join(f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items())
+            sentences.append(f"More capacity (--max-seqlen-per-dp-cp-rank): {each}.")
+        if less:
+            smallest, saved = min(less.items())
+            fill = "" if best is None else f"packs are {best.fill:.0%} filled; "
+            each = f"{self._per_rank(smallest)} {_percent(saved)}"
+            sentences.append(f"Less capacity: {fill}{each}, and activations take {smallest / layout.capacity:.0%}.")
+        elif best is not None and best.fill < 0.8:
+            sentences.append(
+                f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, needs the capacity: "
+                f"a smaller one would take more context parallel, or cutting sequences."
+            )
+        return sentences
+
+    def _per_rank(self, capacity: int) -> str:
+        return f"{capacity // self._context:,} tokens per rank would"
+
+    def _on_context(self) -> list[str]:
+        """What twice the context parallel would bring on as many devices."""
+        layout = self._layout
+        work = layout.request(self._batches[0]).work
+        share = int(work.cost[0]) / (work.total / layout.num_ranks)
+        longest = f"the longest sequence, {int(work.length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
+        if layout.num_ranks % 2:
+            return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
+        other = _with_twice_the_context(layout, self._beside)
+        saved = self._change(other)
+        if share <= 1 and saved < _WORTH_SAYING:
+            return []
+        dp, cp = layout.num_ranks // 2, self._context * 2
+        reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
+        flags = f"--cp {cp} with --dp {dp} and --max-seqlen-per-dp-cp-rank {other.capacity // cp}"
+        return [f"{reason}{flags}, on as many devices, would {_percent(saved)}."]
+
+    def _on_bubble(self, best: Outcome) -> list[str]:
+        """Remedies for devices that wait."""
+        layout, model = self._layout, self._layout.model
+        size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks  # as training needs it
+        larger = [np.resize(batch, size) for batch in self._batches]
+        times_tokens = sum(int(batch.sum()) for batch in larger) / sum(int(batch.sum()) for batch in self._batches)
+        saved = 1 - modelled_cost(larger, layout, default) / (times_tokens * self._now)
+        remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
+        chunks = _more_chunks(model, self._beside.num_layers)
+        if chunks is not None:
+            interleaved = replace(model, num_virtual_stages=chunks, stage_group=model.num_stages)
+            saved = self._change(replace(layout, model=interleaved, microbatch_multiple=model.num_stages))
+            needs = model.num_stages * chunks
+            unsure = f", if the layers are a multiple of {needs}," if self._beside.num_layers is None else ""
+            remedies.append(f"--vpp {chunks}{unsure} would {_percent(saved)}")
+        return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
+
+
+def _more_chunks(model: StepModel, num_layers: int | None) -> int | None:
+    """The next larger number of virtual stages that the layers of a stage can be shared by; None without one."""
+    if model.num_stages == 1 or model.ranks_meet:
+        return None
+    if num_layers is None:
+        return model.num_virtual_stages * 2
+    per_stage = num_layers // model.num_stages
+    return next((more for more in range(model.num_virtual_stages + 1, per_stage + 1) if per_stage % more == 0), None)
+
+
+def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
+    """Half the ranks, each with twice the devices for every sequence; a microbatch moves the weights as before."""
+    alignment, num_ranks = layout.alignment, layout.num_ranks // 2
+    context = 2 * beside.context_parallel_size
+    sequence = 2 * context
+    meet = layout.model.ranks_meet and num_ranks > 1 and (beside.meet_below is None or context < beside.meet_below)
+    alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
+    cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)
+    return replace(
+        layout,
+        num_ranks=num_ranks,
+        model=replace(layout.model, ranks_meet=meet),
+        capacity=2 * layout.capacity // alignment.pack * alignment.pack,
+        alignment=alignment,
+        cost=cost,
+    )
+
+
+def _percent(saved: float) -> str:
+    if abs(saved) < 0.0005:
+        return "change nothing"
+    return f"save {saved:.1%} of the time" if saved > 0 else f"cost {-saved:.1%} more time"

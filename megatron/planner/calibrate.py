@@ -1,0 +1,203 @@
+"""mcore. Measures how long packs of a model take on the device at hand, and fits the pack cost in seconds to it:
+
+    python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output pack_cost.json
+    torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
+
+One process, the whole width of the model, forward and backward passes: of GPTModel with one layer (embedding, output
+layer and loss besides) and of one layer alone, which counts for all layers but one. Packs of one long sequence and of
+several short ones, at several total lengths, tell linear, quadratic and fixed cost apart. Each time is the median of
+several, taken in turns, so that what else the machine does touches all packs alike. Gradients are added up as in
+training, but in the parameters' own precision. The optimizer's step and what ranks say to one another are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.batch.layout import Alignment, PackLayout
+from megatron.packing.batch.pack import layout_microbatch
+from megatron.packing.model.architecture import architecture
+from megatron.packing.model.get_batch import packed_seq_params
+from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
+from megatron.packing.step.settings import model_of
+from megatron.planner.calibrate_options import packs_to_measure, padded_vocab_size, parse_arguments
+
+_WARM_UPS = 2
+
+Pass = Callable[[], None]
+
+
+def transformer_config(options: argparse.Namespace, num_layers: int, device: torch.device) -> TransformerConfig:
+    """megatron-core's config of the model as training builds it, on one rank."""
+    is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    return TransformerConfig(
+        **{**architecture(options), "num_layers": num_layers},
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        moe_router_load_balancing_type="none",
+        params_dtype=dtype,
+        bf16=is_bf16,
+        use_cpu_initialization=device.type == "cpu",
+        variable_seq_lengths=True,
+    )
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> list[Point]:
+    """The time of each pack through the whole model. Groups exist (see `one_process`)."""
+    packs = packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length)
+    config = transformer_config(options, 1, device)
+    spec = packed_block_spec(config)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=packed_mtp_block_spec(config, spec),
+        vocab_size=padded_vocab_size(options),
+        max_sequence_length=max(map(max, packs)),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type=options.position_embedding_type,
+    ).to(device)
+    layer = TransformerBlock(config=config, spec=spec, post_layer_norm=False).to(device)
+    passes = [_passes(model, layer, lengths, device) for lengths in packs]
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in passes]
+    for repeat in range(_WARM_UPS + options.repeats):
+        for (whole, alone), (whole_times, alone_times) in zip(passes, times):
+            seconds = _seconds(whole, device), _seconds(alone, device)
+            if repeat >= _WARM_UPS:
+                whole_times.append(seconds[0])
+                alone_times.append(seconds[1])
+    return [
+        Point(
+            num_sequences=len(lengths),
+            sequence_length=lengths[0],
+            seconds=statistics.median(whole) + (options.num_layers - 1) * statistics.median(alone),
+        )
+        for lengths, (whole, alone) in zip(packs, times)
+    ]
+
+
+def _passes(
+    model: GPTModel, layer: TransformerBlock, lengths: Sequence[int], device: torch.device
+) -> tuple[Pass, Pass]:
+    """Forward and backward of one pack through the model of one layer, and through a layer alone."""
+    layout = PackLayout.of(lengths, Alignment())
+    params = packed_seq_params(layout_microbatch(layout), device, pads_are_apart=model.config.mtp_num_layers is None)
+    tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    mask = torch.ones(1, layout.num_tokens, device=device)
+    hidden = torch.randn(layout.num_tokens, 1, model.config.hidden_size, device=device, dtype=model.config.params_dtype)
+    rotary = None
+    if model.position_embedding_type == "rope":
+        rotary = model.rotary_pos_emb(layout.max_seqlen, packed_seq=True)
+
+    def whole() -> None:
+        losses = model(tokens, positions, None, labels=tokens, packed_seq_params=params, loss_mask=mask)
+        (losses.float() * mask).sum().backward()
+
+    def alone() -> None:
+        inputs = hidden.detach().requires_grad_()
+        outputs = layer(hidden_states=inputs, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=params)
+        outputs.backward(hidden)
+
+    return whole, alone
+
+
+def _seconds(run: Pass, device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1000
+
+
+@contextmanager
+def one_process(device: torch.device) -> Iterator[None]:
+    """Groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    parallel_state.initialize_model_parallel()
+    try:
+        if device.type == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(1234)
+            yield
+        else:
+            with mock.patch.object(torch.cuda, "current_device", return_value=device):
+                yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """Device, versions and date, for the file."""
+    versions = {}
+    for name in ("torch", "megatron-core", "transformer-engine"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "versions": {"python": platform.python_version(), **versions},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def calibrate(options: argparse.Namespace, device: torch.device) -> None:
+    """Measure, fit, write `options.output`, and print what was found. ValueError for what cannot be measured."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "calibrate measures the whole model in one process; start it with python -m, without torchrun: training "
+            "divides by its tensor and context parallel sizes"
+        )
+    if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
+        raise ValueError("experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU")
+    with one_process(device):
+        points = measure(options, device)
+    fit = fit_pack_cost(points)
+    model = model_of(transformer_config(options, options.num_layers, device), padded_vocab_size(options))
+    write_fitted_cost(options.output, fit, points, model, circumstances(device))
+    print("sequences  tokens each   measured     fitted  (forward and backward, all layers)")
+    for point in points:
+        num_tokens = point.num_sequences * point.sequence_length
+        fitted = fit.cost.of_batch(num_tokens, num_tokens * point.sequence_length) + fit.cost.fixed
+        print(
+            f"{point.num_sequences:>9}  {point.sequence_length:>11}  {point.seconds * 1e3:>8.2f} ms"
+            f"  {fitted * 1e3:>6.2f} ms"
+        )
+    print(f"a pack takes {fit.cost.linear:.3g} s * L + {fit.cost.quadratic:.3g} s * L^2 + {fit.cost.fixed:.3g} s")
+    print(f"relative error {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst; written to {options.output}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m megatron.packing.calibrate`."""
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        calibrate(options, device)
+    except (ValueError, OSError, torch.OutOfMemoryError) as failure:
+        raise SystemExit(f"calibrate: error: {' '.join(str(failure).split())}") from None

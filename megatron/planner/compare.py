@@ -1,0 +1,223 @@
+"""pure. Schedulers side by side on the same global batches, with padding as the baseline.
+
+The baselines are what training without packing would compute, modelled like any schedule:
+
+    padding, to the longest          one sequence per microbatch, each padded to the longest of all
+    padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of its microbatch, as
+                                     many as then fit the capacity
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.schedule import Scheduler, ScheduleRequest, check_schedule
+from megatron.packing.step.stats import PackingStats
+from megatron.planner.step_record import StepLayout, StepRecord
+
+IntArray = npt.NDArray[np.int64]
+
+PADDED_TO_LONGEST = "padding, to the longest"
+PADDED_PER_MICROBATCH = "padding, to the microbatch's"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a scheduler makes of the global batches, on average."""
+
+    name: str
+    microbatches: float
+    """Of each rank."""
+    fill: float
+    """Share of the packs' capacity that holds real tokens."""
+    padding: float
+    """Share of the computed tokens that are padding."""
+    balance: float
+    """Modelled time over the lower bound."""
+    bubble: float
+    """Share of the modelled time of all devices in which nothing is computed."""
+    step_cost: float
+    """Modelled time of a step, in units of the cost model."""
+    schedule_seconds: float | None
+    """Time to schedule a global batch (median); None for padding, which schedules nothing."""
+
+
+class Failed(NamedTuple):
+    """A scheduler that gave no valid schedule, and why."""
+
+    name: str
+    reason: str
+
+
+class Comparison(NamedTuple):
+    """All of them, baselines first; and the first global batch as each scheduler scheduled it."""
+
+    outcomes: list[Outcome]
+    failed: list[Failed]
+    records: list[StepRecord]
+
+
+class _Asked(NamedTuple):
+    """A global batch, and what schedulers are asked of it."""
+
+    title: str
+    batch: IntArray
+    request: ScheduleRequest
+
+
+class _Account(NamedTuple):
+    """One scheduled batch, summed up."""
+
+    microbatches: int
+    tokens: int
+    computed: int
+    capacity: int
+    time: float
+    bound: float
+    bubble: float
+    seconds: float | None
+
+
+def compare(
+    batches: Sequence[IntArray], layout: StepLayout, schedulers: Mapping[str, Scheduler], longest: int
+) -> Comparison:
+    """Schedule each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what padding pads to."""
+    asked = [
+        _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
+        for number, batch in enumerate(batches, start=1)
+    ]
+    padded = {
+        PADDED_TO_LONGEST: [
+            _padded_to(np.full((layout.num_ranks, request.num_draws), longest), 1, request, batch, layout)
+            for _, batch, request in asked
+        ],
+        PADDED_PER_MICROBATCH: [_padded_per_microbatch(request, batch, layout) for _, batch, request in asked],
+    }
+    outcomes = [_outcome(name, accounts) for name, accounts in padded.items()]
+    failed, records = [], []
+    for name, scheduler in schedulers.items():
+        try:
+            ran = [_run(name, scheduler, layout, each) for each in asked]
+        except (Exception, SystemExit) as error:  # a scheduler may be the user's
+            failed.append(Failed(name, f"{type(error).__name__}: {error}"))
+            continue
+        outcomes.append(_outcome(name, [account for account, _ in ran]))
+        records.append(ran[0][1])
+    return Comparison(outcomes, failed, records)
+
+
+def outcome_of(name: str, records: Sequence[StepRecord]) -> Outcome:
+    """The account of steps as they were scheduled."""
+    return _outcome(name, [_account(record.stats, None) for record in records])
+
+
+def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Scheduler) -> float:
+    """Modelled time of all `batches`, in units of the cost model."""
+    total = 0.0
+    for batch in batches:
+        request = layout.request(batch)
+        schedule, work = scheduler(request), request.work
+        costs = work.pack_costs(schedule.pack[work.order], schedule.num_ranks, schedule.num_microbatches)
+        total += layout.model.simulated_time_of(costs) * work.unit / layout.model.num_stages
+    return total
+
+
+def _title_of(number: int, count: int, size: int) -> str:
+    """Of a batch in pictures, where it is one of several that the table's figures are means of."""
+    sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
+    return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
+
+
+def _run(name: str, scheduler: Scheduler, layout: StepLayout, asked: _Asked) -> tuple[_Account, StepRecord]:
+    start = time.perf_counter()
+    schedule = scheduler(asked.request)
+    seconds = time.perf_counter() - start
+    check_schedule(asked.request, schedule)
+    record = StepRecord.of(asked.title, name, layout, asked.batch, schedule)
+    return _account(record.stats, seconds), record
+
+
+def _account(stats: PackingStats, seconds: float | None) -> _Account:
+    return _Account(
+        microbatches=stats.num_microbatches,
+        tokens=stats.num_tokens,
+        computed=stats.num_padded_tokens,
+        capacity=stats.num_ranks * stats.num_microbatches * stats.capacity,
+        time=stats.step_cost,
+        bound=stats.step_cost_bound,
+        bubble=stats.bubble,
+        seconds=seconds,
+    )
+
+
+def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
+    """Means over global batches; of shares, the share of the sums."""
+    tokens, cost = sum(each.tokens for each in accounts), sum(each.time for each in accounts)
+    seconds = [each.seconds for each in accounts if each.seconds is not None]
+    return Outcome(
+        name=name,
+        microbatches=statistics.fmean(each.microbatches for each in accounts),
+        fill=tokens / sum(each.capacity for each in accounts),
+        padding=1 - tokens / sum(each.computed for each in accounts),
+        balance=cost / sum(each.bound for each in accounts),
+        bubble=sum(each.bubble * each.time for each in accounts) / cost,
+        step_cost=cost / len(accounts),
+        schedule_seconds=statistics.median(seconds) if seconds else None,
+    )
+
+
+def _padded_per_microbatch(request: ScheduleRequest, batch: IntArray, layout: StepLayout) -> _Account:
+    """Each rank's sequences in the order drawn, as many to a microbatch as fit when each is as long as the longest."""
+    rows: list[list[tuple[int, int]]] = []
+    for rank in range(layout.num_ranks):
+        row: list[tuple[int, int]] = []
+        longest, count = 0, 0
+        for length in request.lengths[request.source_rank == rank].tolist():
+            if count and max(longest, length) * (count + 1) > layout.capacity:
+                row.append((longest, count))
+                longest, count = 0, 0
+            longest, count = max(longest, length), count + 1
+        rows.append([*row, (longest, count)])
+    width = max(map(len, rows))
+    shapes = np.array([row + [(0, 0)] * (width - len(row)) for row in rows], np.int64)
+    return _padded_to(shapes[..., 0], shapes[..., 1], request, batch, layout)
+
+
+def _padded_to(
+    longest: IntArray, count: IntArray | int, request: ScheduleRequest, batch: IntArray, layout: StepLayout
+) -> _Account:
+    """Microbatches [ranks, microbatches] of `count` sequences, each padded to `longest`."""
+    pack = layout.alignment.pack
+    longest = -(-longest // pack) * pack
+    more = -longest.shape[1] % layout.microbatch_multiple
+    costs = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
+    units = np.rint(costs / request.work.unit).astype(np.int64)
+    spent = _time_of(units, layout)
+    return _Account(
+        microbatches=units.shape[1],
+        tokens=int(batch.sum()),
+        computed=int((longest * count).sum()),
+        capacity=units.size * layout.capacity,
+        time=spent * request.work.unit / layout.model.num_stages,
+        bound=request.bound.time * request.work.unit / layout.model.num_stages,
+        bubble=1 - int(units.sum()) / (spent * layout.num_ranks),
+        seconds=None,
+    )
+
+
+def _time_of(units: IntArray, layout: StepLayout) -> int:
+    """Modelled time of packs [ranks, microbatches]. Of equal ones a pipeline's steady state is not simulated: there
+    each microbatch adds its cost.
+    """
+    model = layout.model
+    few = 4 * model.num_stages * layout.microbatch_multiple
+    if model.num_stages == 1 or units.shape[1] <= few or units.min() != units.max():
+        return model.simulated_time_of(units)
+    return model.simulated_time_of(units[:1, :few]) + int(units[0, 0]) * (units.shape[1] - few)

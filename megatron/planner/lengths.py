@@ -1,0 +1,57 @@
+"""pure. Lengths that a plan is made for; `sft.data.length_sources` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.planner.step_record import StepRecord
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """A run whose packs the lengths are of, and how the last of them were made."""
+
+    folder: Path
+    num_ranks: int
+    """Data-parallel ranks."""
+    capacity: int | None
+    """Tokens that a pack could hold; None where it isn't written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Lengths in the source's order, int64 [N], and what to say of them."""
+
+    lengths: IntArray
+    described: str
+    dropped: int = 0
+    """Records without a token to train on, or broken and skipped."""
+    record: StepRecord | None = None
+    """Where the source is one scheduled step."""
+    run: RunSource | None = None
+    """Where it is a run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How text becomes tokens."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    vocab_size: int | None
+    skip_bad_samples: bool
+
+
+class LengthReader(Protocol):
+    """Reads the lengths that `source` names; mock data gives `needed` of them. ValueError for what cannot be read."""
+
+    def __call__(
+        self, source: str, tokenization: Tokenization, seq_length: int | None, seed: int, needed: int
+    ) -> Lengths: ...

@@ -1,0 +1,262 @@
+"""pure. The planner's story: options -> lengths -> global batches -> schedulers side by side -> advice -> pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.flags import given_flags, parse_flags
+from megatron.planner.advice import Adviser, Beside
+from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
+from megatron.planner.lengths import LengthReader, Lengths, Tokenization
+from megatron.planner.plan_checks import check_layout, shape_of
+from megatron.planner.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
+from megatron.planner.plan_run import as_in_run
+from megatron.planner.step_page import Table, page
+from megatron.planner.step_picture import picture_of
+from megatron.planner.step_record import StepLayout, StepRecord
+
+IntArray = npt.NDArray[np.int64]
+
+AS_RUN = "as it ran"
+_SEQUENCES = 200_000
+"""Scheduled by default, unless one global batch has more."""
+_MAX_PLOTTED = 3
+_BESIDE_A_STEP = ("--scheduler", "--png", "--html")
+"""What may be asked of a step that ran."""
+_MAX_OPERATIONS = 60_000
+"""Of a rank, to be simulated and drawn in a second or two."""
+
+
+class Plan(NamedTuple):
+    """What is to be compared, and on what."""
+
+    lengths: Lengths
+    batches: list[IntArray]
+    layout: StepLayout
+    beside: Beside
+    lead: list[str]
+    """Lines that say what is assumed."""
+
+
+def plan(arguments: Sequence[str], lengths_from: LengthReader) -> None:
+    """Run `python -m megatron.packing.plan`; ValueError for anything wrong in the arguments and the files they name."""
+    lengths, model, layout, options = parse_flags(
+        (LengthOptions, ModelOptions, LayoutOptions, PlanOptions),
+        arguments,
+        "Compare packing schedulers on your lengths and layout, without a GPU.",
+        program="python -m megatron.packing.plan",
+    )
+    given = [flag for group in (lengths, model, layout, options) for flag in given_flags(group, arguments)]
+    found = _plan(lengths, model, layout, options, given, lengths_from)
+    schedulers = {name: scheduler_of(name) for name in options.names}
+    comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
+    if found.lengths.record is not None:
+        comparison = _with_record(comparison, found.lengths.record)
+    advice = Adviser(found.batches, found.layout, found.beside).advice(comparison)
+    table = table_of(comparison, found.layout.seconds_per_unit)
+    print("\n".join(found.lead), end="\n\n")
+    print("\n".join(text_of(table)), end="\n\n")
+    for name, reason in comparison.failed:
+        print(f"{name} gave no valid schedule: {' '.join(reason.split())}")
+    print("\n".join(f"- {sentence}" for sentence in advice))
+    _draw(options, comparison, table, advice, found.lead)
+
+
+def _plan(
+    lengths: LengthOptions,
+    model: ModelOptions,
+    layout: LayoutOptions,
+    options: PlanOptions,
+    given: Sequence[str],
+    lengths_from: LengthReader,
+) -> Plan:
+    needed = layout.batch_size * _num_batches(options, layout)
+    tokenization = Tokenization(
+        tokenizer_type=lengths.tokenizer_type,
+        tokenizer_model=lengths.tokenizer_model,
+        vocab_size=model.vocab_size,
+        skip_bad_samples=lengths.skip_bad_samples,
+    )
+    assert lengths.source is not None, "checked by LengthOptions"
+    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, needed)
+    if found.record is not None:
+        record = found.record
+        if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
+            raise ValueError(
+                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the run's layout and model; "
+                "leave out, or plan the run's folder instead"
+            )
+        lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
+        return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
+    remarks: list[str] = []
+    if found.run is not None:
+        model, layout, remarks = as_in_run(found.run, model, layout, given)
+    check_layout(model, layout)
+    found, notes = _fitted(found, lengths, layout)
+    cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
+    cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
+    seconds = 1 / (per_second * layout.tp * layout.cp)
+    capacity = layout.capacity(int(found.lengths.max()))
+    count = _num_batches(options, layout)
+    batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
+    beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
+    lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
+    return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
+
+
+def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
+    return options.num_batches or max(1, min(8, _SEQUENCES // layout.batch_size))
+
+
+def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:
+    """The sequences that a pack can hold, by --over-length-policy."""
+    limit = options.seq_length or int(found.lengths.max())
+    if layout.max_seqlen_per_dp_cp_rank is not None:
+        unit = layout.alignment.sequence
+        limit = min(limit, layout.capacity(limit) // unit * unit)
+    over = int((found.lengths > limit).sum())
+    if not over:
+        return found, []
+    longest, policy = int(found.lengths.max()), options.over_length_policy
+    if policy == "error":
+        raise ValueError(
+            f"{over:,} of {found.lengths.size:,} sequences are longer than {limit:,} tokens, the longest {longest:,}; "
+            "raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass --over-length-policy truncate|drop"
+        )
+    if policy == "truncate":
+        return replace(found, lengths=np.minimum(found.lengths, limit)), [
+            f"cut to {limit:,} tokens: {over:,} sequences"
+        ]
+    kept = found.lengths[found.lengths <= limit]
+    if not kept.size:
+        raise ValueError(f"all sequences are longer than {limit:,} tokens; raise --max-seqlen-per-dp-cp-rank")
+    return replace(found, lengths=kept), [f"dropped, as they are longer than {limit:,} tokens: {over:,} sequences"]
+
+
+def drawn(lengths: IntArray, size: int, count: int, seed: int) -> list[IntArray]:
+    """`count` global batches of `size` lengths, each epoch in an order of its own."""
+    epochs = -(-size * count // lengths.size)
+    order = [np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)]
+    stream = lengths[np.concatenate(order)]
+    return [stream[start : start + size] for start in range(0, size * count, size)]
+
+
+def _lead(
+    found: Lengths, model: ModelOptions, layout: LayoutOptions, options: PlanOptions, capacity: int, count: int
+) -> list[str]:
+    lengths = found.lengths
+    quantiles = np.quantile(lengths, (0.5, 0.9, 0.99)).astype(np.int64).tolist()
+    devices = layout.dp * layout.tp * layout.pp * layout.cp
+    sizes = (("dp", layout.dp), ("tp", layout.tp), ("pp", layout.pp), ("vpp", layout.vpp), ("cp", layout.cp))
+    parts = [f"{name} {value}" for name, value in (*sizes, ("ep", layout.ep)) if value > 1] or ["one rank"]
+    speed = "" if model.pack_cost else f", {options.tflops_per_device:g} TFLOP/s per device assumed"
+    batches = "1 global batch" if count == 1 else f"{count:,} global batches"
+    lines = [
+        f"lengths   {lengths.size:,} from {found.described}: mean {lengths.mean():,.0f}, median {quantiles[0]:,}, "
+        f"90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} tokens",
+        f"model     {model.described()}{speed}",
+        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; {capacity // layout.cp:,} tokens per "
+        f"rank and pack; {batches} of {layout.batch_size:,} sequences",
+    ]
+    if layout.batch_size % layout.dp:
+        lines.append(f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}")
+    if count > 1:
+        lines.append(f"table     means of the {batches}; pictures show the first")
+    return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
+
+
+def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
+    """A step that ran, beside what schedulers would make of it."""
+    name = f"{AS_RUN} ({record.scheduler})"
+    named = replace(record, scheduler=name)
+    others = [each for each in comparison.records if each.scheduler != record.scheduler]
+    return Comparison([*comparison.outcomes, outcome_of(name, [record])], comparison.failed, [named, *others])
+
+
+def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
+    """A row per scheduler, the quickest one stressed."""
+    outcomes = comparison.outcomes
+    padded = next(outcome for outcome in outcomes if outcome.name == PADDED_TO_LONGEST)
+    unit, scale = "time, units", 1.0
+    if seconds_per_unit is not None:
+        long = padded.step_cost * seconds_per_unit >= 60
+        unit, scale = ("time, s", seconds_per_unit) if long else ("time, ms", seconds_per_unit * 1000)
+    head = ("", "microbatches", "fill", "padding", "balance", "bubble", unit, "tokens/s", "to schedule")
+    rows = [_row(outcome, padded, scale) for outcome in outcomes]
+    best = min(range(len(outcomes)), key=lambda place: outcomes[place].step_cost)
+    return Table(head, rows, best)
+
+
+def _row(outcome: Outcome, padded: Outcome, scale: float) -> tuple[str, ...]:
+    spent = outcome.step_cost * scale
+    return (
+        outcome.name,
+        f"{outcome.microbatches:,.1f}",
+        f"{outcome.fill:.1%}",
+        f"{outcome.padding:.1%}",
+        f"{outcome.balance:.4f}",
+        f"{outcome.bubble:.1%}",
+        f"{spent:,.1f}" if 0.1 <= spent < 1e7 else f"{spent:.3g}",
+        f"{padded.step_cost / outcome.step_cost:.2f}x",
+        "" if outcome.schedule_seconds is None else f"{outcome.schedule_seconds * 1000:.1f} ms",
+    )
+
+
+def text_of(table: Table) -> list[str]:
+    """Lines for a terminal."""
+    rows = [tuple(table.head), *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _draw(
+    options: PlanOptions, comparison: Comparison, table: Table, advice: Sequence[str], lead: Sequence[str]
+) -> None:
+    records = comparison.records
+    if not records or (options.html is None and options.png is None):
+        return
+    seen = [record for record in records if operations_of(record) <= _MAX_OPERATIONS]
+    if len(seen) < len(records):
+        names = ", ".join(record.scheduler for record in records if record not in seen)
+        print(f"\nnot drawn, as they have over {_MAX_OPERATIONS:,} passes of microbatches: {names}")
+    if not seen:
+        return
+    pictures = [picture_of(record) for record in seen]
+    if options.html is not None:
+        write(Path(options.html), page("Packing plan", " · ".join(lead), pictures, table, advice))
+        print(f"\npage: {options.html}")
+    if options.png is not None:
+        from megatron.planner.step_plot import figure_of
+
+        figure = figure_of(pictures[:_MAX_PLOTTED])
+        try:
+            figure.savefig(options.png)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--png {options.png}: {error}; give the path of a .png file") from error
+        print(f"\npicture: {options.png}")
+
+
+def operations_of(record: StepRecord) -> int:
+    """Forward and backward passes of all stages of a rank."""
+    model = record.layout.model
+    return record.num_microbatches * model.num_stages * model.num_virtual_stages * 2
+
+
+def write(path: Path, text: str) -> None:
+    """ValueError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give another place") from error

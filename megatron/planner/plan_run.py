@@ -1,0 +1,86 @@
+"""pure. The model and the layout of a run, as its options.json has them, in the planner's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from megatron.packing.flags import flag_of
+from megatron.planner.lengths import RunSource
+from megatron.planner.plan_options import LayoutOptions, ModelOptions, read_pack_cost
+
+OPTIONS_FILE = "options.json"
+
+
+class Planned(NamedTuple):
+    """What a plan is made for, and lines that say where it is from."""
+
+    model: ModelOptions
+    layout: LayoutOptions
+    remarks: list[str]
+
+
+def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]) -> Planned:
+    """`model` and `layout` by the user's flags; each by the run's options instead where no flag of it is among `given`.
+
+    ValueError for a file that is not a run's options.
+    """
+    path = run.folder / OPTIONS_FILE
+    takes = {
+        kind: not any(flag_of(field.name) in given for field in fields(group))
+        for kind, group in (("model", ModelOptions), ("layout", LayoutOptions))
+    }
+    if not any(takes.values()):
+        return Planned(model, layout, [])
+    if not path.is_file():
+        return Planned(model, layout, [f"note      there is no {path}: model and layout are those of the flags"])
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+        model = _model_of(options) if takes["model"] else model
+        layout = _layout_of(options, run) if takes["layout"] else layout
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and layout by flags"
+        ) from error
+    taken = " and ".join(kind for kind, takes_it in takes.items() if takes_it)
+    remarks = [f"run       {taken} of {path}; flags of either replace all of it"]
+    if takes["model"] and model.pack_cost is None and model.vocab_size is None:
+        remarks.append("note      the run's options leave the vocabulary to its data: no output layer in the cost")
+    return Planned(model, layout, remarks)
+
+
+def _model_of(options: Mapping[str, Any]) -> ModelOptions:
+    """By the cost that the run was scheduled by, where its file is still there, else by its shape."""
+    measured = options["packing"]["pack_cost"]
+    if measured is not None and _is_readable(measured):
+        return ModelOptions(pack_cost=measured)
+    named = {field.name for field in fields(ModelOptions)}
+    shape = {name: value for name, value in options["model"].items() if name in named}
+    vocabulary, unit = options["data"]["vocab_size"], options["model"]["make_vocab_size_divisible_by"]
+    return ModelOptions(**shape, vocab_size=None if vocabulary is None else -(-vocabulary // unit) * unit)
+
+
+def _is_readable(path: str) -> bool:
+    try:
+        read_pack_cost(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _layout_of(options: Mapping[str, Any], run: RunSource) -> LayoutOptions:
+    parallel, stages = options["parallel"], options["parallel"]["pipeline_model_parallel_size"]
+    per_chunk, context = parallel["num_layers_per_virtual_pipeline_stage"], parallel["context_parallel_size"]
+    return LayoutOptions(
+        dp=run.num_ranks,
+        tp=parallel["tensor_model_parallel_size"],
+        pp=stages,
+        vpp=1 if per_chunk is None else options["model"]["num_layers"] // stages // per_chunk,
+        cp=context,
+        ep=parallel["expert_model_parallel_size"],
+        sequence_parallel=parallel["sequence_parallel"],
+        global_batch_size=options["training"]["global_batch_size"],
+        max_seqlen_per_dp_cp_rank=None if run.capacity is None else run.capacity // context,
+    )

@@ -1,0 +1,268 @@
+"""pure. A scheduled step as shapes over modelled time: packs of ranks, operations of pipeline stages, and the share of
+all devices that computes. `step_page` and `step_plot` draw it.
+
+Times are shares of the step, 0 to 1. What is too much to see is left out or drawn together, and `notes` say so: of many
+ranks those from the quickest to the slowest at even distances, and neighbours thinner than a pixel as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.step_time import StepModel, TimedOperation, simulate, timeline
+from megatron.planner.step_blocks import Block, Kind, Lane, joined, merged
+from megatron.planner.step_record import StepRecord
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+MAX_LANES = 48
+_MAX_BLOCKS = 4_000
+_MAX_OPERATIONS = 150_000
+_FINEST = 1 / 1200
+"""Of the width: about a pixel."""
+_WIDE, _MAX_CUTS = 4 / 1000, 64
+"""Of a pack whose sequences are told apart: its width, and their number."""
+_BINS = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPicture:
+    """All there is to draw."""
+
+    title: str
+    facts: str
+    """The step's account in one line."""
+    seconds: float | None
+    """Modelled time of the step; None where only ratios are known."""
+    cost: float
+    """The same in units of the cost model."""
+    bound: float
+    """As a share of the step: its lower bound, of pipelines that of even packs."""
+    bound_name: str
+    ranks: list[Lane]
+    stages: list[Lane]
+    """Of the slowest rank; none without a pipeline."""
+    slowest_rank: int
+    busy: FloatArray
+    """Share of all devices that compute in each of `_BINS` equal parts of the step."""
+    notes: list[str]
+
+
+class _Pack(NamedTuple):
+    """What is told of a pack."""
+
+    rank: int
+    microbatch: int
+    lengths: list[int]
+    capacity: int
+
+    @property
+    def fill(self) -> float:
+        return sum(self.lengths) / self.capacity
+
+    def text(self) -> str:
+        what = f"rank {self.rank}, microbatch {self.microbatch}: "
+        if not self.lengths:
+            return what + "empty"
+        sequences = "1 sequence" if len(self.lengths) == 1 else f"{len(self.lengths):,} sequences"
+        return (
+            f"{what}{sequences}, {sum(self.lengths):,} of {self.capacity:,} tokens ({self.fill:.0%}), "
+            f"longest {max(self.lengths):,}"
+        )
+
+
+def picture_of(record: StepRecord) -> StepPicture:
+    """The step as it would run by the model of `step_time`, packs in their order."""
+    costs = record.request.work.pack_costs(
+        record.schedule.pack[record.request.work.order], len(record.packs), record.num_microbatches
+    )
+    model, stats = record.layout.model, record.stats
+    paced = costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0) if model.ranks_meet else costs
+    ends = simulate(paced, model) if model.num_stages > 1 else paced.sum(axis=1)
+    total = max(int(ends.max()), 1)
+    per_rank = record.num_microbatches * (2 * model.num_virtual_stages if model.num_stages > 1 else 1)
+    own_ends = costs.sum(axis=1) if model.ranks_meet else ends
+    drawn = _spread(own_ends, max(4, min(MAX_LANES, _MAX_OPERATIONS // per_rank)))
+    slowest = int(own_ends.argmax())
+    scene = _Scene(record, costs, paced, total)
+    seconds = record.layout.seconds_per_unit
+    return StepPicture(
+        title=f"{record.scheduler}: {record.title}",
+        facts=facts_of(record),
+        seconds=None if seconds is None else stats.step_cost * seconds,
+        cost=stats.step_cost,
+        bound=stats.step_cost_bound / stats.step_cost if stats.step_cost else 1.0,
+        bound_name="lower bound" if model.num_stages == 1 else "bound of even packs",
+        ranks=scene.ranks(drawn),
+        stages=scene.stages(slowest),
+        slowest_rank=slowest,
+        busy=scene.busy(),
+        notes=scene.notes(len(drawn)),
+    )
+
+
+def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
+    """Round times (or percents, where times are not known) as shares of the step, and their labels; `scale` is the
+    share of the width that the step takes.
+    """
+    whole, unit = 100.0, "%"
+    if picture.seconds is not None:
+        whole, unit = (picture.seconds, " s") if picture.seconds / scale >= 10 else (picture.seconds * 1000, " ms")
+    rough = whole / scale / 8
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [(step * place / whole, f"{step * place:,.10g}{unit}") for place in range(int(whole / step + 1e-9) + 1)]
+
+
+def facts_of(record: StepRecord) -> str:
+    """The step's account in one line."""
+    stats, model = record.stats, record.layout.model
+    microbatches = "1 microbatch" if stats.num_microbatches == 1 else f"{stats.num_microbatches:,} microbatches"
+    ranks = "1 rank" if stats.num_ranks == 1 else f"{stats.num_ranks:,} ranks"
+    stages = f" x {model.num_stages} stages" if model.num_stages > 1 else ""
+    bound = "even packs" if model.num_stages > 1 else "the bound"
+    stages += f" x {model.num_virtual_stages} chunks" if model.num_virtual_stages > 1 else ""
+    return (
+        f"{stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens on {ranks}{stages}; {microbatches}; "
+        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of {bound}, "
+        f"bubble {stats.bubble:.1%}"
+    )
+
+
+class _Scene:
+    """The operations of a step, and what is told of them."""
+
+    def __init__(self, record: StepRecord, costs: IntArray, paced: IntArray, total: int) -> None:
+        self._record, self._costs, self._paced, self._total = record, costs, paced, total
+        self._model: StepModel = record.layout.model
+        self._merged = 0
+
+    def ranks(self, drawn: Sequence[int]) -> list[Lane]:
+        """Packs of these ranks: of a pipeline, as its last stage runs them."""
+        if self._model.num_stages == 1:
+            starts = (np.cumsum(self._paced[drawn], axis=1) - self._paced[drawn]) / self._total
+            ends = starts + self._costs[drawn] / self._total
+            blocks_of = [
+                [self._block(rank, m, *span) for m, span in enumerate(zip(starts[row].tolist(), ends[row].tolist()))]
+                for row, rank in enumerate(drawn)
+            ]
+        else:
+            blocks_of = self._at_last_stage(drawn)
+        finest = self._finest(len(drawn))
+        return [Lane(f"rank {rank}", self._together(blocks, finest)) for rank, blocks in zip(drawn, blocks_of)]
+
+    def stages(self, rank: int) -> list[Lane]:
+        """Operations of a rank's pipeline, stage by stage."""
+        if self._model.num_stages == 1:
+            return []
+        lanes: list[list[Block]] = [[] for _ in range(self._model.num_stages)]
+        costliest = max(int(self._costs.max()), 1)
+        for timed in timeline(self._paced[[rank]], self._model):
+            backward, microbatch, chunk = timed.operation
+            shade = int(self._costs[rank, microbatch]) / costliest
+            kind: Kind = "backward" if backward else "forward"
+            where = f" of chunk {chunk}" if self._model.num_virtual_stages > 1 else ""
+            start, end = self._span(timed, rank, 0)
+            text = f"stage {timed.stage}, {kind}{where}, microbatch {microbatch}"
+            lanes[timed.stage].append(Block(start, end, kind, shade, text))
+        finest = self._finest(len(lanes))
+        kept = _even_places(len(lanes), MAX_LANES)
+        return [Lane(f"stage {stage}", self._together(lanes[stage], finest)) for stage in kept]
+
+    def busy(self) -> FloatArray:
+        """Share of all devices that compute, by `_BINS` parts of the step."""
+        change = np.zeros(_BINS + 2)
+        num_ranks = len(self._costs)
+        if self._model.num_stages == 1:
+            starts = np.cumsum(self._paced, axis=1) - self._paced
+            _add_ramps(change, starts.ravel() / self._total, 1)
+            _add_ramps(change, (starts + self._costs).ravel() / self._total, -1)
+        else:
+            for timed in timeline(self._paced, self._model):
+                share = self._costs[:, timed.operation.microbatch] / self._paced[:, timed.operation.microbatch]
+                end = timed.start + (timed.end - timed.start) * share
+                _add_ramps(change, timed.start / self._total, 1)
+                _add_ramps(change, end / self._total, -1)
+        return np.clip(np.cumsum(change)[:_BINS] / (num_ranks * self._model.num_stages), 0, 1)
+
+    def notes(self, num_drawn: int) -> list[str]:
+        """What a reader must know to read the picture."""
+        num_ranks, model = len(self._costs), self._model
+        notes = []
+        if num_drawn < num_ranks:
+            notes.append(
+                f"{num_drawn} of {num_ranks:,} ranks are drawn, from the slowest to the quickest at even distances"
+            )
+        if model.num_stages > MAX_LANES:
+            notes.append(f"{MAX_LANES} of {model.num_stages} stages are drawn")
+        if self._merged:
+            notes.append(f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour")
+        if model.ranks_meet:
+            notes.append("ranks wait for one another at every microbatch")
+        return notes
+
+    def _at_last_stage(self, drawn: Sequence[int]) -> list[list[Block]]:
+        blocks_of: list[list[Block]] = [[] for _ in drawn]
+        operations = timeline(self._paced[drawn], self._model)
+        last = [timed for timed in operations if timed.stage == self._model.num_stages - 1]
+        for i, rank in enumerate(drawn):
+            for timed in last:
+                start, end = self._span(timed, rank, i)
+                blocks_of[i].append(self._block(rank, timed.operation.microbatch, start, end))
+        return [joined(blocks) for blocks in blocks_of]
+
+    def _span(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
+        """When the rank starts and ends, which may be before the others that it then waits for."""
+        start, end = int(timed.start[row]), int(timed.end[row])
+        microbatch = timed.operation.microbatch
+        share = int(self._costs[rank, microbatch]) / max(int(self._paced[rank, microbatch]), 1)
+        return start / self._total, (start + (end - start) * share) / self._total
+
+    def _block(self, rank: int, microbatch: int, start: float, end: float) -> Block:
+        record = self._record
+        lengths = record.packs[rank][microbatch]
+        pack = _Pack(rank, microbatch, lengths, record.layout.capacity)
+        cuts: tuple[float, ...] = ()
+        if 1 < len(lengths) <= _MAX_CUTS and end - start > _WIDE:
+            parts = np.cumsum(record.layout.cost.of_sequences(np.array(lengths, np.int64)))
+            cuts = tuple((parts[:-1] / parts[-1]).tolist())
+        return Block(start, end, "pack", pack.fill, pack.text(), cuts)
+
+    def _finest(self, num_lanes: int) -> float:
+        return max(_FINEST, num_lanes / _MAX_BLOCKS)
+
+    def _together(self, blocks: Sequence[Block], finest: float) -> list[Block]:
+        """Neighbours thinner than `finest` as one block, as wide as they are together."""
+        drawn = list(merged(blocks, finest))
+        self._merged += len(blocks) - len(drawn)
+        return drawn
+
+
+def _spread(ends: IntArray, number: int) -> list[int]:
+    """That many ranks from the slowest to the quickest at even distances; all of them in order where they are few."""
+    if ends.size <= number:
+        return list(range(ends.size))
+    order = np.argsort(-ends, kind="stable")
+    return [int(order[place]) for place in _even_places(ends.size, number)]
+
+
+def _even_places(size: int, number: int) -> list[int]:
+    if size <= number:
+        return list(range(size))
+    return [round(place * (size - 1) / (number - 1)) for place in range(number)]
+
+
+def _add_ramps(change: FloatArray, at: FloatArray, sign: int) -> None:
+    """Something begins (or ends) at each of `at`: bins after it change by one, its own by what is left of it."""
+    places = at * _BINS
+    whole = np.minimum(places.astype(np.int64), _BINS)
+    part = places - whole
+    change += sign * np.bincount(whole, weights=1 - part, minlength=_BINS + 2)
+    change += sign * np.bincount(whole + 1, weights=part, minlength=_BINS + 2)

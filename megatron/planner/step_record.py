@@ -1,0 +1,167 @@
+"""pure. A scheduled step as one value: what was scheduled, under which layout, and where each sequence went. It can be
+written down, read again, accounted for and drawn, without the data or the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.step.stats import PackingStats, packing_stats
+
+IntArray = npt.NDArray[np.int64]
+Packs = list[list[list[int]]]
+"""[rank][microbatch] -> real lengths of its sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """What a schedule depends on besides the lengths."""
+
+    num_ranks: int
+    """Data-parallel ranks."""
+    capacity: int
+    """Tokens that a pack may hold."""
+    alignment: Alignment
+    cost: PackCost
+    microbatch_multiple: int = 1
+    model: StepModel
+    seconds_per_unit: float | None = None
+    """What a unit of `cost` takes all devices of a data-parallel rank; None where only ratios are known."""
+
+    def request(self, lengths: IntArray) -> ScheduleRequest:
+        """The question to a scheduler; ranks draw equal parts of `lengths` (real ones), one sequence at a time."""
+        size = lengths.size
+        starts = np.array([size * rank // self.num_ranks for rank in range(self.num_ranks)], np.int64)
+        source_rank = np.searchsorted(starts, np.arange(size), side="right") - 1
+        return ScheduleRequest(
+            lengths=self.alignment.padded_length(lengths),
+            source_rank=source_rank,
+            source_draw=np.arange(size) - starts[source_rank],
+            num_ranks=self.num_ranks,
+            num_draws=-(-size // self.num_ranks),
+            capacity=self.capacity,
+            cost=self.cost,
+            microbatch_multiple=self.microbatch_multiple,
+            model=self.model,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One global batch as it was scheduled."""
+
+    title: str
+    scheduler: str
+    layout: StepLayout
+    packs: Packs
+
+    @classmethod
+    def of(cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule) -> StepRecord:
+        """`lengths` int64 [N] are the real ones of the sequences that `schedule` places."""
+        by_pack = lengths[np.argsort(schedule.pack, kind="stable")].tolist()
+        ends = np.cumsum(np.bincount(schedule.pack, minlength=schedule.num_ranks * schedule.num_microbatches)).tolist()
+        packs = [by_pack[start:end] for start, end in zip([0, *ends], ends)]
+        per_rank = schedule.num_microbatches
+        by_rank = [packs[first : first + per_rank] for first in range(0, len(packs), per_rank)]
+        return cls(title=title, scheduler=scheduler, layout=layout, packs=by_rank)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each rank."""
+        return len(self.packs[0])
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """int64 [N], real ones, by rank and microbatch."""
+        return np.array([length for rank in self.packs for pack in rank for length in pack], np.int64)
+
+    @cached_property
+    def request(self) -> ScheduleRequest:
+        """What a scheduler would be asked for these sequences; who drew them is not known any more."""
+        return self.layout.request(self.lengths)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Where each of `lengths` went."""
+        counts = [len(pack) for rank in self.packs for pack in rank]
+        pack = np.repeat(np.arange(len(counts)), counts)
+        return Schedule(
+            pack // self.num_microbatches, pack % self.num_microbatches, len(self.packs), self.num_microbatches
+        )
+
+    @cached_property
+    def stats(self) -> PackingStats:
+        """The account of the step, but for what moved, was dropped or cut."""
+        return packing_stats(
+            request=self.request,
+            schedule=self.schedule,
+            length=self.lengths,
+            alignment=self.layout.alignment,
+            num_dropped=0,
+            num_cut=0,
+        )
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        layout = {name: value for name, value in asdict(self.layout).items() if name != "num_ranks"}
+        return json.dumps(
+            {"kind": "schedule", "title": self.title, "scheduler": self.scheduler, **layout, "packs": self.packs}
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
+        """The inverse of `to_json`, of the object that it is; ValueError for what cannot be one."""
+        try:
+            packs = _checked_packs(values["packs"])
+            layout = StepLayout(
+                num_ranks=len(packs),
+                capacity=values["capacity"],
+                alignment=Alignment(**values["alignment"]),
+                cost=PackCost(**values["cost"]),
+                microbatch_multiple=values["microbatch_multiple"],
+                model=StepModel(**values["model"]),
+                seconds_per_unit=values.get("seconds_per_unit"),
+            )
+            record = cls(title=str(values["title"]), scheduler=str(values["scheduler"]), layout=layout, packs=packs)
+            check_schedule(record.request, record.schedule)
+        except KeyError as error:
+            raise ValueError(f"a schedule must have the key {error}; write it anew with --dump-schedule") from error
+        except TypeError as error:
+            raise ValueError(f"not a schedule as --dump-schedule writes them: {error}; write it anew") from error
+        return record
+
+
+def read_cost(values: Mapping[str, Any]) -> PackCost:
+    """A fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the whole model on
+    one device; other keys say how it came about. ValueError for one that cannot be.
+    """
+    numbers = {}
+    for name in ("linear", "quadratic", "fixed"):
+        number = values.get(name, 0.0 if name == "fixed" else None)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f'a pack cost must have a number under "{name}", but has {number!r}')
+        numbers[name] = float(number)
+    return PackCost(**numbers)
+
+
+def _checked_packs(packs: Any) -> Packs:
+    if not isinstance(packs, list) or not packs or not all(isinstance(rank, list) and rank for rank in packs):
+        raise ValueError("packs must be a list per rank of a list per microbatch of lengths")
+    if len({len(rank) for rank in packs}) > 1:
+        raise ValueError("packs must have as many microbatches on each rank")
+    for rank, microbatches in enumerate(packs):
+        for microbatch, pack in enumerate(microbatches):
+            if not isinstance(pack, list) or not all(type(length) is int and length > 0 for length in pack):
+                raise ValueError(f"packs[{rank}][{microbatch}] must be lengths above 0, but is {pack!s:.60}")
+    return packs

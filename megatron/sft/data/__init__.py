@@ -1,0 +1,1 @@
+"""Records in, samples out: chats, mock data, tokenizers, the stream of a run."""

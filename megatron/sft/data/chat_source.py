@@ -1,0 +1,143 @@
+"""pure. A source of megatron.blending as samples to train on: any of its formats becomes a record that ChatEncoder
+reads.
+
+    JSONL, JSON, Parquet             the object, or the row
+    WebDataset, TextSample           {"text": ...}
+    WebDataset, crude                its parts: txt is the text, json (an object, or a list of messages) the rest
+    .bin/.idx                        {"tokens": ...}, trained on as they are
+
+The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, scales the loss of all its samples, as
+`weight` in a record scales that record's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.blending.encoding.leaves import Reading, open_leaf
+from megatron.blending.encoding.loads import TypedLoad
+from megatron.blending.encoding.samples import SkipSample, TextSample
+from megatron.blending.encoding.task_encoder import TaskEncoder
+from megatron.blending.formats.decode import decode_part
+from megatron.blending.metadatasets.metadataset import Join, Leaf
+from megatron.blending.streams.failures import Failures, FatalSampleError
+from megatron.blending.streams.leaf import LeafDataset
+from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
+
+SAMPLE_WEIGHT = "sample_weight"
+_TEXT_PARTS = ("txt", "text", "json", "jsn")
+
+
+def _decode_text(name: str, content: bytes) -> Any:
+    """Parts that are no text, such as images, stay bytes."""
+    return decode_part(name, content) if name.rpartition(".")[2] in _TEXT_PARTS else content
+
+
+class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
+    """Samples of a source -> sequences."""
+
+    def __init__(self, encoder: ChatEncoder) -> None:
+        self._encoder = encoder
+
+    decoder = staticmethod(_decode_text)
+
+    def encode(self, sample: Any) -> EncodedSample | Dropped:
+        """SampleError for a sample that is broken."""
+        weight = source_weight(subflavors_of(sample))
+        return self._encoder.encode(record_of(sample), weight)
+
+    def encode_sample(self, sample: Any) -> EncodedSample:
+        made = self.encode(sample)
+        if isinstance(made, Dropped):
+            raise SkipSample(made.reason)
+        return made
+
+
+class ChatSource:
+    """The records of a source, encoded when asked for.
+
+    A broken record raises ValueError naming its place. With `failures` it is logged once and `Dropped`, up to so many
+    in a row; then ValueError.
+    """
+
+    def __init__(
+        self, leaf: LeafDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
+    ) -> None:
+        """`first_record`: where the leaf begins in the whole source, for keys."""
+        self.name = name
+        self._leaf = leaf
+        self._task = task
+        self._failures = failures
+        self._first_record = first_record
+
+    def __len__(self) -> int:
+        return len(self._leaf.source)
+
+    def __getitem__(self, index: int) -> EncodedSample | Dropped:
+        source, load, sample = self._leaf.source, self._leaf.load, None
+        assert load is not None
+        try:
+            sample = load(source[index], (self.name, index, self._first_record + index))
+            made = self._task.encode(sample)
+        except ValueError as failure:  # of reading, decoding or encoding
+            return self._leave_out(failure, source.describe(index), sample)
+        if self._failures is not None:
+            self._failures.succeeded()
+        return made
+
+    def _leave_out(self, failure: ValueError, place: str, sample: Any) -> Dropped:
+        fault = SampleError(str(failure).removeprefix(f"{place}: "))
+        if self._failures is None:
+            raise ValueError(f"{place}: {fault}; or pass --skip-bad-samples") from None
+        try:
+            self._failures.leave_out(fault, 0, self._task.encode_sample, lambda: f"{self.name}: {place}", sample)
+        except FatalSampleError as fatal:
+            raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None
+        return Dropped("bad sample")
+
+    def fingerprint(self) -> str:
+        return self._leaf.source.fingerprint()
+
+
+def open_chats(leaf: Leaf | Join, task: ChatTask) -> LeafDataset:
+    """Open a source; ValueError, starting with where it is named, if its samples cannot be text."""
+    source_weight(leaf.subflavors, f"{leaf.where}: subflavors: ")
+    opened: LeafDataset = open_leaf(leaf, Reading(encoder=task))
+    kind = opened.load.kind if isinstance(opened.load, TypedLoad) else None
+    if kind is not None and not issubclass(kind, TextSample):
+        raise ValueError(
+            f"{leaf.where}: has samples of {kind.__name__}, but must have text: prepare it as TextSample, or as "
+            "CrudeWebdataset with parts txt or json"
+        )
+    return opened
+
+
+def record_of(sample: Any) -> dict[str, Any]:
+    """What ChatEncoder reads, of a TextSample or of a crude sample's parts."""
+    if isinstance(sample, TextSample):
+        return {"text": sample.text}
+    record = {name: value for name, value in sample.items() if not name.startswith("__")}
+    if "txt" in record:
+        record["text"] = record.pop("txt")
+    inner = record.pop("json", None)
+    if isinstance(inner, Mapping):
+        return {**record, **inner}
+    if isinstance(inner, list):
+        record["messages"] = inner
+    return record
+
+
+def subflavors_of(sample: Any) -> Mapping[str, Any]:
+    """What the metadataset and dataset.yaml say of the sample's source."""
+    found = sample.get("__subflavors__") if isinstance(sample, Mapping) else sample.__subflavors__
+    return found or {}
+
+
+def source_weight(subflavors: Mapping[str, Any], where: str = "") -> float:
+    """The weight that all samples of a source have in the loss."""
+    weight = subflavors.get(SAMPLE_WEIGHT, 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise SampleError(f"{where}{SAMPLE_WEIGHT} must be a number above 0, but is {weight!r}")
+    return float(weight)

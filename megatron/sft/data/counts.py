@@ -1,0 +1,60 @@
+"""pure. What a stream drew of each source: one table of exact integers, which sums over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.sft.data.chat_encoder import DROP_REASONS
+
+COLUMNS = ("sequences", "tokens", "square_sum", "cut", *DROP_REASONS)
+_FIRST_REASON = len(COLUMNS) - len(DROP_REASONS)
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """`table`: int64 [sources, COLUMNS]. Dropped records stand in the column of their reason."""
+
+    table: npt.NDArray[np.int64]
+
+    @classmethod
+    def none(cls, num_sources: int) -> Counts:
+        """Nothing drawn yet."""
+        return cls(np.zeros((num_sources, len(COLUMNS)), np.int64))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.table - other.table)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counts) and np.array_equal(self.table, other.table)
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.of("sequences").sum())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.of("tokens").sum())
+
+    @property
+    def square_sum(self) -> int:
+        return int(self.of("square_sum").sum())
+
+    @property
+    def num_cut(self) -> int:
+        return int(self.of("cut").sum())
+
+    @property
+    def num_dropped(self) -> int:
+        return int(self.table[:, _FIRST_REASON:].sum())
+
+    def of(self, column: str) -> npt.NDArray[np.int64]:
+        """One column: int64 [sources]."""
+        return self.table[:, COLUMNS.index(column)]
+
+    def dropped(self, source: int) -> dict[str, int]:
+        """Why records of a source were left out, and how many; only reasons that there were."""
+        numbers = self.table[source, _FIRST_REASON:].tolist()
+        return {reason: number for reason, number in zip(DROP_REASONS, numbers) if number}

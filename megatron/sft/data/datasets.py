@@ -1,0 +1,234 @@
+"""pure. From the options to what a run reads: sources opened, blended or one after the other, split three ways.
+
+A metadataset (YAML) as --data-path is blended; anything else is read one after the other, each epoch in an order of
+its own over all of it. Held-out data are, in this order: --valid-data-path; the splits val and test that the data say
+they have (metadatasets and prepared folders); a part of the data by --split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.blending.encoding.source_part import SourcePart
+from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.loading.dataset_loader import (
+    DatasetBlendMode,
+    LoadedDataset,
+    LoadedDatasetList,
+    loaded_for_training,
+    split_names,
+)
+from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
+from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
+from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.leaf import LeafDataset
+from megatron.sft.data.blend_schedule import parse_schedule
+from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
+from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
+from megatron.sft.data.mixture import Blended, Concatenation, Mixture
+from megatron.sft.data.mock_dataset import MockSFTDataset
+from megatron.sft.data.source_names import short_names
+from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import DataConfig
+
+_MOCK_VOCAB_SIZE = 1024
+_MOCK_SAMPLES = 2**40
+_HELD_OUT = ("val", "test")
+
+
+class Datasets(NamedTuple):
+    """What a run reads. An empty validation or test set is not evaluated."""
+
+    train: Mixture
+    valid: Mixture
+    test: Mixture
+    vocab_size: int
+
+
+def build_datasets(config: SFTConfig) -> Datasets:
+    """Open the files, or make up the data, that the options name. Reads indices, not the records, but for weights by
+    tokens. ValueError, one line that names the file, for anything that cannot be read.
+    """
+    if config.data.mock_data:
+        return _build_mock(config)
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
+    written = data.blend_weight_schedule
+    schedule = None if written is None else parse_schedule(written, config.training.global_batch_size)
+    builder = _Builder(data, task, config.training.seed, schedule)
+    is_blend = any(map(is_metadataset, data.data_path))
+    train, valid, test = builder.build_blend() if is_blend else builder.build_files()
+    return Datasets(train, valid, test, tokenizer.vocab_size)
+
+
+class _Builder:
+    def __init__(self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None) -> None:
+        self._data = data
+        self._schedule = schedule
+        self._task = task
+        self._seed = seed
+        self._held_out = self._splits_of_data()
+
+    def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
+        """Sources one after the other."""
+        data = self._data
+        sources = self._sources([leaf for path in data.data_path for leaf in leaves(load_metadataset(path, "train"))])
+        total = sum(map(len, sources))
+        if data.valid_data_path or self._held_out:
+            return Concatenation(sources, seed=self._seed), self._all_of("val"), self._all_of("test")
+        train, valid, test = self._cut(total, "")
+        return (
+            Concatenation(sources, train.start, train.stop, seed=self._seed),
+            Concatenation(sources, valid.start, valid.stop),
+            Concatenation(sources, test.start, test.stop),
+        )
+
+    def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
+        """Sources in the proportions of a metadataset."""
+        path = self._data.data_path[0]
+        kind, shares = flattened(load_metadataset(path, "train"))
+        opened = [(open_chats(leaf, self._task), share, leaf) for leaf, share in shares]
+        if self._data.valid_data_path or self._held_out:
+            return self._blended(loaded_for_training(kind, opened)), self._all_of("val"), self._all_of("test")
+        cuts = [self._cut(len(dataset.source), f" of {leaf.where}") for dataset, _, leaf in opened]
+        parts = [
+            (_part(dataset, leaf, train), share, leaf) for (dataset, share, leaf), (train, _, _) in zip(opened, cuts)
+        ]
+        held_out = [
+            self._chats(
+                [
+                    (_part(d, leaf, cut[which]), leaf, cut[which].start)
+                    for (d, _, leaf), cut in zip(opened, cuts)
+                    if cut[which]
+                ]
+            )
+            for which in (1, 2)
+        ]
+        return (
+            self._blended(loaded_for_training(kind, parts)),
+            Concatenation(held_out[0]),
+            Concatenation(held_out[1]),
+        )
+
+    def _splits_of_data(self) -> set[str]:
+        """Which splits to hold out the data themselves have."""
+        if self._data.valid_data_path:
+            return set()
+        found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.data_path}
+        with_splits = [path for path, names in found.items() if names]
+        without = [path for path, names in found.items() if not names]
+        if with_splits and without:
+            raise ValueError(
+                f"{with_splits[0]} has data to hold out, but {without[0]} has none; pass --valid-data-path, or name "
+                "both in a metadataset with splits train and val"
+            )
+        return set().union(*found.values())
+
+    def _all_of(self, split: str) -> Mixture:
+        """What is held out, unshuffled."""
+        paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
+        if not self._data.valid_data_path:
+            paths = [path for path in self._data.data_path if split in split_names(path)]
+        return Concatenation(self._sources([leaf for path in paths for leaf in leaves(load_metadataset(path, split))]))
+
+    def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
+        return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
+
+    def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
+        """Opened sources with their names; the number is the record at which they begin."""
+        names = short_names([_path_of(leaf) for _, leaf, _ in opened])
+        return [
+            ChatSource(dataset, name, self._task, self._failures(), first)
+            for name, (dataset, _, first) in zip(names, opened)
+        ]
+
+    def _failures(self) -> Failures | None:
+        return Failures(self._data.max_bad_samples_in_a_row) if self._data.skip_bad_samples else None
+
+    def _blended(self, loaded: LoadedDatasetList) -> Mixture:
+        shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
+        sources = self._chats([(_leaf_of(one), one.leaf, 0) for one in loaded.datasets])
+        weighted, schedule = loaded.datasets, self._schedule
+        asks = schedule is not None or self._data.blend_weights_by == "tokens"
+        if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
+            raise ValueError(
+                "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the metadataset has "
+                "'blend_epochized', which says how often each source is read"
+            )
+        if self._data.blend_weights_by == "tokens":
+            weighted, schedule = by_tokens(loaded.datasets, schedule, self._task)
+        return Blended(sources, weighted, shares, self._seed, self._data.blend_mode, schedule)
+
+    def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
+        """Records for training, validation and test."""
+        shares = self._data.split_shares
+        train_end = round(shares[0] * num_records)
+        valid_end = round((shares[0] + shares[1]) * num_records)
+        if train_end == 0:
+            raise ValueError(
+                f"--split {self._data.split} leaves no record of {num_records}{of_what} for training; raise its first "
+                "share"
+            )
+        return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
+
+
+def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDataset:
+    return LeafDataset(
+        SourcePart(dataset.source, records),
+        load=dataset.load,
+        multiplier=leaf.shuffle_over_epochs_multiplier,
+        name=dataset.name,
+    )
+
+
+def _leaf_of(loaded: LoadedDataset) -> LeafDataset:
+    node = loaded.dataset
+    while node.children:
+        node = node.children[0]
+    return node
+
+
+def _path_of(leaf: Leaf | Join) -> str:
+    return leaf.path if isinstance(leaf, Leaf) else leaf.legs[0].leaf.path
+
+
+def _build_mock(config: SFTConfig) -> Datasets:
+    vocab_size = config.data.vocab_size or _MOCK_VOCAB_SIZE
+    training = config.training
+
+    def made_up(seed: int) -> MockDataset:
+        lengths = config.data.sft_mock_dataset_config_json
+        samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=_MOCK_SAMPLES)
+        return MockDataset(samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
+
+    train, valid = made_up(training.seed), made_up(training.seed + 1)
+    num_valid = training.eval_iters * training.global_batch_size
+    return Datasets(
+        Concatenation([train], seed=training.seed),
+        Concatenation([valid], 0, num_valid),
+        Concatenation([]),
+        vocab_size,
+    )
+
+
+class MockDataset:
+    """Made-up samples, all of whose tokens count in the loss."""
+
+    name = "mock"
+
+    def __init__(self, samples: MockSFTDataset, fingerprint: str) -> None:
+        self._samples = samples
+        self._fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> EncodedSample | Dropped:
+        return EncodedSample(**self._samples[index], is_cut=False)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint

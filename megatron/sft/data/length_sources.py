@@ -1,0 +1,160 @@
+"""pure. Where the planner takes lengths of sequences from: files of lengths, chats, mock configurations, runs.
+
+lengths.csv                   a length per line
+chats.jsonl|.json|.parquet    records as training reads them, and a tokenizer
+{"mode": ...} or its file     mock data, as --sft-mock-dataset-config-json
+RUN_DIR, its .jsonl files     what a packed run trained on, by its packs.jsonl
+schedule_12.json              a step that --dump-schedule wrote
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.blending.formats.sources import SOURCES, RecordError, open_source
+from megatron.planner.lengths import Lengths, RunSource, Tokenization
+from megatron.planner.step_record import StepRecord
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
+from megatron.sft.data.mock_lengths import FLAG
+from megatron.sft.data.plain_tokenizer import build_plain_tokenizer
+from megatron.sft.report.json_lines import read_jsonl
+from megatron.sft.report.metrics_file import METRICS_FILE
+from megatron.sft.report.report import PACKS_FILE
+
+IntArray = npt.NDArray[np.int64]
+
+LONGEST = 2**24
+"""Tokens of a sequence that is taken for a mistake."""
+
+
+def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None, seed: int, needed: int) -> Lengths:
+    """The lengths that `source` names (see the module); mock data gives `needed` of them.
+
+    ValueError, naming file and line, for what cannot be read.
+    """
+    if source.lstrip().startswith("{"):
+        return _mock(source, seq_length, seed, needed)
+    path = Path(source)
+    if path.is_dir() or path.name in (METRICS_FILE, PACKS_FILE):
+        return _run(path if path.is_dir() else path.parent)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give lengths, chats, a mock config, the folder of a run or a schedule")
+    if path.suffix == ".json" and (found := _json_object(path)) is not None:
+        if "mode" in found:
+            return _mock(source, seq_length, seed, needed)
+        if found.get("kind") == "schedule":
+            return _schedule(path, found)
+        raise ValueError(
+            f'{path}: must be a list of chats, a mock config with "mode" or a schedule of --dump-schedule, '
+            f"but has the keys {', '.join(map(repr, list(found)[:5])) or '(none)'}"
+        )
+    if path.suffix in SOURCES:
+        return _chats(path, tokenization)
+    return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
+
+
+def _mock(config: str, seq_length: int | None, seed: int, needed: int) -> Lengths:
+    found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
+    if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
+        raise ValueError('a mock config without "type" follows --seq-length; pass it')
+    lengths = _in_own_words(
+        lambda: MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40).lengths(np.arange(needed))
+    )
+    return Lengths(lengths=lengths, described=f"mock data {config}")
+
+
+def _run(folder: Path) -> Lengths:
+    path = folder / PACKS_FILE
+    lines = _packs_of(path) if path.is_file() else []
+    lengths = [length for line in lines for rank in line["packs"] for pack in rank for length in pack]
+    if not lengths:
+        raise ValueError(
+            f"{path}: must hold the packs of a run, but there are none; give the folder of a run with "
+            "--sequence-packing, or a file of lengths"
+        )
+    steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
+    run = RunSource(folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity"))
+    return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}", run=run)
+
+
+def _packs_of(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = read_jsonl(path)
+        well_formed = all(
+            type(length) is int and length > 0
+            for line in lines
+            for rank in line["packs"]
+            for pack in rank
+            for length in pack
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the packs of a run: {type(error).__name__}: {error}") from error
+    if not well_formed:
+        raise ValueError(f"{path}: not the packs of a run: lengths must be whole numbers above 0")
+    return lines
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """The object that a file holds; None for a list, which is one of records, and for what is no JSON."""
+    try:
+        return _parsed(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None  # who reads it next says what is wrong with it
+    return found if isinstance(found, dict) else None
+
+
+def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
+    try:
+        record = StepRecord.from_dict(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Lengths(lengths=record.lengths, described=str(path), record=record)
+
+
+def _chats(path: Path, tokenization: Tokenization) -> Lengths:
+    source = open_source(path)
+    tokenizer = build_plain_tokenizer(
+        tokenization.tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size
+    )
+    encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
+    lengths, dropped = [], 0
+    for index in range(len(source)):
+        try:
+            sample = encoder.encode(source[index])
+        except (RecordError, SampleError) as error:
+            if not tokenization.skip_bad_samples:
+                where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
+                raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
+            dropped += 1
+            continue
+        if isinstance(sample, EncodedSample):
+            lengths.append(len(sample.tokens))
+        else:
+            dropped += 1
+    if not lengths:
+        raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
+    described = f"{path}, {tokenization.tokenizer_type}"
+    return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
+
+
+def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
+    """Errors of mock data name its flag, which is not the planner's, and a --seq-length, which may not be given."""
+    try:
+        return read()
+    except ValueError as error:
+        said = str(error).removeprefix(f"{FLAG}: ")
+        raise ValueError(said.replace(f"--seq-length {LONGEST}", f"{LONGEST}, the most that is believed")) from error

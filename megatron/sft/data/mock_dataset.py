@@ -1,0 +1,262 @@
+"""pure. Samples with lengths as asked for and no meaning, to train and to measure without data.
+
+Mode `verification` reads Megatron's indexed data sets through megatron-core, which is imported only then.
+
+Invariant: sample i is a function of (configuration, seed, i) alone, whatever was read before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.sft.data.mock_lengths import (
+    DISTRIBUTIONS,
+    FLAG,
+    LengthDistribution,
+    config_error,
+    parse_distribution,
+    read_keys,
+    take_key,
+)
+
+IntArray = npt.NDArray[np.int64]
+UintArray = npt.NDArray[np.uint64]
+
+# Streams of random numbers that a sample draws from, after its tokens', which take 1, 2, 3, ...
+_LENGTH_STREAM = np.uint64(2**63)
+_START_STREAM = np.uint64(2**63 + 1)
+
+
+class LengthSource(Protocol):
+    """Lengths of the samples at `indices`, int64 of the same shape."""
+
+    def __call__(self, seed: int, indices: IntArray) -> IntArray: ...
+
+
+class TokenSource(Protocol):
+    """`count` tokens of sample `index`, int64 [count]."""
+
+    def __call__(self, seed: int, index: int, count: int) -> IntArray: ...
+
+
+class MockSFTDataset:
+    """Map-style data set of `num_samples` mock samples of at most `seq_length` tokens, in a vocabulary of `vocab_size`.
+
+    `config_json` is a JSON object or the path of a file that holds one. By "mode":
+
+    - `distribution`: "type" of mock_lengths.DISTRIBUTIONS and its keys; random tokens. Without keys, lognormal from
+      seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
+    - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo their number; random
+      tokens. A relative path is relative to the folder of the JSON file.
+    - `verification`: "prefix" of a .bin/.idx pair, whose tokens fill lengths drawn as in `distribution`.
+
+    None is `{"mode": "distribution"}`.
+
+    A sample is a dict of `tokens` and `labels` (the next tokens), int64 [L], and `loss_mask`, float32 [L], all ones.
+    ValueError for a configuration that is wrong or could give a sample longer than `seq_length`.
+    """
+
+    def __init__(
+        self, config_json: str | None, seq_length: int, vocab_size: int, seed: int, *, num_samples: int
+    ) -> None:
+        for name, value in (("seq_length", seq_length), ("vocab_size", vocab_size), ("num_samples", num_samples)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, but is {value}")
+        config, folder = _load(config_json)
+        mode, config = take_key(config, "mode", str)
+        self._lengths: LengthSource
+        self._tokens: TokenSource = RandomTokens(vocab_size)
+        if mode == "file":
+            path = folder / read_keys(config, {"path": str})["path"]
+            self._lengths = ListedLengths(read_lengths(path, seq_length))
+        elif mode == "distribution":
+            self._lengths = DrawnLengths(_distribution(config, seq_length))
+        elif mode == "verification":
+            prefix, config = take_key(config, "prefix", str)
+            self._lengths = DrawnLengths(_distribution(config, seq_length))
+            self._tokens = IndexedTokens(str(folder / prefix), vocab_size)
+        else:
+            hint = f'; did you mean {{"mode": "distribution", "type": "{mode}", ...}}?' if mode in DISTRIBUTIONS else ""
+            raise config_error(f"mode must be file, distribution or verification, but is {mode!r}{hint}")
+        self._seed = seed
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def lengths(self, indices: IntArray) -> IntArray:
+        """Tokens of each of these samples (int64, same shape), without making them."""
+        return self._lengths(self._seed, indices)
+
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample index must be 0 to {self._num_samples - 1}, but is {index}")
+        length = int(self.lengths(np.array([index]))[0])
+        stream = self._tokens(self._seed, index, length + 1)
+        labels = stream[1:].copy()  # else writing to tokens would change labels
+        return {"tokens": stream[:-1], "labels": labels, "loss_mask": np.ones(length, np.float32)}
+
+
+@dataclass(frozen=True)
+class DrawnLengths:
+    """Each sample draws its length from a distribution."""
+
+    distribution: LengthDistribution
+
+    def __call__(self, seed: int, indices: IntArray) -> IntArray:
+        return self.distribution.quantile(_uniform(_random_bits(seed, indices, _LENGTH_STREAM)))
+
+
+@dataclass(frozen=True)
+class ListedLengths:
+    """Sample i has length `listed[i % len(listed)]`."""
+
+    listed: IntArray
+
+    def __call__(self, seed: int, indices: IntArray) -> IntArray:
+        return self.listed[indices % self.listed.size]
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Tokens uniform over 0..vocab_size-1."""
+
+    vocab_size: int
+
+    def __call__(self, seed: int, index: int, count: int) -> IntArray:
+        bits = _random_bits(seed, np.array([index]), np.arange(1, count + 1, dtype=np.uint64))
+        return (bits % np.uint64(self.vocab_size)).astype(np.int64)
+
+
+class IndexedTokens:
+    """Tokens of a Megatron .bin/.idx pair: from the start of a document that the sample draws through the next ones.
+
+    After the last document comes the first. ValueError for a token outside the vocabulary.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int) -> None:
+        for suffix in (".bin", ".idx"):
+            if not Path(prefix + suffix).is_file():
+                raise config_error(f"prefix must name a .bin/.idx pair, but there is no {prefix}{suffix}")
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        self._prefix = prefix
+        self._vocab_size = vocab_size
+        self._documents = IndexedDataset(prefix)
+        if not np.any(self._documents.sequence_lengths):
+            raise config_error(f"prefix must hold tokens, but {prefix}.bin is empty")
+
+    def __call__(self, seed: int, index: int, count: int) -> IntArray:
+        num_documents = len(self._documents)
+        document = int(_random_bits(seed, np.array([index]), _START_STREAM)[0]) % num_documents
+        parts: list[IntArray] = []
+        missing = count
+        while missing:
+            part = self._documents[document][:missing].astype(np.int64)
+            self._check(part, document)
+            parts.append(part)
+            missing -= part.size
+            document = (document + 1) % num_documents
+        return np.concatenate(parts)
+
+    def _check(self, tokens: IntArray, document: int) -> None:
+        outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if outside.size:
+            raise config_error(
+                f"document {document} of {self._prefix} holds token {outside[0]}, but the vocabulary is "
+                f"{self._vocab_size} tokens; train with the tokenizer that made the file"
+            )
+
+
+def read_lengths(path: Path, seq_length: int) -> IntArray:
+    """The lengths in a text file, int64, one per line; ValueError with file and line for a bad one.
+
+    A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the end are ignored.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise config_error(f"path must be a readable text file of lengths, but is {str(path)!r}: {error}") from error
+    has_header = bool(lines) and (lines[0].strip()[:1].isalpha() or lines[0].strip()[:1] in {'"', "'", "#", "_"})
+    listed = []
+    for number, line in enumerate(lines[has_header:], start=1 + has_header):
+        text = line.strip()
+        if not (text.isascii() and text.isdecimal()):
+            raise config_error(f"{path}:{number}: must be one length, a whole number, but is {line!r}")
+        length = int(text)
+        if not 1 <= length <= seq_length:
+            raise config_error(f"{path}:{number}: length must be 1 to --seq-length {seq_length}, but is {length}")
+        listed.append(length)
+    if not listed:
+        raise config_error(f"path must be a file of lengths, but {path} holds none")
+    return np.array(listed, np.int64)
+
+
+def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
+    """The configuration, and the folder that relative paths in it are relative to."""
+    if config_json is None:
+        return {"mode": "distribution"}, Path()
+    folder, text, where = Path(), config_json, "the JSON"
+    if not config_json.lstrip().startswith("{"):
+        path = Path(config_json)
+        folder, where = path.parent, str(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{FLAG} must be a JSON object or the path of a file with one, but is {config_json!r}: {error}"
+            ) from error
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise config_error(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise config_error(f"{where} must be a JSON object, but is {config!r}")
+    return config, folder
+
+
+def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribution:
+    if not config:
+        config = {
+            "type": "lognormal",
+            "min_seq_len": max(1, seq_length // 2),
+            "max_seq_len": seq_length,
+            "mean_seq_len": max(1, 0.75 * seq_length),
+            "lognormal_sigma": 1.1,
+        }
+    distribution = parse_distribution(config)
+    if distribution.longest > seq_length:
+        raise config_error(
+            f"samples longer than --seq-length {seq_length} cannot be trained, but the longest here have "
+            f"{distribution.longest} tokens; give a lower max_seq_len or seq_len, or raise --seq-length"
+        )
+    return distribution
+
+
+def _random_bits(seed: int, indices: IntArray, streams: UintArray | np.uint64) -> UintArray:
+    """64 random bits as a function of (seed, index, stream); indices and streams broadcast.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), chained over the three.
+    """
+    state = _mixed(np.array([seed % 2**64], np.uint64))
+    state = _mixed(state + indices.astype(np.uint64))
+    return _mixed(state + streams)
+
+
+def _mixed(state: UintArray) -> UintArray:
+    bits = state + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _uniform(bits: UintArray) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) from the upper 53 bits."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

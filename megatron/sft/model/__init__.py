@@ -1,0 +1,1 @@
+"""The model as a rank holds it: built, run forward, saved and loaded; megatron-core on CPU."""

@@ -1,0 +1,224 @@
+"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with optimizer and
+learning-rate schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.model.architecture import architecture
+from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.step.settings import cost_of, measured_cost
+from megatron.sft.options.config import SFTConfig
+
+
+class Training(NamedTuple):
+    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule, cost model."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    cost: PackCost
+    """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a fitted cost."""
+
+
+def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
+    """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
+    transformer_config = build_transformer_config(config, device)
+    cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
+    transformer_config.pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost  # type: ignore[attr-defined]  # read by PackingSettings
+    model = build_model(config, transformer_config, vocab_size, device)
+    optimizer = build_optimizer(config, model)
+    connect(transformer_config, model, optimizer, config)
+    return Training(model, optimizer, build_scheduler(config, optimizer), cost)
+
+
+def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost | None:
+    """Seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
+
+    ValueError where the file was measured for another model, or differs between ranks: they would schedule apart.
+    """
+    fitted = config.packing.fitted_cost
+    if fitted is None:
+        return None
+    cost = measured_cost(fitted, transformer_config, padded_vocab_size(vocab_size, config))
+    costs: list[PackCost | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(costs, cost)
+    if any(other != cost for other in costs):
+        raise ValueError(f"--pack-cost {fitted.path} must be the same file on all machines, but differs; copy it")
+    return cost
+
+
+def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
+    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need
+    not.
+    """
+    unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    return -(-vocab_size // unit) * unit
+
+
+def build_transformer_config(
+    config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
+) -> TransformerConfig:
+    """megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
+    model, parallel, packing = config.model, config.parallel, config.packing
+    dtype = torch.bfloat16 if config.training.bf16 else params_dtype
+    interleaved = config.num_virtual_stages is not None
+    transformer_config = TransformerConfig(
+        **architecture(model),
+        layernorm_epsilon=model.norm_epsilon,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.num_virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if model.num_experts is not None else None,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.training.bf16,
+        use_cpu_initialization=device.type == "cpu",
+        variable_seq_lengths=packing.sequence_packing,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
+        max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
+    )
+    if packing.sequence_packing:
+        # Not fields of megatron-core's dataclass yet; read by name, as later Megatron-LM has them.
+        transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_over_length = packing.over_length_policy  # type: ignore[attr-defined]
+    return transformer_config
+
+
+def build_model(
+    config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, device: torch.device
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks under megatron-core's DistributedDataParallel."""
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.training.bf16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    chunks = []
+    for number in range(config.num_virtual_stages or 1):
+        module = build_gpt(config, transformer_config, vocab_size, number).to(device)
+        if config.training.bf16:
+            module = Float16Module(transformer_config, module)
+        chunks.append(
+            DistributedDataParallel(
+                config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0
+            )
+        )
+    for chunk in chunks:
+        chunk.broadcast_params()
+    return chunks
+
+
+def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int) -> GPTModel:
+    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the last has a loss."""
+    model = config.model
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    vp_stage = number if config.num_virtual_stages is not None else None
+    block_spec = packed_block_spec(transformer_config, vp_stage=vp_stage)
+    gpt = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=block_spec,
+        mtp_block_spec=packed_mtp_block_spec(transformer_config, block_spec, vp_stage=vp_stage),
+        vocab_size=padded_vocab_size(vocab_size, config),
+        max_sequence_length=model.max_position_embeddings or model.seq_length,
+        pre_process=stage == 0 and number == 0,
+        post_process=stage == num_stages - 1 and number == (config.num_virtual_stages or 1) - 1,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    gpt.model_type = ModelType.encoder_or_decoder
+    return gpt
+
+
+def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
+    training = config.training
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=training.lr,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        clip_grad=training.clip_grad,
+        bf16=training.bf16,
+        params_dtype=next(model[0].parameters()).dtype,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(
+        optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+
+
+def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
+    training = config.training
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters * training.global_batch_size,
+        lr_decay_steps=(training.lr_decay_iters or training.train_iters) * training.global_batch_size,
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=training.train_iters * training.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows its own options
+    )
+
+
+def connect(
+    transformer_config: TransformerConfig,
+    model: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    config: SFTConfig,
+) -> None:
+    """Tell megatron-core's schedules how gradients are finished, and when they may travel."""
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        transformer_config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync

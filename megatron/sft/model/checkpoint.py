@@ -1,0 +1,207 @@
+"""mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another
+layout.
+
+A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. The
+latter is replaced only once a checkpoint is complete: a run killed while it saves leaves the one before as the
+latest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.utils import unwrap_model
+
+from megatron.packing.flags import flag_of
+from megatron.sft.data.mixture import blend_changes
+from megatron.sft.model.build import Training
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Optimizer state as one tensor per parameter, whatever the layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    iteration: int
+    consumed_samples: int
+    evaluation_due: bool
+    """Whether the step was one to evaluate after, and the run was stopped before that."""
+    waiting: Sequence[dict[str, Any]] = ()
+    """Samples consumed but not trained on yet, as each data-parallel rank's `DelayQueue` tells; empty if none waits."""
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """The newest complete checkpoint in `folder`; None where there is none."""
+    tracker = Path(folder) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
+        raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
+    return int(text)
+
+
+def checkpoint_path(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def save_checkpoint(
+    folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """Write a complete checkpoint; collective. It takes its place only once it is whole.
+
+    model_options: what a run that loads it must share; data: what it is told of if it does not.
+    """
+    path = checkpoint_path(folder, progress.iteration)
+    unfinished = path.with_suffix(".unfinished")
+    for chunk in training.model:
+        if chunk.ddp_config.overlap_param_gather:  # or other ranks' shards would be those of the step before
+            chunk.start_param_sync(force_sync=True)
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    state = _sharded_state(training, is_loading=False)
+    state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
+    state["model_options"] = model_options
+    state["data"] = data
+    state["scheduler"] = training.scheduler.state_dict()
+    dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(unfinished, path)
+        temporary = Path(folder) / (TRACKER + ".tmp")
+        temporary.write_text(str(progress.iteration))
+        os.replace(temporary, Path(folder) / TRACKER)
+    dist.barrier()
+
+
+def load_checkpoint(
+    folder: str | Path,
+    training: Training,
+    model_options: dict[str, Any],
+    data: dict[str, Any],
+    allow_changed_data: bool = False,
+) -> Progress | None:
+    """Continue from the newest checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
+
+    Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
+    checkpoint's are reported and taken.
+
+    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`. Random states (of
+    dropout) continue only in the same layout.
+    """
+    iteration = latest_iteration(folder)
+    if iteration is None:
+        return None
+    path = checkpoint_path(folder, iteration)
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    _check_same_model(path, common["model_options"], model_options)
+    _check_same_blend(path, common["data"], data, allow_changed_data)
+    state = _load_state(path, training, with_random_states=_layout() == common["layout"])
+    return Progress(**state["progress"])
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
+    differing = [
+        f"{flag_of(name)} was {saved.get(name)}, is {value}"
+        for name, value in model_options.items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
+        )
+
+
+def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool) -> None:
+    changes = blend_changes(saved, data)
+    if changes and not allow_changed_data:
+        raise ValueError(
+            f"{path} is of another blend ({'; '.join(changes)}), where its position means other records; give the same "
+            "one, another --load, or --allow-changed-data"
+        )
+    if saved != data and dist.get_rank() == 0:
+        print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)
+
+
+def _load_state(path: Path, training: Training, with_random_states: bool) -> dict[str, Any]:
+    """Fill `training` and return all that was loaded; the learning rate's limits stay this run's."""
+    rates = [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in training.optimizer.param_groups]
+    with torch.no_grad():
+        _make_adam_state(training)
+        template = _sharded_state(training, is_loading=True)
+        if not with_random_states:
+            del template["random_states"]
+        state = dist_checkpointing.load(template, str(path))
+        for number, chunk in enumerate(training.model):
+            unwrap_model(chunk).load_state_dict(state[f"model{number}"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(training.optimizer.param_groups, rates):
+            group.update(rate)
+        training.scheduler.load_state_dict(state["scheduler"])
+    if with_random_states:
+        _restore_random_states(state["random_states"])
+    return state
+
+
+def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=_METADATA)
+        for number, chunk in enumerate(training.model)
+    }
+    state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=_METADATA)
+    state["layout"] = _layout()
+    state["random_states"] = ShardedObject(
+        "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+    )
+    return state
+
+
+def _make_adam_state(training: Training) -> None:
+    """Give torch's Adam what it makes in its first step, to load into; megatron-core's own way leaves out `step`."""
+    for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _layout() -> list[int]:
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

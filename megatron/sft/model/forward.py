@@ -1,0 +1,137 @@
+"""mcore. One microbatch through the model: packed or padded batch, loss as sum and count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from megatron.packing.batch.sample import samples_of
+from megatron.packing.model.get_batch import (
+    Batch,
+    get_batch_on_this_rank_for_sequence_packing,
+    sources_of_tokens,
+)
+from megatron.packing.model.zigzag import shard_index
+from megatron.packing.step.global_batch import GROUPS
+
+Loss = tuple[Tensor, Tensor, dict[str, Any]]
+
+
+def forward_step(
+    data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
+) -> tuple[Tensor, Callable[[Tensor], Loss]]:
+    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
+
+    num_sources: where there are several, the loss of each is kept apart; one addition per token on the last stage.
+    """
+    config = get_model_config(model)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+    has_embedding = is_first or (is_last and config.mtp_num_layers is not None)
+    batch: Batch | PaddedBatch
+    sources: Tensor | None = None
+    tells_sources = is_last and num_sources > 1
+    if getattr(config, "sequence_packing_scheduler", None) is not None:
+        microbatch = next(data_iterator)
+        if tells_sources:
+            sources = sources_of_tokens(microbatch, ProcessGroupCollection.use_mpu_process_groups(GROUPS))
+        batch = get_batch_on_this_rank_for_sequence_packing(
+            iter((microbatch,)),
+            vpp_size=config.virtual_pipeline_model_parallel_size,
+            vp_stage=vp_stage,
+            mtp_on_this_rank=is_last and config.mtp_num_layers is not None,
+        )
+    else:
+        batch = padded = next(data_iterator)
+        if tells_sources:
+            sources = padded.sources.to(padded.tokens.device, non_blocking=True)
+    output = model(
+        batch.tokens if has_embedding else None,
+        batch.position_ids if has_embedding else None,
+        None,
+        labels=batch.labels if is_last else None,
+        packed_seq_params=batch.packed_seq_params,
+        loss_mask=batch.loss_mask if is_last else None,
+        padding_mask=None if config.num_moe_experts is None else routers_mask(batch.padding_mask, config, is_first),
+    )
+    return output, partial(loss_sum, batch.loss_mask, sources=sources, num_sources=num_sources)
+
+
+def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
+    """What experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
+    if is_first or not config.sequence_parallel:
+        return padding_mask
+    shards = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
+    return shards[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
+    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is
+    divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
+    """
+    assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
+    losses = output.to(torch.promote_types(output.dtype, torch.float32)) * loss_mask
+    total = losses.sum()
+    num_tokens = loss_mask.count_nonzero().to(torch.int32)
+    log: dict[str, Any] = {"lm loss": (total.detach(), num_tokens.detach())}
+    if sources is not None:
+        both = torch.stack((losses.detach().double().flatten(), (loss_mask != 0).double().flatten()))
+        log["source losses"] = both.new_zeros(2, num_sources).index_add_(1, sources.flatten(), both)
+    return total, num_tokens, log
+
+
+class PaddedBatch(NamedTuple):
+    """A microbatch of rows padded to the same length S; each tensor [b, S / context-parallel size]. The baseline to
+    compare with.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    padding_mask: Tensor
+    sources: Tensor
+    """Of each token, on the host."""
+    packed_seq_params: None = None
+
+
+def padded_batches(
+    draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
+) -> Iterator[PaddedBatch]:
+    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
+    masked.
+    """
+    size, rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    index = shard_index((seq_length,), size, rank)
+
+    def shard(rows: Tensor, device: torch.device = device) -> Tensor:
+        return (rows if index is None else rows[:, index]).to(device)
+
+    for draw in draws:
+        tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
+        loss_mask = torch.zeros(num_rows, seq_length)
+        padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
+        for row, sample in enumerate(samples_of(draw)):
+            real = slice(len(sample))
+            tokens[row, real], labels[row, real] = sample.tokens, sample.labels
+            loss_mask[row, real], position_ids[row, real] = sample.loss_mask, sample.position_ids
+            padding_mask[row, real], sources[row] = False, sample.source
+        yield PaddedBatch(
+            tokens=shard(tokens),
+            labels=shard(labels),
+            loss_mask=shard(loss_mask),
+            position_ids=shard(position_ids),
+            padding_mask=shard(padding_mask),
+            sources=shard(sources, torch.device("cpu")),
+        )

@@ -1,0 +1,57 @@
+"""mcore. Faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.packing.model import load_balancing
+
+
+def install() -> None:
+    """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
+    _define_te_general_gemm()
+    _load_distributed_adam()
+    load_balancing.install()
+
+
+def _define_te_general_gemm() -> None:
+    """The router of experts asks whether `te_general_gemm` is None; the name exists only with Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _load_distributed_adam() -> None:
+    """torch's Adam keeps a `step` per parameter, which the distributed optimizer restores wrongly, twice.
+
+    `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters are given one tensor,
+    which each of them then increments: after a resume the bias correction runs ahead by the number of parameters.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if hasattr(DistributedOptimizer, "restores_steps"):
+        return
+    load_state_dict = DistributedOptimizer.load_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    def set_states_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if not self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            group_index, group_order = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+            state = self.optimizer.state[main_param]
+            if "step" in state:  # restored before, from the parameter groups
+                tensors = {"step": state["step"], **tensors}
+        set_states(self, model_param, tensors)
+
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
+    DistributedOptimizer.restores_steps = True  # type: ignore[attr-defined]

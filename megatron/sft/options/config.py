@@ -1,0 +1,166 @@
+"""pure. All options of pretrain_sft.py, with Megatron's names and meanings; contradictions are refused before
+anything is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.flags import FlagError, parse_flags
+from megatron.sft.options.data import DataConfig
+from megatron.sft.options.model import ModelConfig
+from megatron.sft.options.output import OutputConfig
+from megatron.sft.options.packing import PackingConfig
+from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """All options of a run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    packing: PackingConfig
+    data: DataConfig
+    training: TrainingConfig
+    output: OutputConfig
+
+    @property
+    def alignment(self) -> Alignment:
+        """What the layout asks of packs."""
+        return Alignment.for_layout(
+            context_parallel_size=self.parallel.context_parallel_size,
+            tensor_parallel_size=self.parallel.tensor_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+        )
+
+    @property
+    def smallest_capacity_per_rank(self) -> int:
+        """Tokens of each rank, of a pack that holds one sequence of --seq-length."""
+        padded = int(self.alignment.padded_length(np.int64(self.model.seq_length)))
+        return -(-padded // self.alignment.pack) * self.alignment.pack // self.parallel.context_parallel_size
+
+    @property
+    def capacity_per_rank(self) -> int:
+        """Tokens that one rank may hold of a pack."""
+        return self.packing.max_seqlen_per_dp_cp_rank or self.smallest_capacity_per_rank
+
+    @property
+    def num_virtual_stages(self) -> int | None:
+        """Virtual pipeline stages on each rank; None without interleaving."""
+        per_stage = self.parallel.num_layers_per_virtual_pipeline_stage
+        if per_stage is None:
+            return None
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_stage
+
+    def check(self, world_size: int) -> None:
+        """Raise FlagError for options that contradict one another or the number of processes."""
+        try:
+            data_parallel_size = self.parallel.data_parallel_size(world_size)
+            self._check_batch(data_parallel_size)
+            self._check_model()
+            self._check_rank_order()
+            self._check_context()
+        except ValueError as failure:
+            raise FlagError(str(failure)) from None
+
+    def _check_batch(self, data_parallel_size: int) -> None:
+        per_draw = data_parallel_size * self.training.micro_batch_size
+        if self.training.global_batch_size % per_draw:
+            raise ValueError(
+                f"--global-batch-size {self.training.global_batch_size} must be a multiple of --micro-batch-size "
+                f"{self.training.micro_batch_size} times the data-parallel size {data_parallel_size}"
+            )
+        num_microbatches, stages = (
+            self.training.global_batch_size // per_draw,
+            self.parallel.pipeline_model_parallel_size,
+        )
+        if not self.packing.sequence_packing and self.num_virtual_stages and num_microbatches % stages:
+            raise ValueError(
+                f"an interleaved pipeline of {stages} stages needs a multiple of {stages} microbatches, but "
+                f"--global-batch-size {self.training.global_batch_size} makes {num_microbatches}"
+            )
+
+    def _check_model(self) -> None:
+        model, parallel = self.model, self.parallel
+        tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        for name, value in (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--ffn-hidden-size", model.resolved_ffn_hidden_size),
+            ("--num-query-groups", model.num_query_groups or tensor),
+        ):
+            if value % tensor:
+                raise ValueError(f"{name} {value} must be a multiple of --tensor-model-parallel-size {tensor}")
+        per_stage = parallel.num_layers_per_virtual_pipeline_stage or 1
+        if model.num_layers % (stages * per_stage):
+            raise ValueError(
+                f"--num-layers {model.num_layers} must be a multiple of --pipeline-model-parallel-size {stages}"
+                + (f" times --num-layers-per-virtual-pipeline-stage {per_stage}" if per_stage > 1 else "")
+            )
+        if self.num_virtual_stages == 1:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"
+            )
+        experts = parallel.expert_model_parallel_size
+        if experts > 1 and (model.num_experts is None or model.num_experts % experts):
+            raise ValueError(
+                f"--num-experts {model.num_experts} must be a multiple of --expert-model-parallel-size {experts}"
+            )
+        if model.num_experts is not None and tensor > 1 and not parallel.sequence_parallel:
+            raise ValueError("--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel")
+        if model.num_experts is not None and tensor > 1 and experts == 1:
+            raise ValueError(
+                "--num-experts with --tensor-model-parallel-size above 1 needs --expert-model-parallel-size above 1: "
+                "megatron-core would not sum the gradients of whole experts over tensor-parallel ranks"
+            )
+
+    def _check_rank_order(self) -> None:
+        parallel = self.parallel
+        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        experts = tensor if self.model.num_experts is None else parallel.expert_model_parallel_size
+        if parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1 and experts != tensor * context:
+            raise ValueError(
+                "--use-tp-pp-dp-mapping with a pipeline needs --context-parallel-size 1, and with --num-experts an "
+                "--expert-model-parallel-size of tensor times context parallel size: megatron-core cannot group others"
+            )
+
+    def _check_context(self) -> None:
+        seq_length = self.model.seq_length
+        if self.output.dump_schedule and not self.packing.sequence_packing:
+            raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
+        beyond = [step for step in self.output.dump_schedule if step > self.training.train_iters]
+        if beyond:
+            raise ValueError(
+                f"--dump-schedule {beyond[0]} must be at most --train-iters {self.training.train_iters}, the last step"
+            )
+        if self.packing.sequence_packing and self.capacity_per_rank < self.smallest_capacity_per_rank:
+            raise ValueError(
+                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of --seq-length "
+                f"{seq_length} in this layout; raise it to {self.smallest_capacity_per_rank}"
+            )
+        if not self.packing.sequence_packing and seq_length % self.alignment.pack:
+            raise ValueError(
+                f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for logs and checkpoints."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
+    """The run's options from the command line; FlagError for anything wrong in them."""
+    groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
+    model, parallel, packing, data, training, output = parse_flags(
+        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core."
+    )
+    config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
+    config.check(world_size)
+    return config

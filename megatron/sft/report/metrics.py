@@ -1,0 +1,184 @@
+"""pure. What a training step and an evaluation measured, and the line of a log that it becomes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from megatron.sft.report.json_lines import json_line
+from megatron.sft.report.source_metrics import SourceMetrics, dropped_line, sources_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One training step, summed over all ranks. Counts are exact integers."""
+
+    iteration: int
+    """Steps done, this one included."""
+    consumed_samples: int
+    """Samples taken from the data since the run's first step, those that wait for a later one among them; the learning
+    rate's schedule goes by it.
+    """
+    loss: float
+    """Per-token mean over the global batch."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """The optimizer left this step out, as the gradients overflowed."""
+    step_seconds: float
+    """Wall time of the whole step, `data_seconds` included."""
+    data_seconds: float
+    """Time that the step waited for its data."""
+    passes_seconds: float
+    """Of the forward and backward passes, with the reduction of gradients; without `data_seconds` and optimizer."""
+    predicted_seconds: float
+    """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
+    sequences: int
+    """Sequences trained on."""
+    tokens: int
+    """Real tokens: sum of the sequences' lengths."""
+    square_sum: int
+    """Sum of the squared lengths, which attention's cost follows."""
+    num_loss_tokens: int
+    """Tokens that the loss is taken on."""
+    padded_tokens: int
+    """Tokens computed: real ones and padding."""
+    capacity_tokens: int
+    """Tokens that the packs had room for: microbatches * capacity * data-parallel size."""
+    microbatches: int
+    """Microbatches of each data-parallel rank."""
+    num_ranks: int
+    """Data-parallel size."""
+    num_stages: int
+    """Pipeline-parallel size."""
+    step_cost: float
+    """Modelled time of the step: in seconds with a fitted cost, else in FLOPs."""
+    step_cost_bound: float
+    """The least that any schedule takes; in pipelines, the least that packs of even size take."""
+    bubble: float
+    """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
+    moved_tokens: int
+    """Of sequences that another data-parallel rank computes than the one that drew them."""
+    tokens_per_second: float
+    """Real tokens of all devices together."""
+    tflops_per_device: float
+    dropped_samples: int
+    """Samples of this step that were left out: too long, broken, or without a token that counts."""
+    cut_samples: int
+    """Samples of this step that were cut."""
+    delays: list[int] = field(default_factory=list)
+    """Sequences of this step that have waited 0, 1, 2 ... steps for others of their kind; empty where none may wait."""
+    waiting: int = 0
+    """Sequences drawn that wait for a later step."""
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of each source that had some: reason -> samples that were left out."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """Of each source that was drawn from; empty where there is one."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' room that real tokens take."""
+        return self.tokens / self.capacity_tokens
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed tokens that is padding."""
+        return 1 - self.tokens / self.padded_tokens
+
+    @property
+    def balance(self) -> float:
+        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven size."""
+        return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
+
+    @property
+    def moved(self) -> float:
+        """Share of the tokens that change data-parallel ranks."""
+        return self.moved_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured time of the passes, less 1; NaN without a prediction."""
+        return self.predicted_seconds / self.passes_seconds - 1 if self.passes_seconds else math.nan
+
+    def to_line(self, train_iters: int) -> str:
+        """The step as one line of a log."""
+        parts = [
+            f"step {self.iteration:>{len(str(train_iters))}}/{train_iters}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.lr:.2e}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.tflops_per_device:.3g} TFLOP/s per device",
+            f"{self.microbatches} microbatches",
+            f"fill {self.fill:.1%}",
+            f"padding {self.padding:.1%}",
+            *self._schedule_parts(),
+            f"data {self.data_seconds * 1000:.1f} ms",
+        ]
+        if math.isfinite(self.predicted_seconds):
+            parts.append(
+                f"passes {self.passes_seconds * 1000:.1f} ms, predicted {self.predicted_seconds * 1000:.1f} ms "
+                f"({self.prediction_error:+.1%})"
+            )
+        if self.sources:
+            parts.append(sources_line(self.sources))
+        if self.dropped_samples:
+            parts.append(
+                f"{self.dropped_samples} dropped" + (f": {dropped_line(self.dropped)}" if self.dropped else "")
+            )
+        if self.cut_samples:
+            parts.append(f"{self.cut_samples} cut")
+        if self.delays:
+            parts.append(f"{sum(self.delays[1:])} delayed, {self.waiting} waiting")
+        if self.skipped:
+            parts.append("optimizer step skipped")
+        return " | ".join(parts)
+
+    def _schedule_parts(self) -> list[str]:
+        if self.num_stages == 1:
+            parts = [f"balance {self.balance:.4f} of the bound"]
+        else:
+            parts = [f"balance {self.balance:.3f} of even packs", f"bubble {self.bubble:.1%}"]
+        return parts if self.num_ranks == 1 else [*parts, f"moved {self.moved:.0%}"]
+
+    def to_postfix(self) -> str:
+        """What stands behind a progress bar."""
+        return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
+
+    def to_json(self) -> str:
+        """The step as its line of `metrics.jsonl`."""
+        values = asdict(self)
+        if not self.delays:
+            del values["delays"], values["waiting"]
+        names = ("fill", "padding", "balance", "moved", "prediction_error")
+        return json_line("train", **values, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A loss over held-out data."""
+
+    iteration: int
+    """Training steps done before it."""
+    split: str
+    loss: float
+    """Per-token mean over all of the evaluation's batches."""
+    num_tokens: int
+    """Tokens that the loss is taken on."""
+    dropped_samples: int = 0
+    cut_samples: int = 0
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """As in a step."""
+    sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
+    """As in a step."""
+
+    def to_line(self) -> str:
+        """The evaluation as one line of a log."""
+        left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
+        left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
+        line = f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        return f"{line} | {sources_line(self.sources)}" if self.sources else line
+
+    def to_json(self) -> str:
+        """The evaluation as its line of `metrics.jsonl`."""
+        return json_line("evaluation", **asdict(self))

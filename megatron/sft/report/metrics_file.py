@@ -1,0 +1,150 @@
+"""pure. `metrics.jsonl`: written as a run goes, beside TensorBoard and what the user sees; read back for its report.
+
+A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
+
+    {"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, ...}
+    {"kind": "train", "iteration": 1, "loss": 5.61, ...}
+    {"kind": "evaluation", "iteration": 1, "split": "valid", "loss": 5.2, "num_tokens": 8192}
+
+Lines stand in the order of their steps, and each is written when its call returns. A run that was killed and resumed
+leaves the same steps as one that was never stopped. NaN and infinity are null, so that every line is valid JSON.
+"""
+
+import math
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megatron.sft.report.json_lines import json_line, read_jsonl, truncate_after
+from megatron.sft.report.metrics import Evaluation, StepMetrics
+from megatron.sft.report.source_metrics import sources_of_record
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_SCALARS = (
+    *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
+    *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
+)
+
+T = TypeVar("T", StepMetrics, Evaluation)
+
+
+def open_tensorboard(tensorboard_dir: Path | str, first_step: int) -> Any:
+    """A SummaryWriter that hides what the folder has of `first_step` and later ones, left by a run that was killed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard") from error
+    return SummaryWriter(str(tensorboard_dir), purge_step=first_step)
+
+
+class MetricsWriter:
+    """Writes a run's metrics to its file and to TensorBoard, and shows a progress bar on a terminal or else log lines.
+
+    Made by one process of the run. Price: one small write per call, no host sync.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        train_iters: int,
+        log_interval: int,
+        resume_iteration: int | None = None,
+        tensorboard_dir: Path | str | None = None,
+    ) -> None:
+        """Opens the files.
+
+        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it the run is a new
+        one and its file starts empty. Where there is no terminal, every `log_interval`-th step gets a line on stdout.
+        """
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_after(path, -1 if resume_iteration is None else resume_iteration)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
+        self._tensorboard = (
+            None
+            if tensorboard_dir is None
+            else open_tensorboard(tensorboard_dir, first_step=(resume_iteration or 0) + 1)
+        )
+        self._train_iters = train_iters
+        self._log_interval = log_interval
+        self._bar = progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes and shows one training step."""
+        self._file.write(metrics.to_json() + "\n")
+        if self._tensorboard is not None:
+            for name in TENSORBOARD_SCALARS:
+                self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
+            for name, source in metrics.sources.items():
+                self._tensorboard.add_scalar(f"train/loss of {name}", source.loss, metrics.iteration)
+        if self._bar is not None:
+            self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
+            self._bar.update(metrics.iteration - self._bar.n)
+        elif metrics.iteration % self._log_interval == 0:
+            print(metrics.to_line(self._train_iters), flush=True)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Writes and shows the loss over held-out data."""
+        self._file.write(evaluation.to_json() + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(f"{evaluation.split}/loss", evaluation.loss, evaluation.iteration)
+        if self._bar is not None:
+            self._bar.write(evaluation.to_line())
+        else:
+            print(evaluation.to_line(), flush=True)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Writes something that happened, `event("run", iteration=0, seq_length=1024, global_batch_size=16)`.
+
+        With an `iteration` the line lasts or falls with that step when the run is resumed.
+        """
+        self._file.write(json_line("event", event=name, **fields) + "\n")
+
+    def close(self) -> None:
+        """Closes the files and the progress bar."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._bar is not None:
+            self._bar.close()
+
+
+def progress_bar(train_iters: int, done: int) -> Any:
+    """A bar over the run's steps on stderr."""
+    from tqdm import tqdm
+
+    return tqdm(total=train_iters, initial=done, unit="step", dynamic_ncols=True)
+
+
+class Metrics(NamedTuple):
+    """All that `metrics.jsonl` holds."""
+
+    steps: list[StepMetrics]
+    evaluations: list[Evaluation]
+    events: list[dict[str, Any]]
+
+
+def read_metrics(run_dir: Path | str) -> Metrics:
+    """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} must be the metrics of a run, but there is no such file; give the folder of a run")
+    metrics = Metrics(steps=[], evaluations=[], events=[])
+    for record in read_jsonl(path):
+        if record["kind"] == "event":
+            metrics.events.append(record)
+        elif record["kind"] == "evaluation":
+            metrics.evaluations.append(from_record(Evaluation, record))
+        else:
+            metrics.steps.append(from_record(StepMetrics, record))
+    return metrics
+
+
+def from_record(kind: type[T], record: dict[str, Any]) -> T:
+    """The dataclass instance that a line was written from, null as NaN."""
+    values: dict[str, Any] = {one.name: record[one.name] for one in fields(kind) if one.name in record}
+    values.update({name: math.nan for name, value in values.items() if value is None})
+    values["sources"] = sources_of_record(values.get("sources", {}))
+    return kind(**values)

@@ -1,0 +1,142 @@
+"""pure. A run as a picture: loss, waste, and the packs of a few steps. Needs matplotlib."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import colormaps, rc_context
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from megatron.sft.report.metrics import Evaluation, StepMetrics
+from megatron.sft.report.metrics_file import Metrics
+from megatron.sft.report.summary import Summary, mean_of_finite
+
+PACKS_DRAWN = 64
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito's, for colour-blind eyes too
+STYLE: Any = {
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 11,
+    "figure.constrained_layout.hspace": 0.07,
+    "figure.constrained_layout.wspace": 0.05,
+    "font.size": 9,
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
+}
+
+
+def plot(path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], summary: Summary) -> None:
+    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11, 7.6 if packs else 3.8), dpi=130, layout="constrained")
+        rows = figure.add_gridspec(2 if packs else 1, 2, width_ratios=(3, 2))
+        plot_loss(figure.add_subplot(rows[0, 0]), metrics.steps, metrics.evaluations)
+        plot_waste(figure.add_subplot(rows[0, 1]), metrics.steps, summary)
+        if packs:
+            plot_packs(figure.add_subplot(rows[1, :]), packs, summary)
+        figure.savefig(path)
+
+
+def plot_series(axes: Any, steps: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
+    """A line over steps; where they are many, its running mean over the faint line itself."""
+    last, reach = len(values) - 1, len(values) // 50
+    smooth = []
+    for at in range(len(values)):
+        near = min(reach, at, last - at)
+        smooth.append(mean_of_finite(values[at - near : at + near + 1]))
+    axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color=color, linewidth=1.8, label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def plot_loss(axes: Any, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
+    """Training loss, smoothed where there are many steps, and the held-out points."""
+    plot_series(axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training")
+    splits = dict.fromkeys(evaluation.split for evaluation in evaluations)
+    for split, color, marker in zip(splits, (ORANGE, GREEN, PURPLE), "osD"):
+        points = [(each.iteration, each.loss) for each in evaluations if each.split == split]
+        axes.plot(*zip(*points), marker + "-", color=color, linewidth=1, markersize=5, label=f"held out: {split}")
+    axes.set(xlabel="step", ylabel="loss per token", title="Loss")
+    axes.legend()
+
+
+def plot_waste(axes: Any, steps: Sequence[StepMetrics], summary: Summary) -> None:
+    """What a step computed in vain, and how much longer than it must its schedule takes; in pipelines, the bubble."""
+    iterations = [step.iteration for step in steps]
+    if summary.num_stages == 1:
+        over_bound = [100 * (step.balance - 1) for step in steps]
+        plot_series(axes, iterations, over_bound, ORANGE, "modelled time, over lower bound")
+    else:
+        plot_series(axes, iterations, [100 * step.bubble for step in steps], ORANGE, "bubble, of modelled time")
+    plot_series(axes, iterations, [100 * step.padding for step in steps], BLUE, "padding, of tokens computed")
+    axes.set(
+        xlabel="step", ylabel="percent", title=f"Waste  (without packing, {summary.baseline_padding:.0%} is padding)"
+    )
+    axes.set_ylim(0, 1.35 * max(*axes.get_ylim(), 1))
+    axes.legend(loc="upper left")
+
+
+def plot_packs(axes: Any, lines: Sequence[dict[str, Any]], summary: Summary) -> None:
+    """The packs of a few steps as stacks of sequences under the capacity."""
+    drawn = packs_to_draw(lines)
+    at = [pack.at for pack in drawn]
+    axes.bar(at, [pack.capacity for pack in drawn], width=1, color="#E8E8E8")
+    boxes = [
+        (pack.at, length, sum(pack.lengths[:index])) for pack in drawn for index, length in enumerate(pack.lengths)
+    ]
+    lengths = [length for _, length, _ in boxes]
+    color: Any = ScalarMappable(LogNorm(min(lengths), max(min(lengths) + 1, *lengths)), colormaps["viridis_r"])
+    axes.bar(
+        [x for x, _, _ in boxes],
+        lengths,
+        bottom=[bottom for _, _, bottom in boxes],
+        width=1,
+        color=color.to_rgba(lengths),
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    axes.figure.colorbar(color, ax=axes, label="tokens of a sequence", format="{x:,.0f}", pad=0.01, aspect=30)
+    ticks: dict[int, list[float]] = {}
+    for pack in drawn:
+        ticks.setdefault(pack.iteration, []).append(pack.at)
+    axes.set_xticks([statistics.fmean(places) for places in ticks.values()], [f"step {step}" for step in ticks])
+    axes.tick_params(axis="x", length=0)
+    axes.set(ylabel="tokens", title=f"Packs, rank by rank  ({summary.fill:.0%} filled over the run; grey is room left)")
+    axes.margins(x=0.01, y=0.02)
+
+
+class DrawnPack(NamedTuple):
+    """One bar of the picture."""
+
+    iteration: int
+    at: float
+    """Place on the x axis."""
+    capacity: int
+    lengths: list[int]
+
+
+def packs_to_draw(lines: Sequence[dict[str, Any]]) -> list[DrawnPack]:
+    """About `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part the ranks, wider ones the steps."""
+    packs_per_step = max(sum(len(rank) for rank in line["packs"]) for line in lines)
+    count = min(len(lines), max(1, PACKS_DRAWN // packs_per_step))
+    drawn: list[DrawnPack] = []
+    at = 0.0
+    for index in range(count):
+        line = lines[(len(lines) - 1) * (index + 1) // count]
+        for rank in line["packs"][: max(1, PACKS_DRAWN // len(line["packs"][0]))]:
+            for lengths in rank:
+                drawn.append(DrawnPack(line["iteration"], at, line["capacity"], lengths))
+                at += 1
+            at += 0.4
+        at += 1.2
+    return drawn

@@ -1,0 +1,112 @@
+"""mcore. The folders of a run: made before any work, and written to by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.packing.step.global_batch import GlobalBatch
+from megatron.planner.plan_run import OPTIONS_FILE
+from megatron.planner.step_record import StepLayout, StepRecord
+from megatron.sft.model.checkpoint import Progress, latest_iteration
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.output import OutputConfig
+from megatron.sft.report.json_lines import json_line, truncate_after
+from megatron.sft.report.metrics import StepMetrics
+from megatron.sft.report.metrics_file import METRICS_FILE, MetricsWriter
+from megatron.sft.report.report import PACKS_FILE
+from megatron.sft.report.schedule_file import dump_schedule
+
+
+def prepare_output(output: OutputConfig) -> None:
+    """Make the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
+    for path in (output.save, output.run_dir):
+        if path is not None:
+            try:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                writable = os.access(path, os.W_OK)
+            except OSError:
+                writable = False
+            if not writable:
+                raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+    if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
+        raise ValueError(
+            f"--save {output.save} holds a run's checkpoints, up to step {found}; "
+            f"continue it with --load {output.save}, or pass another --save"
+        )
+
+
+def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
+    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data.
+
+    in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
+    """
+    settings = batch.settings
+    layout = StepLayout(
+        num_ranks=len(batch.pack_lengths),
+        capacity=settings.capacity,
+        alignment=settings.alignment,
+        cost=settings.cost,
+        microbatch_multiple=settings.microbatch_multiple,
+        model=settings.model,
+        seconds_per_unit=1.0 if in_seconds else None,
+    )
+    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
+
+
+class RunLog:
+    """What rank 0 writes: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
+
+    def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
+        resumed = progress.iteration if progress.iteration else None
+        if resumed is None:
+            for name in (METRICS_FILE, PACKS_FILE):
+                if (run_dir / name).exists():  # of an earlier run
+                    os.replace(run_dir / name, run_dir / f"{name}.previous")
+        self.writer = MetricsWriter(
+            run_dir,
+            train_iters=config.training.train_iters,
+            log_interval=config.output.log_interval,
+            resume_iteration=resumed,
+            tensorboard_dir=config.output.tensorboard_dir,
+        )
+        truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
+        self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._log_interval = config.output.log_interval
+        self._dumped_steps = config.output.dump_schedule
+        self._run_dir = run_dir
+        self._in_seconds = config.packing.fitted_cost is not None
+        (run_dir / OPTIONS_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        self.writer.event(
+            "run" if resumed is None else "resumed",
+            iteration=progress.iteration,
+            seq_length=config.model.seq_length,
+            global_batch_size=config.training.global_batch_size,
+            world_size=dist.get_world_size(),
+        )
+
+    def step(self, metrics: StepMetrics, batch: GlobalBatch | None) -> None:
+        """Write one step and, of a packed `batch`, the packs at every `log_interval`-th and the schedules asked for."""
+        self.writer.step(metrics)
+        if batch is None or not batch.pack_lengths:
+            return
+        if metrics.iteration % self._log_interval == 0:
+            packs = {"capacity": batch.settings.capacity, "packs": batch.pack_lengths}
+            self._packs.write(json_line("packs", iteration=metrics.iteration, **packs) + "\n")
+        if metrics.iteration in self._dumped_steps:
+            title = f"step {metrics.iteration} of {self._run_dir}"
+            record = record_of(batch, title, in_seconds=self._in_seconds)
+            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
+            self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.writer.close()
+        self._packs.close()

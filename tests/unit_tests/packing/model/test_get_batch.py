@@ -1,0 +1,196 @@
+"""One microbatch for one rank: the fields of its stage, its shard, its layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.packing.batch.layout import Alignment, PackLayout
+from megatron.packing.batch.pack import layout_microbatch, pack
+from megatron.packing.batch.sample import Sample
+from megatron.packing.model import get_batch as get_batch_module
+from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
+from megatron.packing.model.zigzag import shard_index
+from tests.unit_tests.packing.stubs import Ranks
+
+CPU = torch.device("cpu")
+FIELDS = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """Stub groups have no backend to ask for a device."""
+    monkeypatch.setattr(get_batch_module, "device_of", lambda group: CPU)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: False)
+
+
+def microbatch(lengths=(3, 5), sequence=4, unit=8) -> dict[str, Any]:
+    """Segments of 4, 8 and, as tail, 4 tokens; token t, label 100 + t, weight t / 8."""
+    samples: list[Sample] = []
+    for length in lengths:
+        tokens = torch.arange(1, length + 1) + sum(len(sample) for sample in samples)
+        samples.append(Sample(tokens, tokens + 100, tokens / 8, torch.arange(length)))
+    return pack(samples, PackLayout.of(lengths, Alignment(sequence=sequence, pack=unit)), CPU)
+
+
+def get_batch(source: dict[str, Any], *, cp=None, pp=None, **options) -> Batch:
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = Ranks(), cp or Ranks(), pp or Ranks()
+    return get_batch_on_this_rank_for_sequence_packing(iter([source]), pg_collection=groups, **options)
+
+
+def has(batch: Batch) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if getattr(batch, name) is not None)
+
+
+INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
+
+
+@pytest.mark.parametrize(
+    ("pp", "options", "fields"),
+    [
+        (Ranks(1, 0), {}, FIELDS),
+        (Ranks(3, 0), {}, INPUTS),
+        (Ranks(3, 1), {}, ()),
+        (Ranks(3, 2), {}, TARGETS),
+        (Ranks(3, 2), {"mtp_on_this_rank": True}, FIELDS),
+        (Ranks(2, 0), {"vpp_size": 2, "vp_stage": 0}, INPUTS),
+        (Ranks(2, 0), {"vpp_size": 2, "vp_stage": 1}, ()),
+        (Ranks(2, 1), {"vpp_size": 2, "vp_stage": 0}, ()),
+        (Ranks(2, 1), {"vpp_size": 2, "vp_stage": 1}, TARGETS),
+    ],
+)
+def test_fields_of_each_stage(pp, options, fields):
+    """A virtual stage in the middle that gets tokens embeds them again; a last one without labels has no loss."""
+    batch = get_batch(microbatch(), pp=pp, **options)
+    assert has(batch) == fields
+    assert batch.attention_mask is None
+    assert all(getattr(batch, name).shape == (1, 16) for name in (*fields, "padding_mask"))
+
+
+@pytest.mark.parametrize("cp", [Ranks(1, 0), Ranks(2, 0), Ranks(2, 1)])
+def test_sources_stand_where_their_tokens_do(cp):
+    """Losses would be added up under another source's name, and still sum to the right whole."""
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = Ranks(), cp, Ranks()
+    samples = [Sample(torch.full((n,), n), torch.zeros(n), torch.ones(n), torch.arange(n), source=n) for n in (3, 5)]
+    packed = pack(samples, PackLayout.of((3, 5), Alignment(sequence=4, pack=8)), CPU)
+    sources = sources_of_tokens(packed, groups)
+    tokens = get_batch(packed, cp=cp).tokens
+    assert tokens is not None
+    assert sources.shape == tokens.shape == (1, 16 // cp.size())
+    assert torch.equal(sources[tokens != 0], tokens[tokens != 0])
+
+
+def test_middle_stage_needs_no_tokens():
+    """Stages in the middle get layouts only, and must find all they need there."""
+    layout = PackLayout.of((3, 5), Alignment(sequence=4, pack=8))
+    batch = get_batch(layout_microbatch(layout), pp=Ranks(3, 1))
+    expected = get_batch(microbatch(), pp=Ranks(3, 1))
+    assert has(batch) == ()
+    assert torch.equal(batch.padding_mask, expected.padding_mask)
+    assert torch.equal(batch.packed_seq_params.cu_seqlens_q, expected.packed_seq_params.cu_seqlens_q)
+
+
+def test_whole_pack_without_context_parallel():
+    """The fields are the microbatch's own; two swapped by name would train on positions or labels as tokens."""
+    source = microbatch()
+    batch = get_batch(source)
+    for name in FIELDS:
+        assert torch.equal(getattr(batch, name), source[name].unsqueeze(0)), name
+
+
+def test_padding_mask():
+    """The router of experts balances over tokens that this calls real: padding among them skews it, real ones left
+    out are not counted.
+    """
+    batch = get_batch(microbatch((2, 1), sequence=3, unit=8))
+    assert batch.padding_mask.dtype == torch.bool
+    expected = [False, False, True, False, True, True, True, True]
+    assert batch.padding_mask.tolist() == [expected]
+
+
+def test_padding_mask_of_a_dummy_pack():
+    """No token of a dummy pack is real."""
+    batch = get_batch(microbatch(()))
+    assert batch.padding_mask.tolist() == [[True] * 8]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_make_up_the_pack(size):
+    """All fields must be cut alike, each token to one rank: labels of other tokens still give a falling loss."""
+    source = microbatch((5, 11), sequence=2 * size, unit=6 * size)
+    lengths = tuple(source["cu_seqlens_padded"].diff().tolist())
+    batches = [get_batch(source, cp=Ranks(size, rank)) for rank in range(size)]
+    is_padding = torch.ones(sum(lengths), dtype=torch.bool)
+    for start, end in zip(source["cu_seqlens_padded"].tolist(), source["cu_seqlens"].diff().tolist()):
+        is_padding[start : start + end] = False
+    for name, whole in {**{name: source[name] for name in FIELDS}, "padding_mask": is_padding}.items():
+        again = torch.full_like(whole, -1)
+        for rank, batch in enumerate(batches):
+            again[shard_index(lengths, size, rank)] = getattr(batch, name).squeeze(0)
+        assert torch.equal(again, whole), name
+    for batch in batches:
+        assert batch.packed_seq_params.cu_seqlens_q_padded.tolist() == source["cu_seqlens_padded"].tolist()
+
+
+def test_packed_seq_params():
+    """On the host, int32 and of padded lengths: a device tensor is one sync per layer, real lengths would shift RoPE
+    and attention against the tokens, and a tensor as `max_seqlen` breaks its comparison in megatron-core.
+    """
+    params = get_batch(microbatch()).packed_seq_params
+    assert params.qkv_format == "thd"
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        value = getattr(params, name)
+        assert value.tolist() == [0, 4, 12, 16], name
+        assert value.dtype == torch.int32
+        assert value.device == CPU
+    assert params.max_seqlen_q == params.max_seqlen_kv == 8
+    assert type(params.max_seqlen_q) is type(params.max_seqlen_kv) is int
+
+
+def test_packed_seq_params_for_transformer_engine(monkeypatch):
+    """Transformer Engine is told real and padded lengths apart; with the two swapped it attends to padding."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
+    params = get_batch(microbatch()).packed_seq_params
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8, 8]
+    assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_transformer_engine_before_1_10_gets_padded_lengths_only(monkeypatch, caplog, is_new):
+    """It drops the padded ones: with real ones alone each sequence would be read from the wrong place."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "is_te_min_version", lambda version: is_new)
+    get_batch_module.transformer_engine_takes_padding.cache_clear()
+    try:
+        params = get_batch(microbatch()).packed_seq_params
+    finally:
+        get_batch_module.transformer_engine_takes_padding.cache_clear()
+    assert params.cu_seqlens_q.tolist() == ([0, 3, 8, 8] if is_new else [0, 4, 12, 16])
+    assert ("before 1.10" in caplog.text) != is_new
+
+
+def test_multi_token_prediction_cuts_by_padded_lengths(monkeypatch):
+    """megatron-core rolls labels within `cu_seqlens_q` as if packs had no padding: real lengths would cut elsewhere."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
+    params = get_batch(microbatch(), mtp_on_this_rank=True).packed_seq_params
+    assert params.cu_seqlens_q.tolist() == [0, 4, 12, 16]
+
+
+def test_each_call_draws_one_microbatch():
+    """Interleaved stages each have an iterator: a second draw in one call would skip every other microbatch."""
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = Ranks(), Ranks(), Ranks()
+    iterator = iter([microbatch((3,)), microbatch((5,)), microbatch((7,))])
+    drawn = [get_batch_on_this_rank_for_sequence_packing(iterator, pg_collection=groups) for _ in range(3)]
+    assert [int(batch.padding_mask.logical_not().sum()) for batch in drawn] == [3, 5, 7]
+
+
+def test_missing_iterator_is_named():
+    """None is what Megatron's own code passes to most ranks; here it would fail later, as a TypeError of `next`."""
+    with pytest.raises(ValueError, match="must have a data iterator from wrap_dataloader"):
+        get_batch_on_this_rank_for_sequence_packing(None)

@@ -1,0 +1,96 @@
+"""Advice that is wrong costs GPUs: each sentence where it must come, and its figure against a schedule made anew."""
+
+import numpy as np
+import pytest
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
+from megatron.planner.compare import compare
+from megatron.planner.step_record import StepLayout
+
+COST = PackCost(1.0, 0.0, 0.0)
+ALONE = Beside(1)
+
+
+def advice(lengths, *, ranks, capacity, stages=1, cost=COST, beside=ALONE, chunks=1, meet=False):
+    alignment = Alignment.for_layout(
+        context_parallel_size=beside.context_parallel_size, tensor_parallel_size=1, sequence_parallel=False
+    )
+    group = stages if chunks > 1 else 1
+    model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=group, ranks_meet=meet)
+    layout = StepLayout(
+        num_ranks=ranks, capacity=capacity, alignment=alignment, cost=cost, microbatch_multiple=group, model=model
+    )  # fmt: skip
+    batches = [np.array(lengths)]
+    comparison = compare(batches, layout, SCHEDULERS, int(max(lengths)))
+    return " ".join(Adviser(batches, layout, beside).advice(comparison))
+
+
+def test_one_long_sequence_asks_for_context_parallel():
+    """1,000 tokens beside 60: two ranks of which one idles become one rank that computes twice as fast."""
+    said = advice([1000, 20, 20, 20], ranks=2, capacity=1000)
+    assert "The longest sequence, 1,000 tokens, costs 1.9x a rank's fair share" in said
+    assert (
+        "--cp 2 with --dp 1 and --max-seqlen-per-dp-cp-rank 1000, on as many devices, would save 47.0% of the time"
+        in said
+    )
+
+
+def test_odd_number_of_ranks_is_told_without_a_figure():
+    assert "more context parallel would share it" in advice([1000, 20, 20], ranks=3, capacity=1000)
+
+
+def test_bubbles_ask_for_more_microbatches():
+    """Four equal packs in four stages wait for 3/7 of the step; eight for 3/11: 11/8 over 7/4 is 21.4 % less."""
+    said = advice([100] * 4, ranks=1, capacity=100, stages=4)
+    assert "Devices wait for 43% of the step: --global-batch-size 8 would save 21.4% of the time per token" in said
+    assert "--vpp 2, if the layers are a multiple of 8, would save 21.4% of the time" in said
+
+
+def test_advised_chunks_are_those_that_layers_allow():
+    """Twice as many may be more than there are layers, or leave layers over."""
+
+    def advised(layers, chunks):
+        said = advice([100] * 4, ranks=1, capacity=100, stages=4, chunks=chunks, beside=Beside(1, num_layers=layers))
+        return said.partition("--vpp ")[2].partition(" would")[0]
+
+    assert [advised(*case) for case in ((8, 1), (12, 1), (24, 2), (32, 8), (4, 1))] == ["2", "3", "3", "", ""]
+
+
+def test_advised_batch_is_a_multiple_of_the_ranks():
+    """Training refuses any other. 5 sequences on 4 ranks, of which 3 wait: 12 take 3 in place of 2 packs."""
+    said = advice([100] * 5, ranks=4, capacity=100)
+    assert "--global-batch-size 12 would save 37.5% of the time per token" in said
+
+
+@pytest.mark.parametrize(("ranks", "meet_below", "meet"), [(4, 2, False), (4, 4, True), (4, None, True), (2, 4, False)])
+def test_experts_tie_fewer_ranks_with_more_context_parallel(ranks, meet_below, meet):
+    """8 experts over context parallel 4 and 2 ranks lie within one rank of 8: it would be advised against waiting."""
+    layout = StepLayout(
+        num_ranks=ranks, capacity=8, alignment=Alignment(), cost=COST, model=StepModel(ranks_meet=True)
+    )  # fmt: skip
+    assert _with_twice_the_context(layout, Beside(1, meet_below=meet_below)).model.ranks_meet is meet
+
+
+def test_low_fill_asks_for_less_capacity():
+    """Without a fixed cost small packs are as quick, and take less memory."""
+    said = advice([100] * 8, ranks=1, capacity=1600)
+    assert "Less capacity: packs are 50% filled; 800 tokens per rank would change nothing" in said
+    assert "activations take 50%" in said
+
+
+def test_fixed_cost_asks_for_capacity():
+    """16 packs of 10 + 10 become 8 of 20 + 10."""
+    said = advice([10] * 16, ranks=1, capacity=10, cost=PackCost(1.0, 0.0, 10.0))
+    assert "15 tokens per rank would change nothing, 20 tokens per rank would save 25.0% of the time" in said
+
+
+def test_nothing_to_gain_says_so():
+    said = advice([64] * 8, ranks=2, capacity=64)
+    assert "More capacity is not worth its memory: up to 128 tokens per rank" in said
+    assert "It is 0.00% above the lower bound" in said
+    assert "--cp" not in said
+    assert "Devices wait" not in said

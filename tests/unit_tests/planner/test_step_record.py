@@ -1,0 +1,91 @@
+"""A step that was written down must be the step that ran, to the last sequence."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.balance import default
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.step_record import StepLayout, StepRecord, read_cost
+
+LAYOUT = StepLayout(
+    num_ranks=2,
+    capacity=16,
+    alignment=Alignment(sequence=4, pack=8),
+    cost=PackCost(1.0, 0.5, 3.0),
+    microbatch_multiple=2,
+    model=StepModel(num_stages=2, num_virtual_stages=2, stage_group=2),
+)
+RECORD = StepRecord(
+    title="step 3", scheduler="default", layout=LAYOUT, packs=[[[5, 7], [1]], [[16], []]]
+)  # fmt: skip
+
+
+def test_account_is_of_these_packs():
+    """The figures under a picture must be those of the packs drawn."""
+    stats = RECORD.stats
+    assert (stats.num_sequences, stats.num_tokens, stats.num_microbatches) == (4, 29, 2)
+    assert stats.num_padded_tokens == 16 + 8 + 16 + 8  # an empty pack computes one unit
+    assert RECORD.schedule.rank.tolist() == [0, 0, 0, 1]
+    assert RECORD.schedule.microbatch.tolist() == [0, 0, 1, 0]
+
+
+def test_json_gives_the_same_step():
+    """What is drawn later must be what ran."""
+    assert StepRecord.from_dict(json.loads(RECORD.to_json())) == RECORD
+
+
+def test_record_of_a_schedule():
+    """The real lengths are kept, not those rounded up to the alignment."""
+    lengths = np.array([5, 1, 16, 7, 3])
+    record = StepRecord.of("x", "default", LAYOUT, lengths, default(LAYOUT.request(lengths)))
+    assert sorted(length for rank in record.packs for pack in rank for length in pack) == [1, 3, 5, 7, 16]
+    assert len({len(rank) for rank in record.packs}) == 1
+    assert record.num_microbatches % 2 == 0
+
+
+def test_ranks_draw_equal_parts():
+    """As training deals a global batch to ranks: `empty` is nothing else."""
+    request = LAYOUT.request(np.array([1, 2, 3, 4, 5]))
+    assert request.source_rank.tolist() == [0, 0, 1, 1, 1]
+    assert request.source_draw.tolist() == [0, 1, 0, 1, 2]
+    assert request.lengths.tolist() == [4, 4, 4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"packs": None}, "list per rank"),
+        ({"packs": [[[1]], [[1], [2]]]}, "as many microbatches on each rank"),
+        ({"packs": [[[1], [0]]]}, r"packs\[0\]\[1\] must be lengths above 0"),
+        ({"packs": [[[1], [True]]]}, r"packs\[0\]\[1\] must be lengths above 0"),
+        ({"packs": [[[16, 1], [2]]]}, "a pack holds 16"),
+        ({"packs": [[[17], [2]]]}, "a pack holds 16"),
+        ({"cost": {"linear": 0, "quadratic": 0}}, "linear > 0"),
+        ({"model": {"stages": 1}}, "not a schedule as --dump-schedule writes them"),
+        ({"capacity": "x"}, "not a schedule as --dump-schedule writes them"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(change, said):
+    """A file edited by hand must be answered with what is wrong in it."""
+    with pytest.raises(ValueError, match=said):
+        StepRecord.from_dict({**json.loads(RECORD.to_json()), **change})
+
+
+def test_missing_key_is_named():
+    values = json.loads(RECORD.to_json())
+    del values["alignment"]
+    with pytest.raises(ValueError, match="must have the key 'alignment'"):
+        StepRecord.from_dict(values)
+
+
+def test_fitted_cost():
+    """A wrong number here would make every figure of the plan wrong."""
+    assert read_cost({"linear": 2, "quadratic": 0.5}) == PackCost(2.0, 0.5, 0.0)
+    assert read_cost({"linear": 2, "quadratic": 0, "fixed": 7, "device": "x"}).fixed == 7
+    for wrong in ({"linear": 1}, {"linear": "1", "quadratic": 0}, {"linear": True, "quadratic": 0}):
+        with pytest.raises(ValueError, match="must have a number under"):
+            read_cost(wrong)

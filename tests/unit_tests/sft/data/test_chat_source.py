@@ -1,0 +1,136 @@
+"""Records of every format as samples; broken ones are named, counted, and only so many skipped."""
+
+import logging
+
+import pytest
+
+from megatron.blending.encoding.samples import CrudeSample, SkipSample, TextSample
+from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.streams.failures import Failures
+from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
+from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
+from megatron.sft.data.mixture import Concatenation
+from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.data.tokenizer import build_tokenizer
+from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder
+from tests.unit_tests.sft.texts import text_line, text_of
+
+BROKEN = '{"text": "half'
+ROLELESS = '{"messages": [{"role": "robot", "content": "x"}]}'
+
+
+@pytest.fixture(scope="module")
+def task():
+    return ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"))
+
+
+def chats(task, path, failures=None):
+    (leaf,) = leaves(load_metadataset(path, "train"))
+    return ChatSource(open_chats(leaf, task), "some", task, failures)
+
+
+@pytest.mark.parametrize(("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")])
+def test_error_names_file_and_line(task, write_lines, line, words):
+    """One bad line in a million must be found by its place, also after blank lines."""
+    path = write_lines("b.jsonl", text_line("three"), "", line)
+    source = chats(task, path)
+    assert text_of(source[0]) == "three"
+    with pytest.raises(ValueError, match=words) as failure:
+        source[1]
+    assert str(failure.value).startswith(f"{path}:3: ")
+    assert str(failure.value).count(path) == 1
+    assert str(failure.value).endswith("; or pass --skip-bad-samples")
+
+
+def test_over_long_sample_names_file_and_line(task, write_lines):
+    """--seq-length too small is the commonest of mistakes; the message must say by how much and where."""
+    path = write_lines("a.jsonl", text_line("one"), text_line("x" * 100))
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: .*100 tokens.*--seq-length is 64"):
+        chats(task, path)[1]
+
+
+def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, caplog):
+    """Skipping that does not count hides that half of a file is unreadable; a line per epoch hides all else."""
+    path = write_lines("a.jsonl", text_line("one"), BROKEN, text_line("two"), ROLELESS)
+    source = chats(task, path, Failures(100))
+    with caplog.at_level(logging.WARNING, "megatron.blending"):
+        stream = SampleStream(Concatenation([source], seed=1), Share(0, 1, 4, 4), is_endless=True)
+        assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]
+    assert (stream.counts.num_sequences, stream.counts.dropped(0)) == (6, {"bad sample": 6})
+    assert len(caplog.messages) == 2
+    (of_line_4,) = [message for message in caplog.messages if "a.jsonl:4" in message]
+    assert of_line_4.startswith(f"some: {path}:4 (key 3): ")
+
+
+def test_a_broken_source_is_an_error(task, write_lines):
+    """Hours later one would find that a source of the blend gave nothing; samples between broken ones are no row."""
+    path = write_lines("a.jsonl", *[BROKEN, text_line("good")] * 5, *[BROKEN] * 5)
+    source = chats(task, path, Failures(3))
+    assert [isinstance(source[i], Dropped) for i in range(12)] == [True, False] * 5 + [True, True]
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:13.*3 samples in a row failed.*--max-bad-samples-in-a-row"
+    ) as failure:
+        source[12]
+    assert "--skip-bad-samples" not in str(failure.value), "that is given already"
+    never = chats(task, path, Failures(0))
+    assert [never[i] for i in range(10, 15)] == [Dropped("bad sample")] * 5
+
+
+def folder(tmp_path, dataset, **parts):
+    return str(
+        write_folder(tmp_path / "folder", {"s.tar": [("key", {n: p.encode() for n, p in parts.items()})]}, dataset)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "parts", "text"),
+    [
+        (TEXT, {"txt": "plain"}, "plain"),
+        (CRUDE, {"txt": "plain"}, "plain"),
+        (CRUDE, {"json": '{"instruction": "a", "output": "b"}', "jpg": "no image"}, "ab"),
+        (CRUDE, {"json": '[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]'}, "ab"),
+    ],
+)
+def test_webdataset_samples(task, tmp_path, dataset, parts, text):
+    """What WebDataset folders hold must train on the same tokens as a JSONL file of it."""
+    assert text_of(chats(task, folder(tmp_path, dataset, **parts))[0]) == text
+
+
+def test_webdataset_of_something_else_is_refused_when_opened(task, tmp_path):
+    """The first batch would fail, after the model was built on every rank."""
+    path = folder(tmp_path, CAPTION, pth="x", json='{"caption": "c"}')
+    with pytest.raises(ValueError, match="CaptioningSample, but must have text"):
+        chats(task, path)
+
+
+def test_weights_multiply(task, write_lines):
+    """A weight that is lost trains on what it should not; one in the count too would change others' loss."""
+    path = write_lines("a.jsonl", text_line("x", weight=0.5))
+    blend = write_lines(
+        "b.yaml",
+        "__class__: MetadatasetV2",
+        f"splits: {{train: {{path: {path}, subflavors: {{sample_weight: 0.25}}}}}}",
+    )
+    sample = chats(task, blend)[0]
+    assert isinstance(sample, EncodedSample)
+    assert sample.loss_mask.tolist() == [0.125]
+
+
+@pytest.mark.parametrize("weight", [0, -1, "heavy", True, float("inf")])
+def test_wrong_source_weight_is_refused_by_place(weight):
+    """Zero would drop every sample of the source as one without loss; the blend's weight is the place for that."""
+    with pytest.raises(ValueError, match=r"^here: sample_weight must be a number above 0"):
+        source_weight({"sample_weight": weight}, "here: ")
+
+
+def test_records_of_samples():
+    """Bookkeeping of the source taken for content is refused as unknown keys, or trained on."""
+    assert record_of(TextSample(__key__="0", text="t")) == {"text": "t"}
+    assert record_of(CrudeSample(__key__="0", txt="t", json={"weight": 2})) == {"text": "t", "weight": 2}
+    assert record_of(CrudeSample(__key__="0", output="o", instruction="i")) == {"output": "o", "instruction": "i"}
+
+
+def test_probing_skips_what_is_dropped(task):
+    """Weights by tokens are taken from what the stream will hold: a dropped record has no tokens."""
+    with pytest.raises(SkipSample):
+        task.encode_sample(CrudeSample(__key__="0", json={"text": "a", "weight": 0}))

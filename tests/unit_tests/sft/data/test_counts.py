@@ -1,0 +1,28 @@
+"""Counts by source are a table that sums over ranks."""
+
+import numpy as np
+
+from megatron.sft.data.counts import COLUMNS, Counts
+
+
+def test_columns():
+    """A column taken for another reports cut samples as dropped, or tokens as sequences."""
+    table = np.arange(2 * len(COLUMNS)).reshape(2, -1)
+    counts = Counts(table)
+    assert (counts.num_sequences, counts.num_tokens, counts.square_sum, counts.num_cut) == (8, 10, 12, 14)
+    assert counts.num_dropped == 4 + 5 + 6 + 7 + 12 + 13 + 14 + 15
+    assert counts.dropped(0) == {
+        "over length": 4,
+        "no loss token": 5,
+        "no loss token left after truncation": 6,
+        "bad sample": 7,
+    }
+    assert counts.of("tokens").tolist() == [1, 9]
+
+
+def test_difference_and_equality():
+    """A step's counts are the difference of two totals."""
+    one = Counts(np.ones((2, len(COLUMNS)), np.int64))
+    assert one - one == Counts.none(2)
+    assert one != Counts.none(2)
+    assert Counts.none(2).dropped(1) == {}

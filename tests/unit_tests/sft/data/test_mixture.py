@@ -1,0 +1,100 @@
+"""Which record stands where: one source after the other, or in a blend's proportions."""
+
+import copy
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.metadatasets.metadataset import Leaf
+from megatron.blending.streams.datasets import RepeatDataset
+from megatron.blending.streams.leaf import LeafDataset
+from megatron.sft.data.mixture import Blended, Concatenation, Place, blend_changes
+from tests.unit_tests.sft.data.test_stream import Numbered
+
+LEAF = Leaf(path="some", split_part="train")
+
+
+def blended(weights, sizes=(10, 7, 4), seed=1, mode="exact", names="abc"):
+    sources = [Numbered(size, name) for size, name in zip(sizes, names)]
+    loaded = [
+        LoadedDataset(RepeatDataset(LeafDataset(source, name=source.name)), weight, LEAF)  # type: ignore[arg-type]
+        for source, weight in zip(sources, weights)
+    ]
+    return Blended(sources, loaded, weights, seed, mode)
+
+
+def test_concatenation_at_the_borders():
+    """At the border of files an index off by one reads a record twice and another never."""
+    sources = [Numbered(2), Numbered(3)]
+    assert Concatenation(sources).places(range(5)) == [Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1), Place(1, 2)]
+    assert Concatenation(sources, 1, 4).places(range(3)) == [Place(0, 1), Place(1, 0), Place(1, 1)]
+    assert len(Concatenation(sources, 1, 4)) == 3
+    shuffled = Concatenation(sources, 1, 4, seed=3)
+    for epoch in range(5):
+        assert sorted(shuffled.places(range(3 * epoch, 3 * epoch + 3))) == [Place(0, 1), Place(1, 0), Place(1, 1)]
+    assert len({tuple(shuffled.places(range(3 * epoch, 3 * epoch + 3))) for epoch in range(20)}) > 1
+
+
+def test_blend_has_its_proportions_at_every_prefix():
+    """A small source that is drawn more or less often than its weight says is what blends are for to prevent."""
+    places = blended((5, 3, 2)).places(range(300))
+    counts = np.cumsum([[place.source == source for source in range(3)] for place in places], axis=0)
+    prefixes = np.arange(1, 301)[:, None]
+    assert (abs(counts - prefixes * np.array([0.5, 0.3, 0.2])) < 1 + 1e-9).all()
+    for source, size in enumerate((10, 7, 4)):
+        records = [place.record for place in places if place.source == source]
+        for epoch in range(len(records) // size):
+            assert sorted(records[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@pytest.mark.parametrize("mode", ["exact", "random"])
+def test_blend_is_a_function_of_the_position(mode):
+    """A run that goes on, or on other ranks, must read what the first one would have."""
+    whole = blended((5, 3, 2), mode=mode).places(range(200))
+    again = blended((5, 3, 2), mode=mode)
+    assert [place for start in (150, 0, 50, 100) for place in again.places(range(start, start + 50))] == [
+        place for start in (150, 0, 50, 100) for place in whole[start : start + 50]
+    ]
+    assert blended((5, 3, 2), mode=mode, seed=2).places(range(200)) != whole
+
+
+def test_random_blend_draws():
+    """Users who compare with energon want its statistics, not exact proportions."""
+    counts = Counter(place.source for place in blended((5, 3, 2), mode="random").places(range(1000)))
+    assert all(abs(counts[source] / 1000 - share) < 0.06 for source, share in enumerate((0.5, 0.3, 0.2)))
+
+
+def test_changes_are_named():
+    """A position in another blend means other records: some would be trained on twice, others never."""
+    saved = blended((5, 3, 2)).identity()
+    assert blend_changes(saved, blended((5, 3, 2)).identity()) == []
+    cases = {
+        ("the weight of a was 5, is 4",): blended((4, 3, 2)),
+        ("source b has other records",): blended((5, 3, 2), sizes=(10, 8, 4)),
+        ("source b is gone", "source x is new"): blended((5, 3, 2), names="axc"),
+        ("source c is gone",): blended((5, 3), names="ab"),
+        ("--blend-mode was exact, is random",): blended((5, 3, 2), mode="random"),
+    }
+    for expected, now in cases.items():
+        assert blend_changes(saved, now.identity())[: len(expected)] == list(expected)
+    swapped = blended((5, 2, 3), sizes=(10, 4, 7), names="acb").identity()
+    assert blend_changes(saved, swapped) == ["the order of the sources was a, b, c, is a, c, b"]
+
+
+def test_files_are_no_blend():
+    """A file to which records were added must not stop the run that goes on with it."""
+    saved, now = (Concatenation([Numbered(size)], seed=1).identity() for size in (5, 6))
+    assert saved != now
+    assert blend_changes(saved, now) == []
+    assert blend_changes(saved, blended((1, 1)).identity()) == ["the data is a blend, and was none"]
+    assert blend_changes(blended((1, 1)).identity(), saved) == ["the data was a blend, and is none"]
+
+
+def test_order_of_the_sources_alone_is_told():
+    """What is read in another order, such as by another multiplier, has no name of its own in the identity."""
+    saved = blended((1, 1)).identity()
+    now = copy.deepcopy(saved)
+    now["blend"]["order"] = "other"
+    assert blend_changes(saved, now) == ["the sources are read in another order, or in other proportions over steps"]

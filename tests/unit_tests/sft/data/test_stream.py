@@ -1,0 +1,212 @@
+"""Which samples a step trains on: the same for every layout, from any place on, each record once per epoch."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.sft.data.chat_encoder import Dropped, EncodedSample
+from megatron.sft.data.mixture import Concatenation
+from megatron.sft.data.stream import SampleStream, Share
+
+
+class Numbered(NamedTuple):
+    """Record i is the one token i, but every `drop_every`-th makes no sample and every `cut_every`-th is cut."""
+
+    size: int
+    name: str = "numbered"
+    drop_every: int = 10**9
+    cut_every: int = 10**9
+
+    def __len__(self) -> int:
+        return self.size
+
+    def fingerprint(self):
+        return str(self)
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.size
+        if index % self.drop_every == self.drop_every - 1:
+            return Dropped("over length")
+        tokens = np.full(1 + index % 3, index)
+        return EncodedSample(tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0)
+
+
+def names(samples):
+    return [int(sample["tokens"][0]) for sample in samples]
+
+
+def stream_of(size, share, seed=0, consumed_samples=0, **options):
+    mixture = Concatenation([Numbered(size, **options)], seed=seed)
+    return SampleStream(mixture, share, is_endless=seed is not None, consumed_samples=consumed_samples)
+
+
+def global_batch(streams, share):
+    """The next global batch over all ranks: names of the records in the order of the global stream."""
+    return [name for stream in streams for _ in range(share.num_draws) for name in names(next(stream))]
+
+
+def all_ranks(share):
+    return [share._replace(rank=rank) for rank in range(share.num_ranks)]
+
+
+@st.composite
+def shares(draw):
+    """A global batch that the ranks and their draws divide, as the options demand."""
+    num_ranks, micro_batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    return Share(0, num_ranks, num_ranks * micro_batch_size * draw(st.integers(1, 4)), micro_batch_size)
+
+
+def draws_of(share, start, end):
+    positions = share.positions_of(start, end)
+    return [positions[draw] for draw in share.draws_of(len(positions))]
+
+
+def test_draws_literal():
+    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time."""
+    assert draws_of(Share(0, 2, 8, 2), 0, 8) == [range(2), range(2, 4)]
+    assert draws_of(Share(1, 2, 8, 2), 16, 24) == [range(20, 22), range(22, 24)]
+
+
+@given(shares(), st.integers(0, 10**6), st.data())
+@settings(deadline=None)
+def test_draws_partition_a_batch(share, start, data):
+    """A position drawn twice, or by no rank, changes the loss with the number of ranks; an odd draw hangs the rest."""
+    size = data.draw(st.integers(0, share.global_batch_size))
+    drawn = [draws_of(one, start, start + size) for one in all_ranks(share)]
+    assert [position for draws in drawn for part in draws for position in part] == list(range(start, start + size))
+    assert all(len(draws) == share.num_draws for draws in drawn)
+    assert all(len(part) <= share.micro_batch_size for draws in drawn for part in draws)
+    per_rank = [sum(map(len, draws)) for draws in drawn]
+    assert max(per_rank) - min(per_rank) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "micro_batch_size"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (3, 4), (4, 3), (6, 2), (12, 1)]
+)
+def test_global_batches_are_the_same_for_every_layout(num_ranks, micro_batch_size):
+    """Runs on other numbers of processes would train on other data, and no loss curve could be compared."""
+    one = Share(0, 1, 12, 12)
+    share = Share(0, num_ranks, 12, micro_batch_size)
+    streams = [stream_of(50, rank) for rank in all_ranks(share)]
+    reference = stream_of(50, one)
+    for _ in range(9):  # two epochs and a half; epochs end within batches
+        assert global_batch(streams, share) == names(next(reference))
+
+
+@given(st.integers(1, 40), st.integers(-3, 2**40), st.integers(1, 7))
+@settings(max_examples=50, deadline=None)
+def test_each_record_once_per_epoch(size, seed, batch):
+    """Records that an epoch leaves out are never learned; sampling with replacement leaves out a third."""
+    stream = stream_of(size, Share(0, 1, batch, batch), seed=seed)
+    drawn = [name for _ in range(math.ceil(3 * size / batch)) for name in names(next(stream))]
+    for epoch in range(3):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_epochs_and_seeds_differ():
+    """The same order again and again lets the model learn the order."""
+    stream = stream_of(50, Share(0, 1, 50, 50))
+    first, second = names(next(stream)), names(next(stream))
+    other_seed = names(next(stream_of(50, Share(0, 1, 50, 50), seed=1)))
+    assert len({tuple(first), tuple(second), tuple(other_seed), tuple(range(50))}) == 4
+    assert first == names(next(stream_of(50, Share(0, 1, 50, 50))))
+
+
+@given(shares(), st.integers(0, 6), st.integers(1, 30))
+@settings(max_examples=50, deadline=None)
+def test_seek_equals_having_run_there(share, steps, size):
+    """A run that is continued would train on records again, or skip some."""
+    for rank in all_ranks(share):
+        ran, jumped = stream_of(size, rank), stream_of(size, rank, consumed_samples=steps * share.global_batch_size)
+        for _ in range(steps * share.num_draws):
+            next(ran)
+        for _ in range(2 * share.num_draws):
+            assert names(next(ran)) == names(next(jumped))
+
+
+def test_seek_in_the_middle_of_a_batch_starts_a_batch():
+    """An evaluation that is cut short, or a step repeated, must not leave half a batch behind."""
+    stream = stream_of(50, Share(0, 1, 8, 2))
+    first = [names(next(stream)) for _ in range(4)]
+    for draws in (1, 3):
+        for _ in range(draws):
+            next(stream)
+        stream.seek(0)
+        assert [names(next(stream)) for _ in range(4)] == first
+
+
+def test_continued_on_another_number_of_ranks():
+    """The samples consumed are the whole place: a run may go on with more processes."""
+    two, three = Share(0, 2, 12, 2), Share(0, 3, 12, 1)
+    streams = [stream_of(31, rank) for rank in all_ranks(two)]
+    batches = [global_batch(streams, two) for _ in range(6)]
+    streams = [stream_of(31, rank, consumed_samples=36) for rank in all_ranks(three)]
+    assert [global_batch(streams, three) for _ in range(3)] == batches[3:]
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 8), (2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("size", [1, 3, 8, 11, 16])
+def test_finite_stream_reads_all_once_and_ends_on_all_ranks_together(num_ranks, micro_batch_size, size):
+    """A last batch that is dropped makes a small validation set empty; a rank that ends early hangs the others."""
+    share = Share(0, num_ranks, 8, micro_batch_size)
+    streams = [stream_of(size, rank, seed=None) for rank in all_ranks(share)]
+    batches = [global_batch(streams, share) for _ in range(math.ceil(size / 8))]
+    assert [name for batch in batches for name in batch] == list(range(size))
+    for stream in streams:
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(stream)
+
+
+def test_finite_stream_starts_anew_by_seek():
+    """The second evaluation of a run would be of no data at all."""
+    stream = stream_of(5, Share(0, 1, 4, 4), seed=None)
+    first = [names(samples) for samples in stream]
+    stream.seek(0)
+    assert [names(samples) for samples in stream] == first == [[0, 1, 2, 3], [4]]
+
+
+def test_counts():
+    """Dropped and cut records that nobody counts are data that silently is not trained on."""
+    stream = stream_of(30, Share(0, 1, 10, 5), drop_every=5, cut_every=4)
+    drawn = [sample for _ in range(6) for sample in next(stream)]
+    kept = [i for i in range(30) if i % 5 != 4]
+    assert sorted(names(drawn)) == kept
+    counts = stream.counts
+    assert counts.num_sequences == len(kept)
+    assert counts.num_tokens == sum(1 + i % 3 for i in kept)
+    assert counts.square_sum == sum((1 + i % 3) ** 2 for i in kept)
+    assert counts.dropped(0) == {"over length": 6}
+    assert counts.num_cut == len([i for i in kept if i % 4 == 0])
+
+
+def test_samples_are_counted_by_their_source():
+    """Counts under another source's name tell of proportions that are not there."""
+    mixture = Concatenation([Numbered(4, "a"), Numbered(6, "b", drop_every=2)], seed=1)
+    stream = SampleStream(mixture, Share(0, 1, 10, 5), is_endless=True)
+    drawn = [sample for _ in range(4) for sample in next(stream)]
+    before = stream.counts
+    assert [sum(sample["source"] == source for sample in drawn) for source in (0, 1)] == [8, 6]
+    assert before.of("sequences").tolist() == [8, 6]
+    assert (before.dropped(0), before.dropped(1)) == ({}, {"over length": 6})
+    next(stream)
+    next(stream)
+    assert (stream.counts - before).of("sequences").tolist() == [4, 3]
+
+
+def test_a_draw_of_dropped_records_is_empty_and_not_the_end():
+    """StopIteration there would end the training on one rank."""
+    stream = stream_of(4, Share(0, 1, 4, 2), drop_every=1)
+    assert [next(stream) for _ in range(6)] == [[]] * 6
+    assert (stream.counts.num_sequences, stream.counts.num_dropped) == (0, 12)
+
+
+def test_samples_have_what_packing_reads():
+    """A missing loss mask would be taken for all ones: training on the user's turns."""
+    (sample,) = next(stream_of(9, Share(0, 1, 1, 1)))
+    assert set(sample) == {"tokens", "labels", "loss_mask", "source"}
+    assert {len(sample[name]) for name in ("tokens", "labels", "loss_mask")} == {len(sample["tokens"])}

@@ -1,0 +1,106 @@
+"""megatron-core's faults are mended once, and what is right is left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+METHODS = ("_set_main_param_and_optimizer_states", "load_state_dict")
+
+
+@pytest.fixture
+def optimizer(monkeypatch):
+    """An unmended class in the place of megatron-core's, that notes what it is given; and megatron-core's has both."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    class DistributedOptimizer:
+        calls: list = []  # noqa: RUF012 - of this test's own class
+
+        def _set_main_param_and_optimizer_states(self, model_param, tensors):
+            DistributedOptimizer.calls.append(tensors)
+
+        def load_state_dict(self, state_dict):
+            DistributedOptimizer.calls.append(state_dict)
+
+    for name in METHODS:
+        assert callable(getattr(distrib_optimizer.DistributedOptimizer, name))
+    monkeypatch.setattr(distrib_optimizer, "DistributedOptimizer", DistributedOptimizer)
+    return DistributedOptimizer
+
+
+def install():
+    from megatron.sft.model import mcore_fixes
+
+    mcore_fixes.install()
+
+
+def a_self(state, precision_aware=False):
+    """What the method reads of its optimizer: parameter "p" is the second of group 0, with this state."""
+    return SimpleNamespace(
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=precision_aware),
+        model_param_group_index_map={"p": (0, 1)},
+        optimizer=SimpleNamespace(param_groups=[{"params": ["other", "main"]}], state={"main": state, "other": {}}),
+    )
+
+
+def test_idempotent(optimizer):
+    """Wrapped once per call, the method would grow deeper with every set of process groups."""
+    install()
+    first = [getattr(optimizer, name) for name in METHODS]
+    install()
+    assert [getattr(optimizer, name) for name in METHODS] == first
+
+
+def test_adam_keeps_its_step(optimizer):
+    """Loading a checkpoint of another layout ends in a KeyError, also on CUDA."""
+    install()
+    optimizer._set_main_param_and_optimizer_states(a_self({"step": 7, "exp_avg": 1}), "p", {"param": 2, "exp_avg": 3})
+    assert optimizer.calls == [{"step": 7, "param": 2, "exp_avg": 3}]
+
+
+def test_a_step_in_the_checkpoint_wins(optimizer):
+    """The optimizer's own step would undo what was loaded."""
+    install()
+    optimizer._set_main_param_and_optimizer_states(a_self({"step": 7}), "p", {"step": 9})
+    assert optimizer.calls == [{"step": 9}]
+
+
+def test_each_parameter_gets_a_step_of_its_own(optimizer):
+    """One tensor for all is incremented by each: Adam's bias correction runs ahead after every resume."""
+    install()
+    shared = torch.tensor(3.0)
+    states: dict[str, dict] = {
+        "p": {"step": shared, "exp_avg": 1},
+        "q": {"step": shared},
+        "fused": {"exp_avg": 1},
+        "int": {"step": 3},
+    }
+    optimizer.load_state_dict(SimpleNamespace(optimizer=SimpleNamespace(state=states)), {"loaded": 1})
+    assert optimizer.calls == [{"loaded": 1}]
+    states["p"]["step"] += 1
+    assert (states["p"]["step"], states["q"]["step"], shared) == (4, 3, 3)
+    assert states["fused"] == {"exp_avg": 1}
+    assert states["int"] == {"step": 3}
+
+
+@pytest.mark.parametrize(("state", "precision_aware"), [({"exp_avg": 1}, False), ({"step": 7}, True)])
+def test_other_optimizers_are_left_alone(optimizer, state, precision_aware):
+    """Fused optimizers keep no step per parameter, and must not be given one."""
+    install()
+    optimizer._set_main_param_and_optimizer_states(a_self(state, precision_aware), "p", {"param": 2})
+    assert optimizer.calls == [{"param": 2}]
+
+
+def test_te_general_gemm_is_defined_only_when_missing(monkeypatch):
+    """Without the name the router of experts raises NameError; overwritten, it would run without its fast kernel."""
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    install()
+    assert moe_utils.te_general_gemm is None
+    kernel = object()
+    monkeypatch.setattr(moe_utils, "te_general_gemm", kernel)
+    install()
+    assert moe_utils.te_general_gemm is kernel

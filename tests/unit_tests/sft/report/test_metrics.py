@@ -1,0 +1,60 @@
+"""What a step's numbers come to, and its line in the log."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.sft.report.metrics import Evaluation
+from tests.unit_tests.sft.steps import SOURCE, STEP
+
+
+def test_derived_shares():
+    """Without it padding and unfilled room, the two things that packing is judged by, could be mixed up."""
+    assert STEP.fill == 0.75
+    assert STEP.padding == 0.0625
+    assert (STEP.balance, STEP.moved) == (pytest.approx(1.02), 0.125)
+    empty = replace(STEP, tokens=0, moved_tokens=0, step_cost=0.0, step_cost_bound=0.0, passes_seconds=0.0)
+    assert (empty.balance, empty.moved, math.isnan(empty.prediction_error)) == (1.0, 0.0, True)
+
+
+def test_log_line():
+    """Without it a number could vanish from the log, or stand there in another unit."""
+    assert STEP.to_line(200) == (
+        "step   7/200 | loss 2.3457 | lr 3.00e-04 | grad norm 0.500 | 12,000 tokens/s | 0.0312 TFLOP/s per device | "
+        "4 microbatches | fill 75.0% | padding 6.2% | balance 1.0200 of the bound | data 12.5 ms"
+    )
+
+
+LAYOUTS = [
+    ({"num_ranks": 2}, "balance 1.0200 of the bound | moved 12%"),
+    ({"num_stages": 4, "step_cost": 19.06, "bubble": 0.1234}, "balance 0.953 of even packs | bubble 12.3%"),
+    ({"num_ranks": 2, "num_stages": 2}, "balance 1.020 of even packs | bubble 2.0% | moved 12%"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), LAYOUTS)
+def test_log_line_of_a_layout(changes, words):
+    """A pipeline's balance below 1 would look like a broken bound if the line did not say what of."""
+    assert f" | padding 6.2% | {words} | data 12.5 ms" in replace(STEP, **changes).to_line(200)
+
+
+def test_log_line_with_a_prediction():
+    """Without it nobody would see that the fitted cost is of another device."""
+    step = replace(STEP, predicted_seconds=0.38)
+    assert step.to_line(200).endswith(" | data 12.5 ms | passes 400.0 ms, predicted 380.0 ms (-5.0%)")
+    assert step.prediction_error == pytest.approx(-0.05)
+
+
+def test_log_line_tells_sources_apart():
+    """One source that gets worse is hidden by the others that get better."""
+    assert replace(STEP, sources={"a": SOURCE}).to_line(200).endswith(" | a 1.2500 (3 samples, 40 tokens)")
+    evaluation = Evaluation(iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE})
+    assert evaluation.to_line() == "valid loss 1.0000 after step 1 (9 tokens) | a 1.2500 (3 samples, 40 tokens)"
+
+
+def test_log_line_tells_what_went_wrong():
+    """Without it dropped samples and skipped steps would pass unseen."""
+    dropped = {"chats": {"bad sample": 2}}
+    line = replace(STEP, dropped_samples=2, dropped=dropped, cut_samples=1, skipped=True).to_line(200)
+    assert line.endswith(" | 2 dropped: 2 bad sample of chats | 1 cut | optimizer step skipped")

@@ -1,0 +1,127 @@
+"""The report on a run: its table and its picture."""
+
+import json
+import sys
+
+import pytest
+
+from megatron.sft.report import report
+from megatron.sft.report.metrics_file import MetricsWriter
+from megatron.sft.report.plot import packs_to_draw
+from megatron.sft.report.report import print_report
+from megatron.sft.report.source_metrics import SourceMetrics
+from megatron.sft.report.summary import summarize
+from tests.unit_tests.sft.runs import step
+
+
+def write_packs(run_dir, num_steps, packs):
+    lines = [json.dumps({"iteration": i + 1, "capacity": 1000, "packs": packs}) + "\n" for i in range(num_steps)]
+    (run_dir / "packs.jsonl").write_text("".join(lines))
+
+
+def test_sources_by_hand(tmp_path, capsys):
+    """A source that was hardly read, or that got worse, is what one looks for in the report of a blend."""
+    writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
+    for iteration, loss in enumerate((4.0, 3.0, 2.0, float("nan")), 1):
+        few = SourceMetrics(sequences=1, tokens=100, num_loss_tokens=50, loss=loss)
+        most = SourceMetrics(sequences=7, tokens=1900, num_loss_tokens=1550, loss=8.0)
+        dropped = {"few": {"bad sample": 2}} if iteration < 3 else {}
+        writer.step(step(iteration, sources={"few": few, "most": most}, dropped=dropped, dropped_samples=2))
+    writer.close()
+    summary = summarize(tmp_path)
+    assert summary.sources == {"most": (28, 7600, 8.0, 8.0), "few": (4, 400, 4.0, 2.0)}
+    print_report(summary)
+    lines = capsys.readouterr().out.splitlines()
+    assert "source few        4 samples, 400 tokens (5.0%), loss 4.0000 -> 2.0000" in lines
+    assert "samples           8 dropped (4 bad sample of few), 0 cut" in lines
+
+
+def test_printed_report(run_dir, capsys):
+    """Without it a row could be lost from the page that `make run` ends with."""
+    print_report(summarize(run_dir))
+    assert capsys.readouterr().out.splitlines()[1:-1] == [
+        "trained           4 steps, 32 sequences, 8,000 tokens",
+        "training loss     8.5000 -> 6.0000   (means of the first and the last steps)",
+        "valid loss        9.5000 -> 6.5000   (after step 0 and step 4)",
+        "test loss         6.0000 -> 6.0000   (after step 4 and step 4)",
+        "speed             1,000 tokens/s   (median step)",
+        "                  0.5 TFLOP/s per device   (median step)",
+        "                  5.0% of the time waiting for data",
+        "padding           2.3% of the tokens computed, 75.0% without packing",
+        "padding removed   99.2%, for 3.91x fewer tokens computed",
+        "balance           1.0500 mean, 1.2000 worst   (modelled step time / lower bound)",
+        "moved             12.5% of the tokens, between data-parallel ranks",
+        "fill              50.0% of the packs' capacity",
+        "samples           2 dropped, 1 cut",
+        "optimizer         1 steps skipped, as gradients overflowed",
+        f"files             {run_dir}: metrics.jsonl",
+    ]
+
+
+def test_printed_report_of_a_pipeline_with_a_prediction(tmp_path, capsys):
+    """A balance below 1 needs its bubble beside it, and a prediction its error: signs must not cancel in the mean."""
+    writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    pipeline = {"num_ranks": 1, "num_stages": 4}
+    writer.step(step(1, **pipeline, step_cost=9.0, bubble=0.1, predicted_seconds=1.8))
+    writer.step(step(2, **pipeline, step_cost=9.5, bubble=0.2, predicted_seconds=1.35))
+    writer.close()
+    print_report(summarize(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert "balance           0.925 mean, 0.950 worst   (modelled step time / least of even packs)" in lines
+    assert "bubble            15.0% mean" in lines
+    assert "prediction        15.0% mean absolute error of the passes, which were 75% of the time" in lines
+    assert not any(line.startswith("moved") for line in lines)
+
+
+def test_delays_are_summed_over_the_steps(tmp_path, capsys):
+    """Without it nobody would see how late outliers are, or that some are still to come."""
+    writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    writer.step(step(1, delays=[7], waiting=2))
+    writer.step(step(2, delays=[900, 0, 1], waiting=1))
+    writer.close()
+    print_report(summarize(tmp_path))
+    assert "delay             sequences by steps waited: 0: 907, 2: 1; 1 still wait" in capsys.readouterr().out
+
+
+def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
+    """Without it the picture of a long or wide run would be a smear, or show its first steps only."""
+    lines = [{"iteration": i, "capacity": 1000, "packs": [[[500, 400], [900]], [[1000], []]]} for i in range(1, 101)]
+    drawn = packs_to_draw(lines)
+    assert len(drawn) == 64
+    assert sorted({pack.iteration for pack in drawn})[-2:] == [93, 100]
+    assert [pack.lengths for pack in drawn[:4]] == [[500, 400], [900], [1000], []]
+    assert [pack.at for pack in drawn[:5]] == pytest.approx([0, 1, 2.4, 3.4, 6.0])
+    wide = [{"iteration": 1, "capacity": 1000, "packs": [[[500], [900]]] * 512}]
+    assert len(packs_to_draw(wide)) == 64
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+@pytest.mark.parametrize("has_packs", [False, True])
+def test_plot_is_a_picture(run_dir, has_packs, num_stages):
+    """Without it a change of matplotlib, or a step whose loss is NaN, would leave `make run` without its picture."""
+    pytest.importorskip("matplotlib")
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"num_stages": 1', f'"num_stages": {num_stages}'))
+    if has_packs:
+        write_packs(run_dir, 4, [[[500, 400], [900]], [[1000], []]])
+    report.report(run_dir)
+    content = (run_dir / "report.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    height = int.from_bytes(content[20:24], "big")
+    assert height == (988 if has_packs else 494)
+
+
+def test_command_line(run_dir, capsys, monkeypatch):
+    """Without it the report would need matplotlib, which the project does not require."""
+    monkeypatch.setattr(sys, "argv", ["report", str(run_dir)])
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    report.main()
+    assert capsys.readouterr().out.endswith("no plot: matplotlib is missing; do pip install matplotlib\n")
+    monkeypatch.setattr(sys, "argv", ["report", str(run_dir / "absent")])
+    with pytest.raises(SystemExit) as exit_info:
+        report.main()
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,70 @@
+"""The folders of a run: what is refused before any work, and what a step leaves in them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.plan import plan
+from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.model.checkpoint import Progress
+from megatron.sft.options.output import OutputConfig
+from megatron.sft.report.run_folder import prepare_output
+from tests.unit_tests.sft.command_line import parse
+from tests.unit_tests.sft.steps import STEP
+
+
+def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
+    """A forgotten --load would start anew and put its first checkpoints before those of the old run."""
+    prepare_output(OutputConfig(save=str(tmp_path / "new")))
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "old/iter_0000007").mkdir(parents=True)
+    (tmp_path / "old/latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match=r"up to step 7; continue it with --load"):
+        prepare_output(OutputConfig(save=str(tmp_path / "old")))
+    prepare_output(OutputConfig(save=str(tmp_path / "old"), load=str(tmp_path / "old")))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="must be a folder that can be written to"):
+        prepare_output(OutputConfig(run_dir=str(tmp_path / "file")))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("is_measured", "head", "time"), [(True, "time, ms", "10.0"), (False, "time, units", "0.01")])
+def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured, head, time):
+    """Scheduled by seconds and drawn without them, a step of 10 ms would be one of 0.01 of nobody knows what."""
+    from megatron.packing.step.global_batch import GlobalBatch
+    from megatron.packing.step.settings import PackingSettings
+    from megatron.sft.report import run_folder
+
+    measured = tmp_path / "cost.json"
+    measured.write_text('{"linear": 0.001, "quadratic": 0, "fixed": 0, "model": {}}')
+    monkeypatch.setattr(run_folder.dist, "get_world_size", lambda: 2)
+    settings = PackingSettings(
+        scheduler="default",
+        alignment=Alignment(),
+        capacity=10,
+        over_length_policy="error",
+        microbatch_multiple=1,
+        cost=PackCost(0.001, 0.0),
+        model=StepModel(),
+    )
+    config = parse(f"--sequence-packing --dump-schedule {STEP.iteration}" + f" --pack-cost {measured}" * is_measured)
+    log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
+    packs = [[[10]], [[4, 2]]]
+    unread: Any = None
+    batch = GlobalBatch(
+        microbatches=[], stats=unread, pack_lengths=packs, settings=settings, delays=[], num_waiting=0, seconds=0.0
+    )  # fmt: skip
+    log.step(STEP, batch)
+    log.close()
+    path = tmp_path / f"schedule_{STEP.iteration}.json"
+    assert json.loads(path.read_text())["packs"] == packs
+    capsys.readouterr()
+    plan([str(path), "--scheduler", "default"], lengths_from)
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("as it ran (default)"))
+    assert head in printed
+    assert row[9] == time
