@@ -30,7 +30,7 @@ from megatron.blending.formats.webdataset import WebDataset, open_webdataset
 from megatron.blending.metadatasets.metadataset import Join, Leaf
 from megatron.blending.metadatasets.paths import URL, is_folder
 from megatron.blending.metadatasets.yaml_place import nearest
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.source import SourceDataset
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -54,10 +54,10 @@ class Reading:
 
 
 def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) -> Any:
-    """Return a source as a LeafDataset: one pass over its samples. ValueError starts with where it is named."""
+    """Return a source as a SourceDataset: one pass over its samples. ValueError starts with where it is named."""
     source, load = open_records(leaf, reading)
     sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
-    return LeafDataset(
+    return SourceDataset(
         source,
         load=load,
         shuffle=reading.is_shuffled,

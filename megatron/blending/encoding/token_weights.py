@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource
 from megatron.blending.loading.dataset_loader import LoadedDataset
 from megatron.blending.order.weights import Weight, WeightSchedule
+from megatron.blending.streams.failures import SkipSample
 
 _PROBES = 64
 

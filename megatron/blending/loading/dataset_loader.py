@@ -23,7 +23,7 @@ from megatron.blending.metadatasets.metadataset_file import Entry, Reference, pa
 from megatron.blending.metadatasets.paths import is_metadataset, read_text
 from megatron.blending.metadatasets.yaml_place import nearest
 from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
-from megatron.blending.streams.span import RepeatDataset
+from megatron.blending.streams.positions import RepeatDataset
 
 
 class DatasetBlendMode(str, Enum):

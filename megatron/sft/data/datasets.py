@@ -23,7 +23,7 @@ from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, le
 from megatron.blending.metadatasets.paths import is_metadataset
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.blend_schedule import parse_schedule
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
@@ -138,7 +138,7 @@ class _Builder:
     def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
         return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
 
-    def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
+    def _chats(self, opened: Sequence[tuple[SourceDataset, Leaf | Join, int]]) -> list[ChatSource]:
         """Opened sources with their names; the number is the record at which they begin."""
         names = short_names([_path_of(leaf) for _, leaf, _ in opened])
         return [
@@ -176,8 +176,8 @@ class _Builder:
         return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
 
 
-def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDataset:
-    return LeafDataset(
+def _part(dataset: SourceDataset, leaf: Leaf | Join, records: range) -> SourceDataset:
+    return SourceDataset(
         SourcePart(dataset.source, records),
         load=dataset.load,
         multiplier=leaf.shuffle_over_epochs_multiplier,
@@ -185,7 +185,7 @@ def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDatase
     )
 
 
-def _leaf_of(loaded: LoadedDataset) -> LeafDataset:
+def _leaf_of(loaded: LoadedDataset) -> SourceDataset:
     node = loaded.dataset
     while node.children:
         node = node.children[0]

@@ -15,7 +15,7 @@ from megatron.blending.loading.dataset_loader import LoadedDataset
 from megatron.blending.order.permutation import permute_indices
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BlendDataset, ChoicePlan
-from megatron.blending.streams.dataset import Binding, Block
+from megatron.blending.streams.node import Binding, Block
 from megatron.sft.data.chat_encoder import Dropped, EncodedSample
 
 

@@ -35,7 +35,7 @@ MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)),
 @pytest.fixture(autouse=True)
 def _small_plans(monkeypatch):
     """What is planned at once ends within a test, as it does many times within a run."""
-    monkeypatch.setattr("megatron.blending.streams.lane._SAMPLES_PER_BLOCK", 24)
+    monkeypatch.setattr("megatron.blending.streams.shard._SAMPLES_PER_BLOCK", 24)
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
     monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
@@ -801,8 +801,8 @@ def test_state_of_open_buffers_is_small():
     loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
     for _ in range(700):
         next(loader)
-    held = [lane[2][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
-    num_held = sum(len(columns[0]) for _, columns, *_ in held)
+    held = [lane[3][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
+    num_held = sum(len(origins) for _, _, _, (origins, *_) in held)
     assert len(held) == 320
     assert num_held > 25_000
     assert len(json.dumps(loader.state_dict())) < 2 * num_held

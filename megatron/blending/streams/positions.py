@@ -9,11 +9,16 @@ import numpy as np
 
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.arguments import check_count, check_datasets
-from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
-from megatron.blending.streams.lane import CursorNode, Lane, LaneEnd, Place
+from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset
+
+_ENDLESS = 2**40
 
 
-class SpanDataset(SavableDataset[Any]):
+class PositionsDataset(SavableDataset[Any]):
+    """A node whose outputs are those of its child at other positions."""
+
+    only_chooses_positions = True
+
     def __init__(self, dataset: Any, worker_config: Any) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
@@ -25,11 +30,8 @@ class SpanDataset(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> Plan:
         return self.children[0].plan(self.within_child(positions), block)
 
-    def in_lane(self, lane: Any, parent: Any, child_number: int) -> Any:
-        return self.children[0].in_lane(lane, parent, child_number)
 
-
-class RepeatDataset(SpanDataset):
+class RepeatDataset(PositionsDataset):
     """A finite data set again and again; shuffled ones in another order each time."""
 
     def __init__(self, dataset: Any, repeats: float | None = None, *, worker_config: Any = None) -> None:
@@ -51,7 +53,7 @@ class RepeatDataset(SpanDataset):
         return [type(self).__name__, self.size]
 
 
-class LimitDataset(SpanDataset):
+class LimitDataset(PositionsDataset):
     """The first `length` outputs: of each rank where only maps are above (as in energon), else of the whole stream.
 
     Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same ones again.
@@ -70,6 +72,7 @@ class LimitDataset(SpanDataset):
         goes_on = dataset.size is None or dataset.goes_on
         self.goes_on = goes_on and not reset_after_epoch
         self.begins_again = goes_on and reset_after_epoch
+        self.is_outermost = False
 
     def __len__(self) -> int:
         return self.size
@@ -79,85 +82,33 @@ class LimitDataset(SpanDataset):
         binding.is_size_of_ranks |= is_outermost
         inner = self.children[0].size
         self.size = total if inner is None else min(total, inner)
+        self.is_outermost = is_outermost
+
+    @property
+    def is_limit(self) -> bool:
+        return self.is_outermost and not self.goes_on
+
+    @property
+    def num_positions(self) -> int:
+        """Where this is outermost, there are some to fill holes with, behind the limit."""
+        if not self.is_limit:
+            return self.size
+        return self.children[0].num_positions or _ENDLESS
 
     def within_child(self, positions: Ints) -> Ints:
         if self.goes_on:
             return positions
-        passes, places = np.divmod(positions, self.size)
-        return places if self.begins_again else passes * self.children[0].size + places
+        passes, places = np.divmod(positions, self.num_positions)
+        return places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return self.within_child(np.array([position], np.int64)).tolist()
-
-    def plan(self, positions: Ints, block: Block) -> "LimitPlan":
-        return LimitPlan(positions, super().plan(positions, block))
-
-    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "LimitLane":
-        return LimitLane(self, lane, parent, child_number)
 
     def signature(self) -> list[Any]:
         return [type(self).__name__, self.length, *(["reset_after_epoch"] if self.begins_again else [])]
 
 
-class LimitPlan:
-    def __init__(self, positions: Ints, child: Plan) -> None:
-        self.length = len(positions)
-        self.positions = positions
-        self.take, self.seek = child.take, child.seek
-        self._child = child
-
-    def child(self, number: int) -> Plan:
-        return self._child
-
-    def sources(self, start: int, end: int) -> set[int]:
-        return self._child.sources(start, end)
-
-
-class LimitLane(CursorNode):
-    """Gives as many as there are places; where the child left some out, from behind the limit."""
-
-    node: LimitDataset
-    _beyond: Lane | None = None
-    _pass = 0
-
-    def pull(self, place: Place | None) -> tuple[Any, Any]:
-        plan, block, within = self.locate(place)
-        found = self._next(plan, block, within)
-        self.passed(block, within)
-        return found
-
-    def _next(self, plan: Any, block: int, within: int) -> tuple[Any, Any]:
-        if self._beyond is None:
-            try:
-                return self.child(0).pull((block, within))
-            except LaneEnd:
-                if self.node.goes_on:
-                    raise
-                is_first = self.node.begins_again
-                self._beyond = self._lane_beyond(0 if is_first else int(plan.positions[within]) // self.node.size)
-        return self._beyond.pull()
-
-    def _lane_beyond(self, pass_number: int) -> Lane:
-        child, lane = self.node.children[0], self.lane
-        first = -(-(self.node.size - lane.number) // lane.num_lanes)
-        self._pass = pass_number
-        return Lane(
-            child, lane.number, lane.num_lanes, lane.failures, pass_number=pass_number, index=first, size=child.size
-        )
-
-    def held(self) -> Any:
-        beyond = None if self._beyond is None else [self._pass, self._beyond.state()]
-        return None if self.cursor is None and beyond is None else [self.cursor and list(self.cursor), beyond]
-
-    def restore(self, held: Any) -> None:
-        cursor, beyond = held
-        self.cursor = None if cursor is None else (cursor[0], cursor[1])
-        if beyond is not None:
-            self._beyond = self._lane_beyond(beyond[0])
-            self._beyond.restore(beyond[1])
-
-
-class EpochizeDataset(SpanDataset):
+class EpochizeDataset(PositionsDataset):
     """An epoch of `length` outputs, or of `num_epochs` times the data's own length; the next pass goes on from there.
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
@@ -185,6 +136,9 @@ class EpochizeDataset(SpanDataset):
         return self.size
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        for node in binding.nodes[self.number :]:
+            if isinstance(node, LimitDataset):
+                node.is_outermost = False
         if is_outermost and self.length is not None:
             self.size = self.num_epochs * self.length * binding.world_size
             binding.is_size_of_ranks = True
@@ -193,7 +147,7 @@ class EpochizeDataset(SpanDataset):
         return [type(self).__name__]
 
 
-class ShuffleBufferDataset(SpanDataset):
+class ShuffleBufferDataset(PositionsDataset):
     """Outputs mixed within windows of `size`, one window after the other. Nothing is held back for it."""
 
     def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
