@@ -38,7 +38,7 @@ _MODULES = {
     "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat
         homogeneous_concat_mix""",
     "formats.sources": "RecordError RecordSource open_source",
-    "formats.webdataset": "open_webdataset",
+    "formats.prepared.webdataset": "open_webdataset",
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

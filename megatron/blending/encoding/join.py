@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.blending.encoding.samples import Sample
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordError
-from megatron.blending.formats.webdataset import WebDataset
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
 
 

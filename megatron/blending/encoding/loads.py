@@ -7,8 +7,8 @@ from typing import Any
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample
 from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record
-from megatron.blending.formats.webdataset import WebDataset
 from megatron.blending.streams.failures import failure_tolerance_of
 
 _new: Any = object.__new__

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
 from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.arguments import as_pairs, check_datasets

@@ -12,7 +12,7 @@ p; or [p, part of several, origin of the output of another such node, or None].
 
 from collections.abc import Callable, Iterable
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from megatron.blending.streams.node import (
     Several,
 )
 
-if TYPE_CHECKING:
-    from megatron.blending.streams.shard import Holder
-
 
 class HoldingDataset(SavableDataset[Any]):
     """A node that makes its outputs of several of the child's."""
@@ -44,7 +41,7 @@ class HoldingDataset(SavableDataset[Any]):
         self.worker_config = worker_config
         self.size = dataset.size
 
-    holder: "ClassVar[type[Holder]]"
+    holder: ClassVar[Callable[..., Any]]
     """What makes this node's outputs in a shard of the stream."""
 
     @property

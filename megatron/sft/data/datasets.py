@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     LoadedDataset,
@@ -19,8 +19,8 @@ from megatron.blending.loading.dataset_loader import (
     loaded_for_training,
     split_names,
 )
+from megatron.blending.loading.token_weights import by_tokens
 from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
-from megatron.blending.metadatasets.paths import is_metadataset
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.source import SourceDataset

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.formats.paths import is_metadataset
 from megatron.packing.flags import flag_of
 from megatron.sft.options.ranges import check_range
 

@@ -20,7 +20,7 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
 )
 from megatron.blending.encoding.seeding import stateless
-from megatron.blending.formats.webdataset import WebDataset
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
 from megatron.blending.streams.failures import FatalSampleError, SkipSample

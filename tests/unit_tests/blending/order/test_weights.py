@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.blending.encoding.token_weights import weights_by_tokens
+from megatron.blending.loading.token_weights import weights_by_tokens
 from megatron.blending.order.weights import WeightSchedule, integer_weights
 
 

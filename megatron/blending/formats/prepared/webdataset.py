@@ -8,6 +8,7 @@ Invariant: with and without index files, local or remote, the records are the sa
 """
 
 import hashlib
+import importlib.util
 import itertools
 import time
 import warnings
@@ -18,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.decode import Decode, decode_part
-from megatron.blending.formats.field_map import FieldMap
-from megatron.blending.formats.files import join_location, local_path, read_ranges
-from megatron.blending.formats.nv_meta import (
+from megatron.blending.formats.files import is_file, join_location, local_path, read_ranges
+from megatron.blending.formats.prepared.field_map import FieldMap
+from megatron.blending.formats.prepared.nv_meta import (
     FOLDER,
     SampleType,
     SplitPart,
@@ -28,11 +29,10 @@ from megatron.blending.formats.nv_meta import (
     read_info,
     read_split_part,
 )
+from megatron.blending.formats.prepared.sample_index import find_samples
+from megatron.blending.formats.prepared.shard import Shard, open_local_shard, open_remote_shard
+from megatron.blending.formats.prepared.tar import BLOCK, TarError, header_key, parse_sample
 from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file
-from megatron.blending.formats.sample_index import find_samples
-from megatron.blending.formats.shard import Shard, open_local_shard, open_remote_shard
-from megatron.blending.formats.tar import BLOCK, TarError, header_key, parse_sample
-from megatron.blending.formats.user_code import load_function
 
 _FINGERPRINT_SHARDS = 8
 _META = ("__key__", "__shard__")
@@ -224,7 +224,7 @@ class WebDataset:
         folder = join_location(self.path, FOLDER)
 
         def function(reference: str, name: str) -> Callable[..., Any]:
-            return load_function(reference, name, folder, allow_code=self._allow_code, where=kind.where)
+            return _load_function(reference, name, folder, allow_code=self._allow_code, where=kind.where)
 
         self._field_map = FieldMap(kind.field_map, f"{kind.where}: field_map") if kind.field_map else None
         self._sample_loader = function(kind.sample_loader, "sample_loader") if kind.sample_loader else None
@@ -244,3 +244,30 @@ class WebDataset:
 
 Piece = tuple[Any, int, int]
 """Bytes, or memory that gives bytes when sliced, and where in it a sample starts and ends."""
+
+
+def _load_function(
+    reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
+) -> Callable[..., Any]:
+    """Return the function that `reference`, "file.py:name" or "file.py", names in `folder`, by running the file.
+
+    ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.
+    """
+    path, _, name = reference.partition(":")
+    name = name or default_name
+    if not allow_code:
+        raise ValueError(
+            f"{where}: names Python code, {reference}, which is not run; read it, then pass allow_code=True"
+        )
+    location = local_path(join_location(folder, path))
+    if location is None or not path.endswith(".py") or not is_file(location):
+        raise ValueError(f"{where}: {reference}: must be file.py:function, a local file in {folder}")
+    spec = importlib.util.spec_from_file_location(f"megatron_blending_user_code_{abs(hash(location))}", location)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{where}: {reference}: {location} has no function {name!r}")
+    return function

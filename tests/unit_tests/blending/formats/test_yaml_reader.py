@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.blending.metadatasets.yaml_reader import read_scalar, read_yaml
+from megatron.blending.formats.yaml_reader import read_scalar, read_yaml
 
 
 @pytest.mark.parametrize(

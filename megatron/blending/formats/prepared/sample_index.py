@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any
 
 from megatron.blending.formats.files import join_location, local_path
-from megatron.blending.formats.nv_meta import FOLDER, SQLITE
-from megatron.blending.formats.tar import TarScan
+from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
+from megatron.blending.formats.prepared.tar import TarScan
 
 _TABLES = (
     "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.blending.formats.nv_meta import read_dataset_config, read_info, read_split_part
+from megatron.blending.formats.prepared.nv_meta import read_dataset_config, read_info, read_split_part
 
 INFO = {"energon_version": "7.4.1", "shard_counts": {"a/s_0.tar": 3, "a/s_1.tar": 5, "a/s_10.tar": 2}}
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatron.blending.__main__ import main
-from megatron.blending.formats.prepare import Preparation, prepare_jsonl, prepare_webdataset
-from megatron.blending.formats.webdataset import open_webdataset
+from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.webdataset import open_webdataset
 from tests.unit_tests.blending.archives import texts, write_folder, write_tar
 
 TEXT: dict[str, Any] = {"sample_type": "TextSample", "field_map": {"text": "txt"}}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.blending.metadatasets.yaml_reader import Items, Table
+from megatron.blending.formats.yaml_reader import Items, Table
 
 _MOST_LISTED = 50
 

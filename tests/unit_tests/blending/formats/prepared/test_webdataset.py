@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from megatron.blending.formats import webdataset
+from megatron.blending.formats.prepared import webdataset
+from megatron.blending.formats.prepared.shard import open_shard
+from megatron.blending.formats.prepared.webdataset import open_webdataset
 from megatron.blending.formats.record import RecordError
-from megatron.blending.formats.shard import open_shard
-from megatron.blending.formats.webdataset import open_webdataset
 from tests.unit_tests.blending.archives import texts, write_folder, write_tar
 
 SHARDS = {"s/a_0.tar": texts("a", "d/b", "c"), "s/a_1.tar": texts("e"), "s/a_2.tar": texts("f", "g")}

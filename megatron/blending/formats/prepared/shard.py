@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.files import File, LocalFile, is_file, open_file
-from megatron.blending.formats.tar import BLOCK, Buffer, TarError, scan_tar
+from megatron.blending.formats.prepared.tar import BLOCK, Buffer, TarError, scan_tar
 
 # A process may have 65,530 memory maps; a shard takes two, and costs 30 microseconds to be mapped again.
 _MAPPED_SHARDS = 8192

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.blending.formats.braces import expand_braces
 from megatron.blending.formats.files import is_file, join_location, read_file
-from megatron.blending.metadatasets.yaml_place import Place, described, nearest
-from megatron.blending.metadatasets.yaml_reader import Items, Table, read_yaml
+from megatron.blending.formats.prepared.braces import expand_braces
+from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
 
 FOLDER = ".nv-meta"
 SQLITE = "index.sqlite"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.blending.formats.decode import DecodeError, decode_part, keep_bytes
-from megatron.blending.formats.field_map import FieldMap, Missing
+from megatron.blending.formats.prepared.field_map import FieldMap, Missing
 
 
 def npy(array):

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.formats.files import open_file
-from megatron.blending.formats.tar import Buffer, TarError, header_key, parse_sample, scan_tar, split_name, walk_tar
+from megatron.blending.formats.prepared.tar import (
+    Buffer,
+    TarError,
+    header_key,
+    parse_sample,
+    scan_tar,
+    split_name,
+    walk_tar,
+)
 from tests.unit_tests.blending.archives import write_tar
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]

@@ -6,11 +6,6 @@ from typing import Any
 
 import numpy as np
 
-IMAGE_SUFFIXES = frozenset(
-    "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng jp2 j2k jpc jpf jpx "
-    "j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm pgm ppm pnm psd bw rgb rgba sgi ras tga "
-    "icb vda vst webp wmf emf xbm xpm".split()
-)
 # Name -> (what it becomes, whether its values are floats, Pillow's name of its channels).
 IMAGE_MODES: dict[str, tuple[str, bool, str]] = {
     **{

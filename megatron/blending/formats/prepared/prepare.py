@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron.blending.formats.braces import collapse_numbers, expand_braces
-from megatron.blending.formats.field_map import FieldMap
 from megatron.blending.formats.files import list_names, open_file
 from megatron.blending.formats.jsonl import INDEX_SUFFIX, index_lines
-from megatron.blending.formats.nv_meta import CRUDE, FOLDER, SQLITE, read_info
-from megatron.blending.formats.sample_index import DuplicateKeyError, SampleIndexWriter
-from megatron.blending.formats.tar import TarError, TarScan, scan_tar
-from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.formats.prepared.braces import collapse_numbers, expand_braces
+from megatron.blending.formats.prepared.field_map import FieldMap
+from megatron.blending.formats.prepared.nv_meta import CRUDE, FOLDER, SQLITE, read_info
+from megatron.blending.formats.prepared.sample_index import DuplicateKeyError, SampleIndexWriter
+from megatron.blending.formats.prepared.tar import TarError, TarScan, scan_tar
+from megatron.blending.formats.yaml_place import nearest
 
 SAMPLE_TYPES = (
     "CaptioningSample ImageClassificationSample ImageSample InterleavedSample MultiChoiceVQASample OCRSample "

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron.blending.formats.nv_meta import FOLDER, SQLITE
-from megatron.blending.formats.sample_index import DuplicateKeyError, SampleIndexWriter, find_samples
-from megatron.blending.formats.tar import Part, TarSample, TarScan
+from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
+from megatron.blending.formats.prepared.sample_index import DuplicateKeyError, SampleIndexWriter, find_samples
+from megatron.blending.formats.prepared.tar import Part, TarSample, TarScan
 
 
 def scan(*keys):

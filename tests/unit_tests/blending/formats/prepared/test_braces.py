@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.blending.formats.braces import collapse_numbers, expand_braces
+from megatron.blending.formats.prepared.braces import collapse_numbers, expand_braces
 
 
 @pytest.mark.parametrize(
