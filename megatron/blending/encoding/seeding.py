@@ -38,11 +38,6 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
     return function
 
 
-def failure_tolerance_of(function: Any) -> int | None:
-    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
-    return getattr(function, "__failure_tolerance__", None)
-
-
 def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as it is to be called: seeded if it is marked so, else itself, at no cost."""
     return Seeded(function) if getattr(function, "__restore_seeds__", False) else function

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.sources import SOURCES
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
@@ -22,11 +22,11 @@ from megatron.blending.loading.dataset_loader import (
     loaded_for_training,
     split_names,
 )
+from megatron.blending.loading.token_weights import by_tokens
 from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
-from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
-from megatron.blending.streams.leaf import LeafDataset
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.data.mixture import Blended, Concatenation, Mixture
@@ -137,7 +137,7 @@ class _Builder:
     def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
         return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
 
-    def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
+    def _chats(self, opened: Sequence[tuple[SourceDataset, Leaf | Join, int]]) -> list[ChatSource]:
         """Returns opened sources with their names; the number is the record at which they begin."""
         names = short_names([_path_of(leaf) for _, leaf, _ in opened])
         return [
@@ -204,8 +204,8 @@ def _ending(parts: tuple[str, ...], count: int, has_suffix: bool) -> str:
     return str(path if has_suffix or path.suffix not in SOURCES else path.with_suffix(""))
 
 
-def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDataset:
-    return LeafDataset(
+def _part(dataset: SourceDataset, leaf: Leaf | Join, records: range) -> SourceDataset:
+    return SourceDataset(
         SourcePart(dataset.source, records),
         load=dataset.load,
         multiplier=leaf.shuffle_over_epochs_multiplier,
@@ -213,7 +213,7 @@ def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDatase
     )
 
 
-def _leaf_of(loaded: LoadedDataset) -> LeafDataset:
+def _leaf_of(loaded: LoadedDataset) -> SourceDataset:
     node = loaded.dataset
     while node.children:
         node = node.children[0]

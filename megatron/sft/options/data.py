@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.blending.metadatasets.paths import is_metadataset
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.formats.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.planner.lengths import TokenizerType
 

@@ -10,9 +10,10 @@ import torch
 from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.samples import TextSample
-from megatron.blending.encoding.seeding import failure_tolerance_of, stateless, with_seeds
+from megatron.blending.encoding.seeding import stateless, with_seeds
 from megatron.blending.encoding.task_encoder import check_encoder
 from megatron.blending.loading.load import call_hook
+from megatron.blending.streams.failures import failure_tolerance_of
 
 
 def test_misuse_is_named_before_anything_runs():

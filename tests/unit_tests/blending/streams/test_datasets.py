@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.blending.loading.loader import get_loader
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
@@ -23,7 +24,6 @@ from megatron.blending.streams.datasets import (
     ShuffleBufferDataset,
 )
 from megatron.blending.streams.failures import FatalSampleError
-from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import Numbers, config, endless, leaf, listed, servers
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, halves, is_odd, parity, several
 
