@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.sft.reduction import Reduced
+from megatron.sft.step_account import Reduced
 
 _WAY_OUT = "nothing was saved of it; continue from the last checkpoint with a lower --lr or other data"
 

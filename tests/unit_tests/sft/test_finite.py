@@ -22,7 +22,7 @@ def group():
 
 def checked(loss, by_source=()):
     from megatron.sft.finite import check_loss
-    from megatron.sft.reduction import Reduced
+    from megatron.sft.step_account import Reduced
 
     sources = np.array([by_source, [1] * len(by_source)], np.float64)
     losses = [{"lm loss": (torch.tensor(each), torch.tensor(1))} for each in (1.0, loss)]
