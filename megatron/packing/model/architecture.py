@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.nn.functional import gelu, silu
@@ -19,17 +20,24 @@ _SAME_NAMES = (
 def architecture(options: Any) -> dict[str, Any]:
     """Arguments of `TransformerConfig` that say what is computed for a token, and how; nothing of rates and layout.
 
-    `options` have Megatron's names: `sft.options.model.ModelConfig`, or what `calibrate_options` parsed.
+    `options` have Megatron's names: `sft.options.model.ModelConfig`, or what `calibrate_options` parsed, which knows
+    fewer of them.
     """
     recomputes_layers = options.recompute_granularity == "full"
+    geglu = getattr(options, "geglu", False)
+    gated = options.swiglu or geglu
     return {
         **{name: getattr(options, name) for name in _SAME_NAMES},
-        "ffn_hidden_size": options.ffn_hidden_size or ffn_hidden_size(options.hidden_size, options.swiglu),
-        "gated_linear_unit": options.swiglu,
-        "activation_func": silu if options.swiglu else gelu,
+        "ffn_hidden_size": options.ffn_hidden_size or ffn_hidden_size(options.hidden_size, gated),
+        "gated_linear_unit": gated,
+        "activation_func": silu if options.swiglu else partial(gelu, approximate="tanh") if geglu else gelu,
         "bias_activation_fusion": False,
         "add_bias_linear": not options.disable_bias_linear,
+        "layernorm_zero_centered_gamma": getattr(options, "apply_layernorm_1p", False),
         "num_moe_experts": options.num_experts,
+        "moe_layer_freq": list(getattr(options, "moe_layer_freq", ())) or 1,
+        "moe_shared_expert_intermediate_size": getattr(options, "moe_shared_expert_intermediate_size", None),
+        "moe_shared_expert_gate": getattr(options, "moe_shared_expert_gate", False),
         "moe_token_dispatcher_type": "alltoall",  # megatron-core demands it of variable lengths, of dense models too
         "recompute_method": "uniform" if recomputes_layers else None,
         "recompute_num_layers": 1 if recomputes_layers else None,

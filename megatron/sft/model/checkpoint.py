@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.flags import flag_of
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
+from megatron.sft.model.hf_companions import COMPANIONS, Companions
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
@@ -56,18 +57,29 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
-def save_checkpoint(
-    folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
-) -> None:
-    """Write a complete checkpoint; collective. It takes its place only once it is whole.
-
-    model_options: what a run that loads it must share; data: what it is told of if it does not.
-    """
-    path = checkpoint_path(folder, progress.iteration)
-    unfinished = path.with_suffix(".unfinished")
+def whole_parameters(training: Training) -> None:
+    """Make sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
         if chunk.ddp_config.overlap_param_gather:  # or other ranks' shards would be those of the step before
             chunk.start_param_sync(force_sync=True)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    training: Training,
+    progress: Progress,
+    model_options: dict[str, Any],
+    data: dict[str, Any],
+    companions: Companions | None = None,
+) -> None:
+    """Write a complete checkpoint; collective. It takes its place only once it is whole.
+
+    model_options: what a run that loads it must share; data: what it is told of if it does not; companions: files that
+    the export as a HuggingFace folder will need.
+    """
+    path = checkpoint_path(folder, progress.iteration)
+    unfinished = path.with_suffix(".unfinished")
+    whole_parameters(training)
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -80,6 +92,9 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
+        if companions is not None:
+            (unfinished / COMPANIONS).mkdir()
+            companions.write(unfinished / COMPANIONS)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
         temporary = Path(folder) / (TRACKER + ".tmp")

@@ -18,6 +18,7 @@ from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
 
@@ -94,9 +95,11 @@ class SFTConfig:
         for name, value in (
             ("--num-attention-heads", model.num_attention_heads),
             ("--ffn-hidden-size", model.resolved_ffn_hidden_size),
+            ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or tensor),
             ("--num-query-groups", model.num_query_groups or tensor),
         ):
-            if value % tensor:
+            shares_groups = name == "--num-query-groups" and tensor % value == 0
+            if value % tensor and not shares_groups:
                 raise ValueError(f"{name} {value} must be a multiple of --tensor-model-parallel-size {tensor}")
         per_stage = parallel.num_layers_per_virtual_pipeline_stage or 1
         if model.num_layers % (stages * per_stage):
@@ -159,7 +162,7 @@ def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
     """The run's options from the command line; FlagError for anything wrong in them."""
     groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
     model, parallel, packing, data, training, output = parse_flags(
-        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core."
+        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", imply=implied_options
     )
     config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
     config.check(world_size)
