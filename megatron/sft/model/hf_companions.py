@@ -79,6 +79,12 @@ class Companions(NamedTuple):
         return dtype_of(model_config)
 
 
+def copy_companions(source: Path, target: Path) -> str:
+    """Copy what `Companions.write` wrote; returns the type that config.json says the weights have."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    return dtype_of(read_config(source))
+
+
 def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
     """The tensors of a model whose config.json is `model_config`."""
     return Weights(model, model_config["vocab_size"], is_mixtral=model_config["model_type"] == "mixtral")

@@ -27,7 +27,7 @@ class Family(NamedTuple):
     """Whether the window only counts where `use_sliding_window` says so."""
     head_dim: int | None = None
     num_experts_key: str | None = None
-    options: Mapping[str, Any] = {}  # noqa: RUF012  # never written to
+    options: Mapping[str, Any] = {}
     """Options that all models of the family have and no key tells."""
 
 
@@ -43,9 +43,7 @@ FAMILIES = {
         head_dim=256,
         options={"swiglu": False, "geglu": True, "apply_layernorm_1p": True, "scale_embeddings": True},
     ),
-    "mixtral": Family(
-        "MixtralForCausalLM", norm_epsilon=1e-5, rope_theta=1e6, num_experts_key="num_local_experts"
-    ),
+    "mixtral": Family("MixtralForCausalLM", norm_epsilon=1e-5, rope_theta=1e6, num_experts_key="num_local_experts"),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         window=4096,
@@ -84,7 +82,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a HuggingFace folder; ValueError where it is missing or no JSON object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first")
+        raise ValueError(
+            f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as failure:
@@ -179,8 +179,10 @@ def _has_biases(config: Mapping[str, Any], where: str) -> bool:
 def _experts(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     if family.num_experts_key is None:
         return {}
+    # transformers 5 writes the one name for what it reads under the other.
+    key = next((name for name in ("num_experts", "num_local_experts") if name in config), family.num_experts_key)
     found: dict[str, Any] = {
-        "num_experts": _number(config, family.num_experts_key, where),
+        "num_experts": _number(config, key, where),
         "moe_router_topk": _number(config, "num_experts_per_tok", where),
     }
     if family is FAMILIES["mixtral"]:

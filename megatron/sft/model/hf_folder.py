@@ -69,7 +69,9 @@ def _files(folder: Path) -> dict[Path, list[str]]:
             files.setdefault(folder / file, []).append(name)
         missing = sorted(str(file) for file in files if not file.is_file())
         if missing or not files:
-            raise ValueError(f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; download again")
+            raise ValueError(
+                f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; download again"
+            )
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: []}
@@ -132,8 +134,8 @@ def check_folder(folder: Folder, weights: Weights) -> None:
             )
     if weights.is_tied and not _are_equal(tensors, "lm_head.weight", "model.embed_tokens.weight"):
         raise ValueError(
-            f"{folder.path} holds an lm_head.weight that differs from model.embed_tokens.weight, but its config.json has "
-            'tie_word_embeddings; set that to false there, as transformers takes it'
+            f"{folder.path} holds an lm_head.weight that differs from model.embed_tokens.weight, but its config.json "
+            "has tie_word_embeddings; set that to false there, as transformers takes it"
         )
 
 

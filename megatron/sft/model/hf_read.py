@@ -33,6 +33,8 @@ class Pretrained(NamedTuple):
 class Placed(NamedTuple):
     """A parameter of this rank, and where it stands in the whole model's weight."""
 
+    name: str
+    """As the chunk's `named_parameters` has it."""
     parameter: torch.nn.Parameter
     weight: Weight
     copies: tuple[Copy, ...]
@@ -61,7 +63,7 @@ def placed_parameters(gpt: GPTModel, weights: Weights) -> Iterator[Placed]:
         else:
             replica = parallel_state.get_expert_data_parallel_rank()
         copies = tuple(weights.copies(weight, rank, size, len(parameter)))
-        yield Placed(parameter, weight, copies, is_repeated, replica == 0)
+        yield Placed(local_name, parameter, weight, copies, is_repeated, replica == 0)
 
 
 def _global_name(name: str, gpt: GPTModel) -> str:

@@ -31,28 +31,22 @@ class Row(NamedTuple):
     """Which models and layers have it: see `Weights._conditions`."""
 
 
-_WHOLE_MODEL = (
+_WHOLE_MODEL: tuple[Row, ...] = (
     Row("embedding.word_embeddings.weight", "vocabulary", ("vocab", "hidden"), ("model.embed_tokens.weight",)),
     Row("output_layer.weight", "vocabulary", ("vocab", "hidden"), ("lm_head.weight",), "untied"),
     Row("decoder.final_layernorm.weight", "whole", ("hidden",), ("model.norm.weight",)),
 )
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
-_LAYER = (
+_LAYER: tuple[Row, ...] = (
     Row("input_layernorm.weight", "whole", ("hidden",), ("input_layernorm.weight",)),
-    Row(
-        "self_attention.linear_qkv.weight", "heads", ("heads", "hidden"), tuple(f"{name}.weight" for name in _QKV)
-    ),
-    Row(
-        "self_attention.linear_qkv.bias", "heads", ("heads",), tuple(f"{name}.bias" for name in _QKV), "qkv_bias"
-    ),
+    Row("self_attention.linear_qkv.weight", "heads", ("heads", "hidden"), tuple(f"{name}.weight" for name in _QKV)),
+    Row("self_attention.linear_qkv.bias", "heads", ("heads",), tuple(f"{name}.bias" for name in _QKV), "qkv_bias"),
     Row("self_attention.q_layernorm.weight", "whole", ("head",), ("self_attn.q_norm.weight",), "norms"),
     Row("self_attention.k_layernorm.weight", "whole", ("head",), ("self_attn.k_norm.weight",), "norms"),
     Row("self_attention.linear_proj.weight", "columns", ("hidden", "query"), ("self_attn.o_proj.weight",)),
     Row("self_attention.linear_proj.bias", "whole", ("hidden",), ("self_attn.o_proj.bias",), "biases"),
     Row("pre_mlp_layernorm.weight", "whole", ("hidden",), ("post_attention_layernorm.weight",)),
-    Row(
-        "mlp.linear_fc1.weight", "halves", ("ffn", "hidden"), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "dense"
-    ),
+    Row("mlp.linear_fc1.weight", "halves", ("ffn", "hidden"), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "dense"),
     Row("mlp.linear_fc1.bias", "halves", ("ffn",), ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "dense_bias"),
     Row("mlp.linear_fc2.weight", "columns", ("hidden", "ffn"), ("mlp.down_proj.weight",), "dense"),
     Row("mlp.linear_fc2.bias", "whole", ("hidden",), ("mlp.down_proj.bias",), "dense_bias"),
@@ -71,9 +65,11 @@ _LAYER = (
         ("mlp.shared_expert.down_proj.weight",),
         "shared",
     ),
-    Row("mlp.shared_experts.gate_weight", "whole", ("one", "hidden"), ("mlp.shared_expert_gate.weight",), "shared_gate"),
+    Row(
+        "mlp.shared_experts.gate_weight", "whole", ("one", "hidden"), ("mlp.shared_expert_gate.weight",), "shared_gate"
+    ),
 )
-_EXPERT = (
+_EXPERT: tuple[Row, ...] = (
     Row("linear_fc1.weight", "halves", ("expert_ffn", "hidden"), ("gate_proj.weight", "up_proj.weight")),
     Row("linear_fc2.weight", "columns", ("hidden", "expert_ffn"), ("down_proj.weight",)),
 )
@@ -162,10 +158,10 @@ class Weights:
             rows, prefix, conditions = _LAYER, f"model.layers.{layer}.", self._conditions(layer)
         else:
             rest, rows, prefix, conditions = name, _WHOLE_MODEL, "", self._conditions(0)
-        row = next((row for row in rows if row.core == rest and row.when in conditions), None)
-        if row is None:
-            raise KeyError(name)
-        return self._weight(row, prefix)
+        for row in rows:
+            if row.core == rest and row.when in conditions:
+                return self._weight(row, prefix)
+        raise KeyError(name)
 
     def all(self) -> Iterator[Weight]:
         """Every weight of the model."""

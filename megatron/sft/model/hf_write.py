@@ -35,16 +35,24 @@ class _File(NamedTuple):
     num_bytes: int
 
 
+def check_target(folder: Path) -> None:
+    """Raise ValueError where the folder that is to be written exists already, unless it is empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; give another folder, or remove it")
+
+
 def write_folder(
     folder: str | Path,
     chunks: Sequence[GPTModel],
     weights: Weights,
     write_companions: Callable[[Path], str],
     most_bytes_per_file: int = MOST_BYTES_PER_FILE,
+    fetch: Callable[[Placed], None] | None = None,
 ) -> None:
     """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is the weights' dtype.
 
-    Collective. The folder, which must not exist or be empty, takes its place only once it is whole.
+    Collective. The folder, which must not exist or be empty, takes its place only once it is whole. `fetch` is called
+    before each parameter is read.
     """
     target = Path(folder)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -54,7 +62,10 @@ def write_folder(
         unfinished.mkdir(parents=True)
         dtype = [write_companions(unfinished)]
     dist.broadcast_object_list(dtype)
-    _write_weights(unfinished, chunks, weights, getattr(torch, dtype[0]), most_bytes_per_file)
+    placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
+    placed = [p for p in placed if p.is_first_replica and not p.is_repeated]
+    tensors = _tensors(placed, weights, getattr(torch, dtype[0]), fetch)
+    _write_weights(unfinished, placed, tensors, getattr(torch, dtype[0]), most_bytes_per_file)
     dist.barrier()
     if dist.get_rank() == 0:
         if target.is_dir():
@@ -64,17 +75,14 @@ def write_folder(
 
 
 def _write_weights(
-    folder: Path, chunks: Sequence[GPTModel], weights: Weights, dtype: torch.dtype, most_bytes: int
+    folder: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], dtype: torch.dtype, most_bytes: int
 ) -> None:
-    placed = [p for chunk in chunks for p in placed_parameters(chunk, weights) if p.is_first_replica]
-    placed = [p for p in placed if not p.is_repeated]
     mine = [part for p in placed if _writes(p) for part in p.weight.parts]
     files = _cut_into_files(mine, dtype, most_bytes)
     all_files: list[list[_File]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_files, files)
     num_before, num_files = sum(map(len, all_files[: dist.get_rank()])), sum(map(len, all_files))
     names = [_file_name(number, num_files) for number in range(num_files)]
-    tensors = (tensor for p in placed for tensor in _whole(p, weights, dtype))
     for file, name in zip(files, names[num_before:]):
         _write_file(folder / name, file, dtype, tensors)
     for _ in tensors:  # ranks that only send
@@ -104,6 +112,16 @@ def _num_bytes(part: Part, dtype: torch.dtype) -> int:
 
 def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def _tensors(
+    placed: Sequence[Placed], weights: Weights, dtype: torch.dtype, fetch: Callable[[Placed], None] | None
+) -> Iterator[Tensor]:
+    """The tensors that this rank writes, in order."""
+    for one in placed:
+        if fetch is not None:
+            fetch(one)
+        yield from _whole(one, weights, dtype)
 
 
 def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -141,7 +159,7 @@ def _write_file(path: Path, file: _File, dtype: torch.dtype, tensors: Iterator[T
     with path.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for _ in file.parts:
-            stream.write(memoryview(next(tensors).view(torch.uint8).numpy()))
+            stream.write(next(tensors).view(torch.uint8).numpy().data)
 
 
 def _write_index(folder: Path, files: Sequence[_File], names: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from megatron.sft.model.hf_companions import weights_of
 from megatron.sft.model.hf_config import config_of, read_config
 from megatron.sft.model.hf_folder import check_folder, open_folder
 from megatron.sft.model.hf_read import Pretrained
+from megatron.sft.model.hf_write import check_target
 from megatron.sft.options.config import SFTConfig
 
 
@@ -19,7 +20,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
     """
     output = config.output
     if output.save_hf is not None:
-        _check_target(Path(output.save_hf))
+        check_target(Path(output.save_hf))
     if output.pretrained_checkpoint is None:
         if output.save_hf is not None:
             try:
@@ -33,8 +34,3 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
     weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
     check_folder(folder, weights)
     return Pretrained(folder, weights)
-
-
-def _check_target(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--save-hf {folder} exists already; give another folder, or remove it")

@@ -69,7 +69,8 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     wrong = [name for name, value in known.items() if name != "truncate" and not _is_positive(value)]
     if wrong:
         raise ValueError(f"{where} must have numbers above 0, but {wrong[0]} is {known[wrong[0]]!r}")
-    scaling = RopeScaling(kind, **{name: v if name == "truncate" else float(v) for name, v in known.items()})
+    numbers = {name: float(value) for name, value in known.items() if name != "truncate"}
+    scaling = RopeScaling(kind, **numbers, truncate=known.get("truncate", True))
     if kind == "yarn":
         _check_attention_factor(fields, scaling, where)
     return scaling
