@@ -56,7 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    # transformers gives the embedding of a pad token no gradient; here it is a token like any other.
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "pad_token_id": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
     "qwen3-moe": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": True}),
