@@ -79,7 +79,9 @@ def bfloat16_errors(folder: Path, data: Sequence[Sequence[EncodedSample]]) -> tu
 
     def log_probabilities(logits: Sequence[torch.Tensor]) -> torch.Tensor:
         labels = [torch.from_numpy(sample.labels) for sample in first[0]]
-        return torch.cat([l.double().log_softmax(-1).gather(1, n[:, None])[:, 0] for l, n in zip(logits, labels)])
+        return torch.cat(
+            [found.double().log_softmax(-1).gather(1, n[:, None])[:, 0] for found, n in zip(logits, labels)]
+        )
 
     wanted = log_probabilities(exact.logits)
     return tuple(  # type: ignore[return-value]

@@ -41,14 +41,14 @@ def test_byte_level_tokenizer_is_the_same_in_transformers(tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (config.model_type, config.vocab_size) == ("llama", ours.vocab_size)
     generation = transformers.GenerationConfig.from_pretrained(tmp_path)
-    assert generation.eos_token_id == [ours.eod, ours.end_of_turn]
+    assert generation.eos_token_id == [ours.eod, end_of_turn(ours)]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, None])
 def test_end_of_turn(save_tokenizer, template):
     """The token behind which a trained assistant falls silent."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    expected = None if template is None else tokenizer.wrapped.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    expected = None if template is None else tokenizer.eod
     assert end_of_turn(tokenizer) == expected
 
 

@@ -36,6 +36,7 @@ def test_frequencies_are_those_of_transformers(fields, dim, base):
     config = transformers.LlamaConfig(head_dim=dim, rope_parameters={**fields, "rope_theta": base})
     expected, factor = functions[fields["rope_type"]](config, device="cpu")
     scaling = rope_scaling_of(fields, "here")
+    assert scaling is not None
     found = inverse_frequencies(dim, base, scaling)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
