@@ -85,11 +85,12 @@ class Trained(NamedTuple):
     """Of the first step."""
 
 
-def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int | None = None) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = MODELS[name]
+    changes = changes if vocab_size is None else changes | {"vocab_size": vocab_size}
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
     for parameter in model.parameters():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,15 @@ from megatron.packing.flags import flag_of
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.hf_companions import COMPANIONS, Companions
+from megatron.sft.options.model import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+# Options that are younger than some checkpoints, which were saved at their defaults.
+_UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
 
 
 class Progress(NamedTuple):
@@ -130,6 +136,7 @@ def load_checkpoint(
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
+    saved = _UNSAID | saved
     differing = [
         f"{flag_of(name)} was {saved.get(name)}, is {value}"
         for name, value in model_options.items()
