@@ -48,10 +48,11 @@ def write_tokenizer(folder: Path) -> None:
 
 def talk(folder: Path) -> tuple[list[str], dict[str, Any]]:
     """What transformers complains of when it loads a folder, and what its generation config says; it answers a chat."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
-    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    library: Any = transformers
+    model, told = library.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    tokenizer = library.AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "how are you"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=5)

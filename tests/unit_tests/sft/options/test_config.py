@@ -123,7 +123,7 @@ CONTRADICTIONS = [
         ["--ffn-hidden-size 33", "multiple of --tensor-model-parallel-size 2"],
     ),
     (
-        "--tensor-model-parallel-size 2 --num-attention-heads 12 --group-query-attention --num-query-groups 3",
+        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --group-query-attention --num-query-groups 3",
         2,
         ["--num-query-groups 3", "multiple of --tensor-model-parallel-size 2"],
     ),
