@@ -1,18 +1,26 @@
 # make run    train a small chat model on two processes, from nothing
 # make test   unit and functional tests
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
+# make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make check  format, lint, types
+# make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
 
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+# The newest of these versions of Python that is found and works, on the path or as pyenv keeps them.
+newest = $(shell for v in $(1); do \
+	for p in python$$v python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python; do \
+	$$p -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$$v')" 2>/dev/null && echo $$p && exit; \
+	done; done)
+PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 TINY_CHAT = data/tiny_chat
+CORE_TESTS = tests/functional_tests/test_layouts.py tests/functional_tests/test_plugin.py
 CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test layouts check format clean
+.PHONY: run test layouts test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -27,6 +35,32 @@ test: $(VENV)/.dev
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
+# Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
+# threads. `make test-cpu-oldest` is one setting alone; CPU_TESTS chooses the tests.
+CPU_TESTS = tests/unit_tests tests/functional_tests
+CPU_oldest = ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
+	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=1
+CPU_avx2 = ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	NPY_DISABLE_CPU_FEATURES='X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=2
+CPU_avx512f = ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AVX512 ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1
+CPU_threads = OMP_NUM_THREADS=2
+CPUS := oldest $(shell for set in avx2 avx512f; do grep -qw $$set /proc/cpuinfo 2>/dev/null && echo $$set; done) threads
+
+test-cpus: $(addprefix test-cpu-,$(CPUS))
+	@echo "passed as on these processors: $(CPUS)"
+
+test-cpu-%: $(VENV)/.dev
+	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $$tests || exit; done
+# Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
+CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
+test-core:
+	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
+	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
+	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(CORE_TESTS)
+
+core-python:
+	@echo $(CORE_PYTHON)
+
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/ruff check $(CODE)
@@ -40,7 +74,7 @@ $(TINY_CHAT)/train.jsonl: examples/tiny_chat/make_data.py | $(VENV)/.run
 	$(VENV)/bin/python $< --output-dir $(TINY_CHAT)
 
 $(VENV)/.torch:
-	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed; pass one: make run PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed; pass one: make run PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
@@ -53,5 +87,9 @@ $(VENV)/.dev: setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(VENV)/.run $@
 
+$(VENV)/.core: setup.py | $(VENV)/.torch
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]' megatron-core==$(VERSION)
+	touch $@
+
 clean:
-	rm -rf $(VENV) data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-core-* data runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

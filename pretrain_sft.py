@@ -26,9 +26,10 @@ def main() -> None:
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.packing.step.lengths import GlobalBatchError
+    from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import process_groups
+    from megatron.sft.finite import NonFiniteError
     from megatron.sft.model.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
@@ -46,7 +47,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         with process_groups(config) as device:
             trainer = Trainer(config, datasets, device, run_dir, pretrained)
             trainer.train()
-    except GlobalBatchError as failure:
+    except (GlobalBatchError, NonFiniteError) as failure:
         exit_with(str(failure), rank)  # all ranks have the same
     except ValueError as failure:
         exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
-parquet, plot, tensorboard, huggingface, images, urls = (
+parquet, plot, tensorboard, huggingface, images, urls, test = (
     ["pyarrow>=14"],
     ["matplotlib>=3.8"],
     ["tensorboard>=2.15"],
     ["transformers>=4.40"],
     ["pillow>=10"],
     ["fsspec>=2024.2"],
+    ["hypothesis>=6.100", "pytest>=8"],
 )
 
 setup(
@@ -20,7 +21,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10",
     packages=find_namespace_packages(
         include=["megatron.blending*", "megatron.packing*", "megatron.planner*", "megatron.sft*"]
     ),
@@ -37,7 +38,8 @@ setup(
     ],
     install_requires=[
         "torch>=2.10",
-        "megatron-core==0.16.1",
+        'megatron-core==0.16.1; python_version < "3.12"',
+        'megatron-core>=0.19,<0.20; python_version >= "3.12"',
         "numpy>=1.26",
         "pyyaml>=6",
         "psutil>=5.9",  # megatron-core's checkpoints need it and do not say so
@@ -52,6 +54,7 @@ setup(
         "images": images,
         "urls": urls,
         "video": ["av>=12"],
+        "test": test,
         "dev": [
             *parquet,
             *plot,
@@ -59,9 +62,8 @@ setup(
             *huggingface,
             *images,
             *urls,
-            "hypothesis>=6.100",
+            *test,
             "mypy==2.4.1",
-            "pytest>=8",
             "ruff==0.17.5",
             "types-PyYAML",
         ],

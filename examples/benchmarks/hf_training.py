@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.sft.data.chat_encoder import EncodedSample
 from tests.functional_tests.hf_models import (
     MODELS,
     logits_of,
+    sequences_in_order,
     train_by_product,
     train_by_transformers,
     write_model,
 )
-from tests.functional_tests.oracle import sequences
+from tests.functional_tests.oracle import Sample
 from tests.functional_tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -40,10 +40,13 @@ CHOSEN = ("llama3", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2-moe"
 PER_STEP = 8
 
 
-def batches(num_steps: int) -> list[list[EncodedSample]]:
+def batches(num_steps: int) -> list[list[Sample]]:
     """Eight sequences of 8 to 64 tokens a step."""
     random = np.random.default_rng(7)
-    return [sequences(step, [int(length) for length in random.integers(8, 65, PER_STEP)]) for step in range(num_steps)]
+    return [
+        sequences_in_order(step, [int(length) for length in random.integers(8, 65, PER_STEP)])
+        for step in range(num_steps)
+    ]
 
 
 def layout_of(name: str, model: str) -> tuple[int, str]:
@@ -58,7 +61,7 @@ def largest(found: Sequence[float], expected: Sequence[float]) -> float:
     return torch.tensor([abs(a - b) / b for a, b in zip(found, expected, strict=True)]).max().item()
 
 
-def compare(model: str, folder: Path, data: Sequence[Sequence[EncodedSample]], dtype: torch.dtype) -> list[str]:
+def compare(model: str, folder: Path, data: Sequence[Sequence[Sample]], dtype: torch.dtype) -> list[str]:
     """First and last loss of transformers, and the largest relative difference of each layout."""
     (theirs,) = run_ranks(train_by_transformers, 1, folder, data, dtype, timeout_seconds=300.0)
     columns = [f"{theirs.losses[0]:.6f} -> {theirs.losses[-1]:.6f}"]
@@ -69,7 +72,7 @@ def compare(model: str, folder: Path, data: Sequence[Sequence[EncodedSample]], d
     return columns
 
 
-def bfloat16_errors(folder: Path, data: Sequence[Sequence[EncodedSample]]) -> tuple[float, float]:
+def bfloat16_errors(folder: Path, data: Sequence[Sequence[Sample]]) -> tuple[float, float]:
     """Root mean square error of each token's log-probability in bfloat16 against float32: transformers', ours."""
     first = list(data[:1])
     (exact,) = run_ranks(train_by_transformers, 1, folder, first, torch.float32)

@@ -21,24 +21,24 @@ _MODULES = {
     "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
     "loading.dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
     "streams.datasets": """BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GroupBatchDataset
-        LeafDataset LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
-    "streams.dataset": "SavableDataset",
+        SourceDataset LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
+    "streams.node": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
-    "streams.failures": "FatalSampleError",
-    "streams.weights": "WeightSchedule",
+    "streams.failures": "FatalSampleError SkipSample",
+    "order.weights": "WeightSchedule",
     "encoding.default_encoder": "DefaultTaskEncoder",
     "encoding.task_encoder": "TaskEncoder",
     "encoding.cooking": "Cooker cooker",
     "encoding.seeding": "stateless",
     "formats.decode": "SampleDecoder",
     "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
-        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample SkipSample TextSample VQASample VidQASample
+        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample TextSample VQASample VidQASample
         basic_sample_keys edataclass""",
     "encoding.source_info": "SourceInfo",
     "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat
         homogeneous_concat_mix""",
     "formats.sources": "RecordError RecordSource open_source",
-    "formats.webdataset": "open_webdataset",
+    "formats.prepared.webdataset": "open_webdataset",
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -49,6 +49,9 @@ def __getattr__(name: str) -> Any:
     module = _PLACES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if module.startswith("streams."):
+        # Iterating over a data set makes a loader.
+        importlib.import_module(f"{__name__}.loading.loader")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value

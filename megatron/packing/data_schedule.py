@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, PackedIterator, schedule_global_batch
 
 
@@ -30,16 +30,16 @@ def wrap_dataloader(
 ) -> WrappedDataLoader:
     """Draw one global batch and return it packed, with its number of microbatches and the two sums for FLOPs.
 
-    data_iterator: on owners (see `owns_data`), an iterator whose `next` gives a sample or a list of them (see
-    `sample.samples_of`), or a list of such iterators with interleaving; ignored elsewhere. num_microbatches: how many
-    times each owner calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold
-    that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
-    `sequence_packing_over_length` (error, truncate or drop), `microbatch_group_size_per_vp_stage`. queue: lets outliers
-    wait for company (see `delay`); the same one at every step of a run, on every owner or on none.
+    data_iterator: on drawing ranks (see `step.groups`), an iterator whose `next` gives a sample or a list of them (see
+    `batch.reading`), or a list of such iterators with interleaving; not read elsewhere. num_microbatches: how many
+    times each drawing rank calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may
+    hold that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
+    `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` where it has any. queue: lets outliers wait
+    for company (see `step.delay`); the same one at every step of a run, on every rank or on none.
 
-    Returns an iterator over the microbatches (see `pack`; one per virtual stage in a list with interleaving) on every
-    rank: stages in the middle get layouts. The number of microbatches is equal on all ranks. Both sums are over real
-    lengths, exact.
+    Returns an iterator over the microbatches (see `batch.microbatches`; one per virtual stage in a list with
+    interleaving) on every rank: stages in the middle get layouts. The number of microbatches is equal on all ranks.
+    Both sums are over real lengths, exact.
 
     Raises StopIteration on all ranks when no rank has any sample left, and GlobalBatchError on all ranks, naming rank
     and cause, when one of them fails.

@@ -3,7 +3,7 @@
 `hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
 file says); a field without default is required; one with metadata `{"positional": True}` has no dashes, a list with
 `{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config FILE` gives options in
-YAML under the same names; flags on the command line win.
+YAML under the same names; flags on the command line win. Where the help says NAMES, metadata `{"names": ...}` has them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def parse_flags(
     arguments: Sequence[str],
     description: str,
     program: str = "pretrain_sft.py",
+    *,
+    passes_over_unknown: bool = False,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> list[Any]:
-    """One instance of each dataclass in `groups`, from command-line `arguments` of `program`.
+    """Returns one instance of each dataclass in `groups`, from command-line `arguments` of `program`.
 
-    `imply` is told the options that the user gave, by field name, and returns values for others, in place of their
-    defaults.
+    passes_over_unknown: whether the YAML file may have other options, as that of another program does; imply: is told
+    the options that the user gave, by field name, and returns values for others, in place of their defaults.
 
     Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the
     dataclasses' own `__post_init__` refuse.
@@ -54,7 +56,7 @@ def parse_flags(
     config_file, rest = _take_config(arguments)
     given: set[str] = set()
     if config_file is not None:
-        for action, value in _values_of_yaml(config_file, parser):
+        for action, value in _values_of_yaml(config_file, parser, passes_over_unknown):
             action.default, action.required = value, False
             given.add(action.dest)
     for argument in rest:
@@ -110,6 +112,7 @@ def _build_parser(groups: Sequence[type], description: str, program: str) -> _Pa
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")
+            help_text = help_text.replace("NAMES", ", ".join(field.metadata.get("names", ())))
             if not required and field.default not in (None, False, ()):
                 help_text += f" (default: {field.default})"
             if field.metadata.get("positional"):
@@ -142,7 +145,14 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
-    """The string expression under each field of a class."""
+    """Returns the string expression under each field of a dataclass; one that it inherits may be documented there."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= _own_docstrings(base)
+    return found
+
+
+def _own_docstrings(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -179,7 +189,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _values_of_yaml(path: Path, parser: _Parser) -> Iterator[tuple[argparse.Action, Any]]:
+def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> Iterator[tuple[argparse.Action, Any]]:
     """Each option that a YAML file gives, with its value as the command line would make it."""
     try:
         options = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -193,6 +203,8 @@ def _values_of_yaml(path: Path, parser: _Parser) -> Iterator[tuple[argparse.Acti
     actions = {action.dest.replace("_", "-"): action for action in parser._actions if action.dest not in _NOT_IN_YAML}
     for key, value in options.items():
         name = str(key).replace("_", "-")
+        if name not in actions and passes_over_unknown:
+            continue
         if name not in actions:
             raise FlagError(f"--config {path}: unknown option '{key}'{_nearest(name, actions)}")
         if value is not None:
@@ -255,6 +267,15 @@ def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:
 def flag_of(name: str) -> str:
     """`hidden_size -> --hidden-size`."""
     return "--" + name.replace("_", "-")
+
+
+def check_range(options: object, low: float, high: float | None, *names: str) -> None:
+    """Raises ValueError unless each of these options is absent, or finite and from `low` to `high`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not low <= value <= (sys.float_info.max if high is None else high):
+            limits = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{flag_of(name)} must be {limits}, but is {value}")
 
 
 def exit_with(message: str, rank: int) -> NoReturn:

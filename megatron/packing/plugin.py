@@ -17,27 +17,26 @@ first sees the model.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import update_wrapper
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
-from megatron.core import datasets
+from megatron.core.datasets import data_schedule as exposed_in
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing.model import load_balancing
-from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
+from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.model import auxiliary_losses
+from megatron.packing.model.mcore_versions import check_version
+from megatron.packing.plugin_checks import check_config, check_groups, check_modules, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.schedulers import SCHEDULERS
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
@@ -47,7 +46,6 @@ SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-EXPOSED_IN = "megatron.core.datasets.data_schedule"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -65,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
         "--over-length-policy": {
-            "choices": ("error", "truncate", "drop"),
+            "choices": get_args(OverLengthPolicy),
             "default": "error",
             "help": "what happens to a sequence that no pack can hold",
         },
@@ -92,12 +90,12 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
     earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
     per config. The result may be used in a `with`, at whose end a first installation is taken back. With
-    --outlier-delay-steps, `config.outlier_delay_queue` is the run's `delay_queue.DelayQueue`, whose state belongs in
-    the script's checkpoints.
+    --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose state belongs in the
+    script's checkpoints.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
-    check_version()
+    check_version("the packing plug-in", "or leave plugin.install out")
     if arguments is None or _asks_for_packing(arguments):
         _configure(config, arguments)
         check_config(config)
@@ -106,10 +104,9 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
     plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
     for name, function in plain.items():
         setattr(schedules, name, PackingSchedule(function))
-    home = _home()
     for name, value in _exposed().items():
-        if not hasattr(home, name):
-            setattr(home, name, value)
+        if not hasattr(exposed_in, name):
+            setattr(exposed_in, name, value)
     if plain:
         taken_back.callback(uninstall)
     return taken_back
@@ -121,8 +118,7 @@ def uninstall() -> None:
     Raises RuntimeError if somebody replaced the forward-backward functions since.
     """
     found = {name: getattr(schedules, name) for name in SCHEDULES}
-    home = _home()
-    ours = [name for name, value in _exposed().items() if getattr(home, name, None) is value]
+    ours = [name for name, value in _exposed().items() if getattr(exposed_in, name, None) is value]
     for name, function in found.items():
         if ours and not isinstance(function, PackingSchedule):
             raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
@@ -130,9 +126,7 @@ def uninstall() -> None:
         if isinstance(function, PackingSchedule):
             setattr(schedules, name, function.plain)
     for name in ours:
-        delattr(home, name)
-    if home.__spec__ is None:
-        del sys.modules[EXPOSED_IN], datasets.data_schedule
+        delattr(exposed_in, name)
 
 
 class PackingSchedule:
@@ -161,8 +155,10 @@ class PackingSchedule:
         check_groups(arguments.get("pg_collection"))
         run = self.plain
         if not _is_packed(data_iterator):
-            run = self._packed(self.plain, getattr(get_model_config(chunks[0]), "outlier_delay_queue", None))
-        with load_balancing.installed():
+            from megatron.packing.step.settings import PackingOptions
+
+            run = self._packed(self.plain, PackingOptions.of(get_model_config(chunks[0])).delay_queue)
+        with auxiliary_losses.installed():
             return run(
                 data_iterator=data_iterator,
                 model=model,
@@ -186,28 +182,25 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
 
 
 def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
-    """Write the options to `config`, under the names that `settings.PackingSettings` reads; not all are fields of
-    megatron-core's dataclass.
-    """
-    fields = {
-        "sequence_packing_scheduler": "sequence_packing_scheduler",
-        "max_seqlen_per_dp_cp_rank": "max_seqlen_per_dp_cp_rank",
-        "sequence_packing_over_length": "over_length_policy",
-    }
-    for field, option in fields.items():
-        value = getattr(arguments, option, None)
+    """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as `PackingOptions`."""
+    from megatron.packing.step.settings import PackingOptions, measured_cost
+
+    for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
+        value = getattr(arguments, name, None)
         if value is not None:
-            setattr(config, field, value)
+            setattr(config, name, value)
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
-    pack_cost = getattr(arguments, "pack_cost", None)
+    options = PackingOptions.of(config)
+    policy, pack_cost = (getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost"))
+    if policy is not None:
+        options = replace(options, over_length_policy=policy)
     if pack_cost is not None:
-        from megatron.packing.step.settings import measured_cost
-
-        config.pack_cost = measured_cost(read_fitted_cost(pack_cost), config)
+        options = replace(options, cost=measured_cost(read_fitted_cost(pack_cost), config))
     max_steps = getattr(arguments, "outlier_delay_steps", 0)
-    if max_steps and getattr(config, "outlier_delay_queue", None) is None:
-        config.outlier_delay_queue = DelayQueue(max_steps)
+    if max_steps and options.delay_queue is None:
+        options = replace(options, delay_queue=DelayQueue(max_steps))
+    config.sequence_packing_options = options
 
 
 def _is_packed(data_iterator: Any) -> bool:
@@ -218,13 +211,6 @@ def _is_packed(data_iterator: Any) -> bool:
 
     first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
     return isinstance(first, PackedIterator)
-
-
-def _home() -> ModuleType:
-    """The module at `EXPOSED_IN`; an empty one is put there in a megatron-core that has none (0.15.3)."""
-    if EXPOSED_IN not in sys.modules and find_spec(EXPOSED_IN) is None:
-        sys.modules[EXPOSED_IN] = datasets.data_schedule = ModuleType(EXPOSED_IN)
-    return import_module(EXPOSED_IN)
 
 
 def _exposed() -> dict[str, Callable[..., Any]]:

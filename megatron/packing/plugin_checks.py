@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -16,26 +15,14 @@ from megatron.packing.scheduling.schedulers import get_scheduler
 # `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older megatron-cores lack names that
 # they import.
 
-CHECKED_VERSIONS = ("0.15.3", "0.16.1")
-
-
-def check_version() -> None:
-    """RuntimeError for a megatron-core that nobody checked."""
-    version = megatron.core.__version__
-    if version not in CHECKED_VERSIONS:
-        checked = " or ".join(CHECKED_VERSIONS)
-        raise RuntimeError(
-            f"the packing plug-in was checked with megatron-core {checked}, but this is {version}; "
-            f"pip install megatron-core=={CHECKED_VERSIONS[-1]}, or leave plugin.install out"
-        )
-
 
 def check_config(config: Any) -> None:
     """ValueError for a config that packs cannot be trained under."""
     from megatron.packing.model import pipeline
+    from megatron.packing.step.settings import PackingOptions
 
     get_scheduler(config.sequence_packing_scheduler)
-    if getattr(config, "outlier_delay_queue", None) is not None and config.sequence_packing_scheduler == "empty":
+    if PackingOptions.of(config).delay_queue is not None and config.sequence_packing_scheduler == "empty":
         raise ValueError(
             "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
             "pass --sequence-packing-scheduler default"
@@ -52,11 +39,6 @@ def check_config(config: Any) -> None:
         (
             config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
             'cuda_graph_impl="none": packs differ in length from step to step',
-        ),
-        (
-            megatron.core.__version__ != "0.15.3" or (config.num_moe_experts or config.mtp_num_layers) is None,
-            "num_moe_experts=None and mtp_num_layers=None in megatron-core 0.15.3, whose router counts padding and "
-            "whose multi-token prediction refuses packs; pip install megatron-core==0.16.1",
         ),
         (
             not config.overlap_moe_expert_parallel_comm,

@@ -1,1 +1,1 @@
-"""What packing gains, from lengths alone and without a GPU: schedulers side by side, advice, pictures, calibration."""
+"""What packing gains, from lengths alone and without a GPU; README.md has the map."""

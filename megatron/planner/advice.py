@@ -21,14 +21,14 @@ from megatron.planner.step_record import StepLayout
 
 IntArray = npt.NDArray[np.int64]
 
-_WORTH_SAYING = 0.01
+_LEAST_SAID = 0.01
 """Share of the step's time."""
 _MANY_SEQUENCES = 30_000
 """As many are scheduled anew for each figure, but at least one global batch."""
 
 
 class Beside(NamedTuple):
-    """What advice on another layout depends on and a `StepLayout` does not tell."""
+    """What advice on another layout depends on beside what a `StepLayout` says."""
 
     context_parallel_size: int
     num_layers: int | None = None
@@ -48,7 +48,7 @@ class Adviser:
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
-        """Sentences on the schedulers, the capacity, the layout and the batch, those that say something."""
+        """Returns sentences on the schedulers, the capacity, the layout and the batch, those that say something."""
         best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
         sentences = self._on_schedulers(comparison, best)
         sentences += self._on_capacity(best)
@@ -58,7 +58,7 @@ class Adviser:
         return sentences
 
     def _change(self, layout: StepLayout, batches: Sequence[IntArray] | None = None) -> float:
-        """Share of the time that this saves (negative: costs), per token."""
+        """Returns the share of the time that this saves (negative: costs), per token."""
         return 1 - modelled_cost(batches or self._batches, layout, default) / self._now
 
     def _on_schedulers(self, comparison: Comparison, best: Outcome | None) -> list[str]:
@@ -80,7 +80,7 @@ class Adviser:
                 f"Its modelled time is {best.balance:.3f} of what any schedule of even packs takes: small packs first "
                 "and last fill the bubbles of the pipeline."
             )
-        elif best.balance < 1 + _WORTH_SAYING:
+        elif best.balance < 1 + _LEAST_SAID:
             sentences.append(
                 f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more than that."
             )
@@ -97,10 +97,10 @@ class Adviser:
         sentences = []
         more = {capacity: saved for capacity, saved in found.items() if capacity > layout.capacity}
         less = {capacity: saved for capacity, saved in found.items() if capacity < layout.capacity}
-        if more and max(more.values()) < _WORTH_SAYING:
+        if more and max(more.values()) < _LEAST_SAID:
             largest = max(more) // self._context
             sentences.append(
-                f"More capacity is not worth its memory: up to {largest:,} tokens per rank "
+                f"More capacity does not pay for its memory: up to {largest:,} tokens per rank "
                 f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the time."
             )
         elif more:
@@ -122,7 +122,7 @@ class Adviser:
         return f"{capacity // self._context:,} tokens per rank would"
 
     def _on_context(self) -> list[str]:
-        """What twice the context parallel would bring on as many devices."""
+        """Says what twice the context parallel would bring on as many devices."""
         layout = self._layout
         work = layout.request(self._batches[0]).work
         share = int(work.cost[0]) / (work.total / layout.num_ranks)
@@ -131,7 +131,7 @@ class Adviser:
             return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
         other = _with_twice_the_context(layout, self._beside)
         saved = self._change(other)
-        if share <= 1 and saved < _WORTH_SAYING:
+        if share <= 1 and saved < _LEAST_SAID:
             return []
         dp, cp = layout.num_ranks // 2, self._context * 2
         reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
@@ -139,25 +139,25 @@ class Adviser:
         return [f"{reason}{flags}, on as many devices, would {_percent(saved)}."]
 
     def _on_bubble(self, best: Outcome) -> list[str]:
-        """Remedies for devices that wait."""
+        """Says what helps devices that wait."""
         layout, model = self._layout, self._layout.model
         size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks  # as training needs it
         larger = [np.resize(batch, size) for batch in self._batches]
         times_tokens = sum(int(batch.sum()) for batch in larger) / sum(int(batch.sum()) for batch in self._batches)
         saved = 1 - modelled_cost(larger, layout, default) / (times_tokens * self._now)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
-        chunks = _more_chunks(model, self._beside.num_layers)
-        if chunks is not None:
-            interleaved = replace(model, num_virtual_stages=chunks, stage_group=model.num_stages)
+        virtual = _more_virtual_stages(model, self._beside.num_layers)
+        if virtual is not None:
+            interleaved = replace(model, num_virtual_stages=virtual, stage_group=model.num_stages)
             saved = self._change(replace(layout, model=interleaved, microbatch_multiple=model.num_stages))
-            needs = model.num_stages * chunks
+            needs = model.num_stages * virtual
             unsure = f", if the layers are a multiple of {needs}," if self._beside.num_layers is None else ""
-            remedies.append(f"--vpp {chunks}{unsure} would {_percent(saved)}")
+            remedies.append(f"--vpp {virtual}{unsure} would {_percent(saved)}")
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
 
-def _more_chunks(model: StepModel, num_layers: int | None) -> int | None:
-    """The next larger number of virtual stages that the layers of a stage can be shared by; None without one."""
+def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:
+    """Returns the next larger number of virtual stages that the layers of a stage divide into; None without one."""
     if model.num_stages == 1 or model.ranks_meet:
         return None
     if num_layers is None:
@@ -167,7 +167,7 @@ def _more_chunks(model: StepModel, num_layers: int | None) -> int | None:
 
 
 def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
-    """Half the ranks, each with twice the devices for every sequence; a microbatch moves the weights as before."""
+    """Returns half the ranks, each with twice the devices for a sequence; a microbatch moves the weights as before."""
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
     context = 2 * beside.context_parallel_size
     sequence = 2 * context

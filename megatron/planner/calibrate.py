@@ -12,7 +12,6 @@ training, but in the parameters' own precision. The optimizer's step and what ra
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import statistics
@@ -20,8 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,37 +34,98 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.pack import layout_microbatch
+from megatron.packing.batch.microbatches import layout_microbatch
+from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
+from megatron.packing.model.shape import Architecture
 from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.step.settings import model_of
-from megatron.planner.calibrate_options import packs_to_measure, padded_vocab_size, parse_arguments
 
 _WARM_UPS = 2
+_SEQUENCES_PER_PACK = (1, 4, 16)
+_HALVINGS = 6
+_SHORTEST = 8
 
 Pass = Callable[[], None]
 
 
-def transformer_config(options: argparse.Namespace, num_layers: int, device: torch.device) -> TransformerConfig:
-    """megatron-core's config of the model as training builds it, on one rank."""
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(Architecture):
+    """Model, as the training run has it, and what is measured of it."""
+
+    vocab_size: int
+    """Vocabulary."""
+    seq_length: int
+    """Most tokens of one sequence."""
+    max_seqlen_per_dp_cp_rank: int | None = None
+    """Tokens of the largest pack to measure (default: --seq-length)."""
+    repeats: int = 9
+    """Times that each pack is measured."""
+    output: str = "pack_cost.json"
+    """File to write."""
+    bf16: bool | None = None
+    """Compute in bfloat16 (default: as --config, else on GPUs)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 1, None, "vocab_size", "seq_length", "max_seqlen_per_dp_cp_rank", "repeats")
+        path = Path(self.output)
+        if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+            raise ValueError(f"--output {path} must be a file that can be written to; give another place")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, as training pads them."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // unit) * unit
+
+
+def parse_arguments(arguments: Sequence[str]) -> CalibrateOptions:
+    """Returns the options; those of the model may also stand in the YAML of a training run, whose others are passed
+    over. Raises FlagError for anything wrong in them.
+    """
+    (options,) = parse_flags(
+        (CalibrateOptions,),
+        arguments,
+        "Measure the model on this device and write what a pack costs, for --pack-cost.",
+        program="python -m megatron.packing.calibrate",
+        passes_over_unknown=True,
+    )
+    return options
+
+
+def packs_to_measure(largest: int) -> list[tuple[int, ...]]:
+    """Returns lengths of each pack: of up to `largest` tokens and down by halves, of one sequence and of several."""
+    packs = dict.fromkeys(
+        (total // num_sequences,) * num_sequences
+        for total in (largest >> halving for halving in range(_HALVINGS))
+        for num_sequences in _SEQUENCES_PER_PACK
+        if total // num_sequences >= _SHORTEST
+    )
+    if len(packs) < 2 * len(_SEQUENCES_PER_PACK):
+        raise ValueError(f"packs must hold at least 256 tokens to be measured, but hold {largest}; raise --seq-length")
+    return list(packs)
+
+
+def transformer_config(options: CalibrateOptions, num_layers: int, device: torch.device) -> TransformerConfig:
+    """Returns megatron-core's config of the model as training builds it, on one rank."""
     is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     return TransformerConfig(
-        **{**architecture(options), "num_layers": num_layers},
+        **{**architecture(options), "num_layers": num_layers, "bf16": is_bf16},
         hidden_dropout=0.0,
         attention_dropout=0.0,
         moe_router_load_balancing_type="none",
         params_dtype=dtype,
-        bf16=is_bf16,
         use_cpu_initialization=device.type == "cpu",
         variable_seq_lengths=True,
     )
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> list[Point]:
-    """The time of each pack through the whole model. Groups exist (see `one_process`)."""
+def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
+    """Measures the time of each pack through the whole model. Groups exist (see `one_process`)."""
     packs = packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length)
     config = transformer_config(options, 1, device)
     spec = packed_block_spec(config)
@@ -71,7 +133,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Point]:
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=packed_mtp_block_spec(config, spec),
-        vocab_size=padded_vocab_size(options),
+        vocab_size=options.padded_vocab_size,
         max_sequence_length=max(map(max, packs)),
         share_embeddings_and_output_weights=True,
         position_embedding_type=options.position_embedding_type,
@@ -98,9 +160,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Point]:
 def _passes(
     model: GPTModel, layer: TransformerBlock, lengths: Sequence[int], device: torch.device
 ) -> tuple[Pass, Pass]:
-    """Forward and backward of one pack through the model of one layer, and through a layer alone."""
+    """Returns forward and backward of one pack through the model of one layer, and through a layer alone."""
     layout = PackLayout.of(lengths, Alignment())
-    params = packed_seq_params(layout_microbatch(layout), device, pads_are_apart=model.config.mtp_num_layers is None)
+    params = packed_seq_params(layout_microbatch(layout), device)
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)
@@ -136,7 +198,7 @@ def _seconds(run: Pass, device: torch.device) -> float:
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """Groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
+    """Makes groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
     parallel_state.initialize_model_parallel()
     try:
@@ -152,7 +214,7 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Device, versions and date, for the file."""
+    """Returns device, versions and date, for the file."""
     versions = {}
     for name in ("torch", "megatron-core", "transformer-engine"):
         try:
@@ -167,8 +229,8 @@ def circumstances(device: torch.device) -> dict[str, Any]:
     }
 
 
-def calibrate(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure, fit, write `options.output`, and print what was found. ValueError for what cannot be measured."""
+def calibrate(options: CalibrateOptions, device: torch.device) -> None:
+    """Measures, fits, writes `options.output` and prints what was found; ValueError for what cannot be measured."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "calibrate measures the whole model in one process; start it with python -m, without torchrun: training "
@@ -179,8 +241,8 @@ def calibrate(options: argparse.Namespace, device: torch.device) -> None:
     with one_process(device):
         points = measure(options, device)
     fit = fit_pack_cost(points)
-    model = model_of(transformer_config(options, options.num_layers, device), padded_vocab_size(options))
-    write_fitted_cost(options.output, fit, points, model, circumstances(device))
+    model = model_of(transformer_config(options, options.num_layers, device), options.padded_vocab_size)
+    write_fitted_cost(Path(options.output), fit, points, model, circumstances(device))
     print("sequences  tokens each   measured     fitted  (forward and backward, all layers)")
     for point in points:
         num_tokens = point.num_sequences * point.sequence_length
@@ -194,10 +256,10 @@ def calibrate(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m megatron.packing.calibrate`."""
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    """Runs `python -m megatron.packing.calibrate`; status 2 and one line for what cannot be done."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        calibrate(options, device)
+        calibrate(parse_arguments(sys.argv[1:] if arguments is None else arguments), device)
     except (ValueError, OSError, torch.OutOfMemoryError) as failure:
-        raise SystemExit(f"calibrate: error: {' '.join(str(failure).split())}") from None
+        print(f"calibrate: error: {' '.join(str(failure).split())}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -57,7 +57,7 @@ class Failed(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All of them, baselines first; and the first global batch as each scheduler scheduled it."""
+    """All outcomes, baselines first; and the first global batch as each scheduler scheduled it."""
 
     outcomes: list[Outcome]
     failed: list[Failed]
@@ -88,7 +88,7 @@ class _Account(NamedTuple):
 def compare(
     batches: Sequence[IntArray], layout: StepLayout, schedulers: Mapping[str, Scheduler], longest: int
 ) -> Comparison:
-    """Schedule each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what padding pads to."""
+    """Schedules each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what padding pads to."""
     asked = [
         _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
         for number, batch in enumerate(batches, start=1)
@@ -114,12 +114,12 @@ def compare(
 
 
 def outcome_of(name: str, records: Sequence[StepRecord]) -> Outcome:
-    """The account of steps as they were scheduled."""
+    """Returns the account of steps as they were scheduled."""
     return _outcome(name, [_account(record.stats, None) for record in records])
 
 
 def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Scheduler) -> float:
-    """Modelled time of all `batches`, in units of the cost model."""
+    """Returns the modelled time of all `batches`, in units of the cost model."""
     total = 0.0
     for batch in batches:
         request = layout.request(batch)
@@ -130,7 +130,7 @@ def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Sc
 
 
 def _title_of(number: int, count: int, size: int) -> str:
-    """Of a batch in pictures, where it is one of several that the table's figures are means of."""
+    """Returns the title of a batch in pictures: it may be one of several that the table's figures are means of."""
     sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
     return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
 
@@ -158,7 +158,7 @@ def _account(stats: PackingStats, seconds: float | None) -> _Account:
 
 
 def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
-    """Means over global batches; of shares, the share of the sums."""
+    """Returns means over global batches; of shares, the share of the sums."""
     tokens, cost = sum(each.tokens for each in accounts), sum(each.time for each in accounts)
     seconds = [each.seconds for each in accounts if each.seconds is not None]
     return Outcome(
@@ -174,26 +174,26 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
 
 
 def _padded_per_microbatch(request: ScheduleRequest, batch: IntArray, layout: StepLayout) -> _Account:
-    """Each rank's sequences in the order drawn, as many to a microbatch as fit when each is as long as the longest."""
-    rows: list[list[tuple[int, int]]] = []
+    """Pads each rank's sequences in the order drawn, as many to a microbatch as fit padded to the longest of them."""
+    shapes_of: list[list[tuple[int, int]]] = []
     for rank in range(layout.num_ranks):
-        row: list[tuple[int, int]] = []
+        shapes: list[tuple[int, int]] = []
         longest, count = 0, 0
         for length in request.lengths[request.source_rank == rank].tolist():
             if count and max(longest, length) * (count + 1) > layout.capacity:
-                row.append((longest, count))
+                shapes.append((longest, count))
                 longest, count = 0, 0
             longest, count = max(longest, length), count + 1
-        rows.append([*row, (longest, count)])
-    width = max(map(len, rows))
-    shapes = np.array([row + [(0, 0)] * (width - len(row)) for row in rows], np.int64)
-    return _padded_to(shapes[..., 0], shapes[..., 1], request, batch, layout)
+        shapes_of.append([*shapes, (longest, count)])
+    width = max(map(len, shapes_of))
+    padded = np.array([shapes + [(0, 0)] * (width - len(shapes)) for shapes in shapes_of], np.int64)
+    return _padded_to(padded[..., 0], padded[..., 1], request, batch, layout)
 
 
 def _padded_to(
     longest: IntArray, count: IntArray | int, request: ScheduleRequest, batch: IntArray, layout: StepLayout
 ) -> _Account:
-    """Microbatches [ranks, microbatches] of `count` sequences, each padded to `longest`."""
+    """Accounts for microbatches [ranks, microbatches] of `count` sequences, each padded to `longest`."""
     pack = layout.alignment.pack
     longest = -(-longest // pack) * pack
     more = -longest.shape[1] % layout.microbatch_multiple
@@ -213,8 +213,9 @@ def _padded_to(
 
 
 def _time_of(units: IntArray, layout: StepLayout) -> int:
-    """Modelled time of packs [ranks, microbatches]. Of equal ones a pipeline's steady state is not simulated: there
-    each microbatch adds its cost.
+    """Returns the modelled time of packs [ranks, microbatches].
+
+    Of equal ones a pipeline's steady state is not simulated: there each microbatch adds its cost.
     """
     model = layout.model
     few = 4 * model.num_stages * layout.microbatch_multiple

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megatron.planner.step_record import StepRecord
 
 IntArray = npt.NDArray[np.int64]
+TokenizerType = Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How text becomes tokens."""
+    """Says how text becomes tokens."""
 
-    tokenizer_type: str
+    tokenizer_type: TokenizerType | None
+    """None: HuggingFace's where a model is given, else bytes."""
     tokenizer_model: str | None
     vocab_size: int | None
     skip_bad_samples: bool

@@ -14,7 +14,6 @@ from megatron.packing.flags import given_flags, parse_flags
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.planner.lengths import LengthReader, Lengths, Tokenization
-from megatron.planner.plan_checks import check_layout, shape_of
 from megatron.planner.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_run import as_in_run
 from megatron.planner.step_page import Table, page
@@ -34,7 +33,7 @@ _MAX_OPERATIONS = 60_000
 
 
 class Plan(NamedTuple):
-    """What is to be compared, and on what."""
+    """What is compared, and on what."""
 
     lengths: Lengths
     batches: list[IntArray]
@@ -45,7 +44,7 @@ class Plan(NamedTuple):
 
 
 def plan(arguments: Sequence[str], lengths_from: LengthReader) -> None:
-    """Run `python -m megatron.packing.plan`; ValueError for anything wrong in the arguments and the files they name."""
+    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in arguments and the files they name."""
     lengths, model, layout, options = parse_flags(
         (LengthOptions, ModelOptions, LayoutOptions, PlanOptions),
         arguments,
@@ -97,7 +96,7 @@ def _plan(
     remarks: list[str] = []
     if found.run is not None:
         model, layout, remarks = as_in_run(found.run, model, layout, given)
-    check_layout(model, layout)
+    layout.check(model)
     found, notes = _fitted(found, lengths, layout)
     cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
     cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
@@ -105,7 +104,7 @@ def _plan(
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
-    beside = Beside(layout.cp, num_layers=shape_of(model).num_layers, meet_below=-(-layout.ep // layout.tp))
+    beside = Beside(layout.cp, num_layers=model.shape().num_layers, meet_below=-(-layout.ep // layout.tp))
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
 
@@ -115,7 +114,7 @@ def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
 
 
 def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:
-    """The sequences that a pack can hold, by --over-length-policy."""
+    """Returns the sequences that a pack can hold, by --over-length-policy."""
     limit = options.seq_length or int(found.lengths.max())
     if layout.max_seqlen_per_dp_cp_rank is not None:
         unit = layout.alignment.sequence
@@ -140,7 +139,7 @@ def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tu
 
 
 def drawn(lengths: IntArray, size: int, count: int, seed: int) -> list[IntArray]:
-    """`count` global batches of `size` lengths, each epoch in an order of its own."""
+    """Returns `count` global batches of `size` lengths, each epoch in an order of its own."""
     epochs = -(-size * count // lengths.size)
     order = [np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)]
     stream = lengths[np.concatenate(order)]
@@ -172,7 +171,7 @@ def _lead(
 
 
 def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
-    """A step that ran, beside what schedulers would make of it."""
+    """Puts a step that ran beside what schedulers would make of it."""
     name = f"{AS_RUN} ({record.scheduler})"
     named = replace(record, scheduler=name)
     others = [each for each in comparison.records if each.scheduler != record.scheduler]
@@ -180,7 +179,7 @@ def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
 
 
 def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
-    """A row per scheduler, the quickest one stressed."""
+    """Returns a row per scheduler, the quickest one stressed."""
     outcomes = comparison.outcomes
     padded = next(outcome for outcome in outcomes if outcome.name == PADDED_TO_LONGEST)
     unit, scale = "time, units", 1.0
@@ -209,7 +208,7 @@ def _row(outcome: Outcome, padded: Outcome, scale: float) -> tuple[str, ...]:
 
 
 def text_of(table: Table) -> list[str]:
-    """Lines for a terminal."""
+    """Returns lines for a terminal."""
     rows = [tuple(table.head), *table.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
     return [
@@ -249,13 +248,13 @@ def _draw(
 
 
 def operations_of(record: StepRecord) -> int:
-    """Forward and backward passes of all stages of a rank."""
+    """Returns the number of forward and backward passes of all stages of a rank."""
     model = record.layout.model
     return record.num_microbatches * model.num_stages * model.num_virtual_stages * 2
 
 
 def write(path: Path, text: str) -> None:
-    """ValueError where it cannot be written."""
+    """Writes a file; ValueError where it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megatron.packing.batch.layout import Alignment
-from megatron.packing.flags import flag_of
-from megatron.packing.model.widths import ffn_hidden_size
+from megatron.packing.batch.layout import Alignment, OverLengthPolicy
+from megatron.packing.flags import check_range, flag_of
+from megatron.packing.model.shape import ModelShape, Split, check_splits
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.schedule import Scheduler
 from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.lengths import TokenizerType
 from megatron.planner.step_record import StepLayout, read_cost
 
-DEFAULT_MODEL = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
+DEFAULT_MODEL = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    swiglu=True,
+)
+DEFAULT_VOCABULARY = 128256
+DEFAULT_MODEL_IN_WORDS = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -28,13 +38,13 @@ class LengthOptions:
     source: str | None = field(default=None, metadata={"positional": True})
     """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
     run, which also tells model and layout; a schedule that --dump-schedule wrote."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
-    """For chats."""
+    tokenizer_type: TokenizerType | None = None
+    """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     seq_length: int | None = None
     """Most tokens of a sequence (default: no limit)."""
-    over_length_policy: Literal["error", "truncate", "drop"] = "error"
+    over_length_policy: OverLengthPolicy = "error"
     """What happens to a sequence longer than --seq-length or than a pack."""
     skip_bad_samples: bool = False
     """Count and skip records that cannot be read."""
@@ -46,46 +56,24 @@ class LengthOptions:
             raise ValueError(
                 "lengths are missing; name a file of lengths or chats, before the options: plan FILE --dp 8"
             )
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, but is {self.seed}")
-        _positive(self, "seq_length")
+        check_range(self, 0, None, "seed")
+        check_range(self, 1, None, "seq_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(ModelShape):
     """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B parameters."""
 
-    num_layers: int | None = None
-    """Transformer layers."""
-    hidden_size: int | None = None
-    """Width of the model."""
-    num_attention_heads: int | None = None
-    """Attention heads."""
-    num_query_groups: int | None = None
-    """Groups of heads that share keys and values (default: as many as heads)."""
-    kv_channels: int | None = None
-    """Width of a head (default: hidden size / heads)."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP (default: 4 times the hidden size, with --swiglu two thirds of that)."""
-    swiglu: bool = False
-    """SwiGLU instead of GeLU."""
     vocab_size: int | None = None
     """Vocabulary; without it the output layer is left out."""
-    num_experts: int | None = None
-    """Experts of each MoE layer."""
-    moe_router_topk: int = 2
-    """Experts that each token goes to."""
-    moe_ffn_hidden_size: int | None = None
-    """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_shared_expert_intermediate_size: int | None = None
     """Width of the experts that every token goes to."""
     pack_cost: str | None = None
     """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a shape."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-        _positive(self, "ffn_hidden_size", "vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-        _positive(self, "moe_shared_expert_intermediate_size")
+        super().__post_init__()
+        check_range(self, 1, None, "vocab_size", "moe_shared_expert_intermediate_size")
         shape = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
         missing = [flag_of(name) for name, value in shape.items() if value is None]
         others = [name for name in ("ffn_hidden_size", "kv_channels", "num_query_groups") if getattr(self, name)]
@@ -93,50 +81,42 @@ class ModelOptions:
             raise ValueError(f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B default")
         if self.pack_cost is not None and len(missing) < len(shape):
             raise ValueError("pass either --pack-cost or a model's shape")
-        if self.num_attention_heads and self.num_attention_heads % (self.num_query_groups or 1):
-            raise ValueError(
-                f"--num-attention-heads {self.num_attention_heads} must be a multiple of --num-query-groups "
-                f"{self.num_query_groups}"
-            )
-        if self.hidden_size and self.kv_channels is None and self.hidden_size % (self.num_attention_heads or 1):
-            raise ValueError(
-                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
-                f"{self.num_attention_heads}, or pass --kv-channels"
-            )
-        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}; lower it"
-            )
+
+    def shape(self) -> ModelShape:
+        """Returns the default model's shape where none was given, a measured one's as far as its file says."""
+        if self.pack_cost is not None:
+            said = read_pack_cost(self.pack_cost)[1]
+            names = {field.name for field in fields(ModelShape) if type(said.get(field.name)) is int}
+            found = ModelShape(**{name: said[name] for name in names})
+            return found if self.num_experts is None else replace(found, num_experts=self.num_experts)
+        if self.num_layers is not None:
+            return self
+        names = {"num_experts", "moe_router_topk", "moe_ffn_hidden_size"}
+        return replace(DEFAULT_MODEL, **{name: getattr(self, name) for name in names})
+
+    @property
+    def origin(self) -> str:
+        """Where the shape is from but from flags, for messages."""
+        if self.pack_cost is not None:
+            return f" (of --pack-cost {self.pack_cost})"
+        return " (the default model's)" if self.num_layers is None else ""
 
     def described(self) -> str:
-        """The model in words."""
+        """Returns the model in words."""
         if self.pack_cost is not None:
             return f"cost of {self.pack_cost}"
         experts = f", {self.num_experts} experts, {self.moe_router_topk} per token" if self.num_experts else ""
         if self.num_layers is None:
-            return f"{DEFAULT_MODEL}{experts}, the default"
+            return f"{DEFAULT_MODEL_IN_WORDS}{experts}, the default"
         return f"{self.num_layers} layers, hidden {self.hidden_size}, {self.num_attention_heads} heads{experts}"
 
     def cost(self) -> PackCost:
-        """Of a pack: in FLOPs, or in seconds of one device where it was fitted."""
+        """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
             return read_pack_cost(self.pack_cost)[0]
-        default = self.num_layers is None
-        hidden, heads = self.hidden_size or 4096, self.num_attention_heads or 32
-        swiglu = self.swiglu or default
-        ffn = self.ffn_hidden_size or ffn_hidden_size(hidden, swiglu)
         return gpt_pack_cost(
-            num_layers=self.num_layers or 32,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_query_groups=8 if default else self.num_query_groups or heads,
-            kv_channels=self.kv_channels or hidden // heads,
-            ffn_hidden_size=14336 if default else ffn,
-            vocab_size=self.vocab_size or (128256 if default else 0),
-            swiglu=swiglu,
-            num_experts=self.num_experts,
-            moe_router_topk=self.moe_router_topk,
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
+            **self.shape().resolved(),
+            vocab_size=self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0),
             moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
         )
 
@@ -165,11 +145,28 @@ class LayoutOptions:
     """Tokens that one rank holds of a pack (default: what the longest sequence needs)."""
 
     def __post_init__(self) -> None:
-        _positive(self, "dp", "tp", "pp", "vpp", "cp", "ep", "global_batch_size", "max_seqlen_per_dp_cp_rank")
+        check_range(self, 1, None, "dp", "tp", "pp", "vpp", "cp", "ep")
+        check_range(self, 1, None, "global_batch_size", "max_seqlen_per_dp_cp_rank")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"--vpp {self.vpp} needs --pp of at least 2")
         if self.dp * self.tp * self.cp % self.ep:
             raise ValueError(f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}")
+
+    def check(self, model: ModelOptions) -> None:
+        """Raises ValueError for a layout that the model cannot be trained in, with the flags and the way out."""
+        shape = model.shape()
+        says_nothing = model.pack_cost is not None and "num_experts" not in read_pack_cost(model.pack_cost)[1]
+        if self.ep > 1 and shape.num_experts is None and not says_nothing:
+            raise ValueError(f"--ep {self.ep} needs a model of experts; pass --num-experts, or leave out --ep")
+        check_splits(
+            shape,
+            stages=Split("--pp", self.pp),
+            virtual=Split("--vpp", self.vpp),
+            tensor=Split("--tp", self.tp),
+            experts=Split("--ep", self.ep),
+            sequence_parallel=self.sequence_parallel,
+            origin=model.origin,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -178,13 +175,13 @@ class LayoutOptions:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout asks of packs."""
+        """What the layout demands of packs."""
         return Alignment.for_layout(
             context_parallel_size=self.cp, tensor_parallel_size=self.tp, sequence_parallel=self.sequence_parallel
         )
 
     def capacity(self, longest: int) -> int:
-        """Tokens of a pack, whole alignment units; by default what a sequence of `longest` tokens needs."""
+        """Returns the tokens of a pack, whole alignment units; by default what a sequence of `longest` tokens needs."""
         pack = self.alignment.pack
         if self.max_seqlen_per_dp_cp_rank is None:
             return -(-longest // pack) * pack
@@ -197,7 +194,7 @@ class LayoutOptions:
         return capacity
 
     def step_layout(self, capacity: int, cost: PackCost, seconds_per_unit: float | None) -> StepLayout:
-        """What schedulers need to know of it."""
+        """Returns what schedulers need to know of it."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
             num_ranks=self.dp,
@@ -231,7 +228,8 @@ class PlanOptions:
     """File for a page with table, advice and pictures; needs nothing."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_batches", "tflops_per_device")
+        check_range(self, 1, None, "num_batches")
+        check_range(self, 1e-3, None, "tflops_per_device")
         for name in self.names:
             scheduler_of(name)
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
@@ -252,7 +250,7 @@ class PlanOptions:
 
 
 def scheduler_of(name: str) -> Scheduler:
-    """The scheduler that the planner's own flag names."""
+    """Returns the scheduler that the planner's own flag names."""
     try:
         return get_scheduler(name)
     except ValueError as error:
@@ -260,7 +258,7 @@ def scheduler_of(name: str) -> Scheduler:
 
 
 def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
-    """The cost in a file, and what it says of the model, which may be nothing."""
+    """Reads the cost in a file, and what it says of the model, which may be nothing."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -269,10 +267,3 @@ def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
         return read_cost(found), model if isinstance(model, dict) else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"--pack-cost {path}: {error}; give a file of megatron.planner.calibrate") from error
-
-
-def _positive(options: object, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{flag_of(name)} must be above 0, but is {value}")

@@ -23,7 +23,7 @@ class Planned(NamedTuple):
 
 
 def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]) -> Planned:
-    """`model` and `layout` by the user's flags; each by the run's options instead where no flag of it is among `given`.
+    """Returns `model` and `layout`, each by the run's options instead where none of its flags is among `given`.
 
     ValueError for a file that is not a run's options.
     """
@@ -52,7 +52,7 @@ def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given:
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:
-    """By the cost that the run was scheduled by, where its file is still there, else by its shape."""
+    """Returns the model by the cost that the run was scheduled by, where its file is still there, else by its shape."""
     measured = options["packing"]["pack_cost"]
     if measured is not None and _is_readable(measured):
         return ModelOptions(pack_cost=measured)

@@ -1,4 +1,4 @@
-"""pure. Shapes of a step's picture: packs and operations in lanes, and those too thin to see put together."""
+"""pure. Shapes of a step's picture: packs and operations in lines, and those too thin to see put together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Kind = Literal["pack", "forward", "backward"]
 
 
 class Block(NamedTuple):
-    """One or more packs, or an operation, in a lane."""
+    """One or more packs, or an operation, in a line."""
 
     start: float
     end: float
@@ -21,7 +21,7 @@ class Block(NamedTuple):
     """Where its sequences begin, but for the first."""
 
 
-class Lane(NamedTuple):
+class Line(NamedTuple):
     """A rank or a stage over time."""
 
     name: str
@@ -29,7 +29,7 @@ class Lane(NamedTuple):
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
-    """A pack's forward and backward pass as one block, where the one follows the other at once."""
+    """Returns a pack's forward and backward pass as one block, where the one follows the other at once."""
     joined: list[Block] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -41,7 +41,7 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
-    """Neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are left."""
+    """Yields neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are left."""
     pending: list[Block] = []
     for block in blocks:
         is_full = pending and pending[-1].end - pending[0].start >= finest
@@ -54,7 +54,7 @@ def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
 
 
 def _one(blocks: Sequence[Block]) -> Block:
-    """Of the kind that takes most of the time."""
+    """Returns one block of the kind that takes most of the time."""
     if len(blocks) == 1:
         return blocks[0]
     widths = [block.end - block.start for block in blocks]

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.planner.step_blocks import Block, Lane
+from megatron.planner.step_blocks import Block, Line
 from megatron.planner.step_picture import StepPicture, ticks
 
 _LEFT, _WIDTH, _RIGHT = 74, 1000, 26
-"""Of a drawing: labels, lanes, margin; pixels."""
+"""Of a drawing: labels, lines, margin; pixels."""
 _FILL_STOPS = ((0.0, (253, 231, 37)), (0.5, (53, 183, 121)), (0.75, (33, 145, 140)), (1.0, (49, 74, 125)))
 _FORWARD = ((0.0, (191, 215, 237)), (1.0, (28, 99, 168)))
 _BACKWARD = ((0.0, (250, 216, 180)), (1.0, (205, 98, 16)))
@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def page(title: str, lead: str, pictures: Sequence[StepPicture], table: Table | None, advice: Sequence[str]) -> str:
-    """The page; all pictures on the time scale of the longest step."""
+    """Returns the page; all pictures have the time scale of the longest step."""
     longest = max((picture.cost for picture in pictures), default=1.0) or 1.0
     body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">{escape(lead)}</p>']
     if table is not None:
@@ -63,23 +63,23 @@ def page(title: str, lead: str, pictures: Sequence[StepPicture], table: Table | 
 
 
 def drawing(picture: StepPicture, scale: float = 1.0) -> str:
-    """One step as an SVG element; the step takes `scale` of the width."""
+    """Returns one step as an SVG element; the step takes `scale` of the width."""
     shapes = _Shapes(picture, scale)
     shapes.head("Share of all devices that computes")
     shapes.profile()
     where = ", as the last pipeline stage runs them" if picture.stages else ""
     shapes.head(f"Data-parallel ranks: packs{where}", _fill_legend())
-    shapes.lanes(picture.ranks, 420)
+    shapes.lines(picture.ranks, 420)
     if picture.stages:
         legend = _legend([("forward", _colour(_FORWARD, 0.8)), ("backward", _colour(_BACKWARD, 0.8))])
         shapes.head(f"Pipeline stages of rank {picture.slowest_rank}, the slowest (darker: costlier pack)", legend)
-        shapes.lanes(picture.stages, 300)
+        shapes.lines(picture.stages, 300)
     shapes.axis()
     return shapes.svg()
 
 
 class _Shapes:
-    """SVG elements from top to bottom."""
+    """Collects SVG elements from top to bottom."""
 
     def __init__(self, picture: StepPicture, scale: float) -> None:
         self._picture, self._scale = picture, scale
@@ -87,7 +87,7 @@ class _Shapes:
         self._parts: list[str] = []
 
     def head(self, text: str, legend: str = "") -> None:
-        """A line of text over what follows."""
+        """Writes a line of text over what follows."""
         self._y += 26
         self._parts.append(f'<text class="head" x="{_LEFT}" y="{self._y:.0f}">{escape(text)}</text>')
         if legend:
@@ -95,7 +95,7 @@ class _Shapes:
         self._y += 8
 
     def profile(self) -> None:
-        """An area over time."""
+        """Draws an area over time."""
         height, busy = 46.0, self._picture.busy
         step = _WIDTH * self._scale / busy.size
         points = [f"{_LEFT},{self._y + height:.1f}"]
@@ -110,22 +110,22 @@ class _Shapes:
             self._parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{label}</text>')
         self._y += height
 
-    def lanes(self, lanes: Sequence[Lane], height: float) -> None:
-        """One row per lane."""
-        row = min(24.0, max(6.0, height / len(lanes)))
+    def lines(self, lines: Sequence[Line], height: float) -> None:
+        """Draws lines one under the other, in `height` pixels at most."""
+        row = min(24.0, max(6.0, height / len(lines)))
         gap = 1.0 if row < 12 else 3.0
         every = max(1, round(11 / row + 0.4))
-        for index, lane in enumerate(lanes):
+        for index, line in enumerate(lines):
             self._idle(self._y, row - gap)
             if index % every == 0:
                 y = self._y + (row - gap) / 2 + 4
-                self._parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{escape(lane.name)}</text>')
-            self._parts += [self._block(block, row - gap) for block in lane.blocks]
-            self._cuts(lane.blocks, row - gap)
+                self._parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{escape(line.name)}</text>')
+            self._parts += [self._block(block, row - gap) for block in line.blocks]
+            self._cuts(line.blocks, row - gap)
             self._y += row
 
     def axis(self) -> None:
-        """Modelled time under all, and where the bound and the end of the step are."""
+        """Draws modelled time under all, and where the bound and the end of the step are."""
         top, self._y = 34.0, self._y + 4
         for share, label in ticks(self._picture, self._scale):
             x = _LEFT + _WIDTH * share * self._scale
@@ -141,7 +141,7 @@ class _Shapes:
         self._y += 18
 
     def svg(self) -> str:
-        """All of it."""
+        """Returns all of it."""
         width, height = _LEFT + _WIDTH + _RIGHT, self._y + 6
         label = escape(self._picture.title, quote=True)
         return (
@@ -162,12 +162,12 @@ class _Shapes:
         )
 
     def _place(self, block: Block) -> tuple[float, float]:
-        """x and width; neighbours are parted by a pixel where there is room."""
+        """Returns x and width; neighbours are parted by a pixel where they are wide enough."""
         x, end = (_LEFT + _WIDTH * self._scale * share for share in (block.start, block.end))
         return x, end - x - (1 if end - x > 4 else 0)
 
     def _cuts(self, blocks: Sequence[Block], height: float) -> None:
-        """White lines between the sequences of packs, where they can be told apart."""
+        """Draws white lines between the sequences of packs, where they can be told apart."""
         path = []
         for block in blocks:
             x, width = self._place(block)
@@ -214,7 +214,7 @@ def _fill_legend() -> str:
 
 
 def _legend(entries: Sequence[tuple[str, str]], name: str = "") -> str:
-    """Ends at x = 0."""
+    """Returns a legend that ends at x = 0."""
     x, parts = 0, []
     for label, colour in reversed(entries):
         x -= 7 * len(label) + 24

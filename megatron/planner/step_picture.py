@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.step_time import StepModel, TimedOperation, simulate, timeline
-from megatron.planner.step_blocks import Block, Kind, Lane, joined, merged
+from megatron.planner.step_blocks import Block, Kind, Line, joined, merged
 from megatron.planner.step_record import StepRecord
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-MAX_LANES = 48
+MAX_LINES = 48
 _MAX_BLOCKS = 4_000
 _MAX_OPERATIONS = 150_000
 _FINEST = 1 / 1200
@@ -34,7 +34,7 @@ _BINS = 240
 
 @dataclass(frozen=True, kw_only=True)
 class StepPicture:
-    """All there is to draw."""
+    """What is drawn of a step."""
 
     title: str
     facts: str
@@ -46,8 +46,8 @@ class StepPicture:
     bound: float
     """As a share of the step: its lower bound, of pipelines that of even packs."""
     bound_name: str
-    ranks: list[Lane]
-    stages: list[Lane]
+    ranks: list[Line]
+    stages: list[Line]
     """Of the slowest rank; none without a pipeline."""
     slowest_rank: int
     busy: FloatArray
@@ -79,7 +79,7 @@ class _Pack(NamedTuple):
 
 
 def picture_of(record: StepRecord) -> StepPicture:
-    """The step as it would run by the model of `step_time`, packs in their order."""
+    """Returns the step as it would run by the model of `step_time`, packs in their order."""
     costs = record.request.work.pack_costs(
         record.schedule.pack[record.request.work.order], len(record.packs), record.num_microbatches
     )
@@ -89,7 +89,7 @@ def picture_of(record: StepRecord) -> StepPicture:
     total = max(int(ends.max()), 1)
     per_rank = record.num_microbatches * (2 * model.num_virtual_stages if model.num_stages > 1 else 1)
     own_ends = costs.sum(axis=1) if model.ranks_meet else ends
-    drawn = _spread(own_ends, max(4, min(MAX_LANES, _MAX_OPERATIONS // per_rank)))
+    drawn = _spread(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
     slowest = int(own_ends.argmax())
     scene = _Scene(record, costs, paced, total)
     seconds = record.layout.seconds_per_unit
@@ -109,8 +109,9 @@ def picture_of(record: StepRecord) -> StepPicture:
 
 
 def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
-    """Round times (or percents, where times are not known) as shares of the step, and their labels; `scale` is the
-    share of the width that the step takes.
+    """Returns round times (or percents, where times are not known) as shares of the step, and their labels.
+
+    scale: the share of the width that the step takes.
     """
     whole, unit = 100.0, "%"
     if picture.seconds is not None:
@@ -122,13 +123,13 @@ def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
 
 
 def facts_of(record: StepRecord) -> str:
-    """The step's account in one line."""
+    """Returns the step's account in one line."""
     stats, model = record.stats, record.layout.model
     microbatches = "1 microbatch" if stats.num_microbatches == 1 else f"{stats.num_microbatches:,} microbatches"
     ranks = "1 rank" if stats.num_ranks == 1 else f"{stats.num_ranks:,} ranks"
     stages = f" x {model.num_stages} stages" if model.num_stages > 1 else ""
     bound = "even packs" if model.num_stages > 1 else "the bound"
-    stages += f" x {model.num_virtual_stages} chunks" if model.num_virtual_stages > 1 else ""
+    stages += f" x {model.num_virtual_stages} virtual stages each" if model.num_virtual_stages > 1 else ""
     return (
         f"{stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens on {ranks}{stages}; {microbatches}; "
         f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of {bound}, "
@@ -137,47 +138,47 @@ def facts_of(record: StepRecord) -> str:
 
 
 class _Scene:
-    """The operations of a step, and what is told of them."""
+    """Knows the operations of a step, and what is told of them."""
 
     def __init__(self, record: StepRecord, costs: IntArray, paced: IntArray, total: int) -> None:
         self._record, self._costs, self._paced, self._total = record, costs, paced, total
         self._model: StepModel = record.layout.model
         self._merged = 0
 
-    def ranks(self, drawn: Sequence[int]) -> list[Lane]:
-        """Packs of these ranks: of a pipeline, as its last stage runs them."""
+    def ranks(self, drawn: Sequence[int]) -> list[Line]:
+        """Returns the packs of these ranks: of a pipeline, as its last stage runs them."""
         if self._model.num_stages == 1:
             starts = (np.cumsum(self._paced[drawn], axis=1) - self._paced[drawn]) / self._total
             ends = starts + self._costs[drawn] / self._total
             blocks_of = [
-                [self._block(rank, m, *span) for m, span in enumerate(zip(starts[row].tolist(), ends[row].tolist()))]
+                [self._block(rank, m, *times) for m, times in enumerate(zip(starts[row].tolist(), ends[row].tolist()))]
                 for row, rank in enumerate(drawn)
             ]
         else:
             blocks_of = self._at_last_stage(drawn)
         finest = self._finest(len(drawn))
-        return [Lane(f"rank {rank}", self._together(blocks, finest)) for rank, blocks in zip(drawn, blocks_of)]
+        return [Line(f"rank {rank}", self._together(blocks, finest)) for rank, blocks in zip(drawn, blocks_of)]
 
-    def stages(self, rank: int) -> list[Lane]:
-        """Operations of a rank's pipeline, stage by stage."""
+    def stages(self, rank: int) -> list[Line]:
+        """Returns the operations of a rank's pipeline, stage by stage."""
         if self._model.num_stages == 1:
             return []
-        lanes: list[list[Block]] = [[] for _ in range(self._model.num_stages)]
+        blocks_of: list[list[Block]] = [[] for _ in range(self._model.num_stages)]
         costliest = max(int(self._costs.max()), 1)
         for timed in timeline(self._paced[[rank]], self._model):
             backward, microbatch, chunk = timed.operation
             shade = int(self._costs[rank, microbatch]) / costliest
             kind: Kind = "backward" if backward else "forward"
-            where = f" of chunk {chunk}" if self._model.num_virtual_stages > 1 else ""
-            start, end = self._span(timed, rank, 0)
+            where = f" of virtual stage {chunk}" if self._model.num_virtual_stages > 1 else ""
+            start, end = self._times(timed, rank, 0)
             text = f"stage {timed.stage}, {kind}{where}, microbatch {microbatch}"
-            lanes[timed.stage].append(Block(start, end, kind, shade, text))
-        finest = self._finest(len(lanes))
-        kept = _even_places(len(lanes), MAX_LANES)
-        return [Lane(f"stage {stage}", self._together(lanes[stage], finest)) for stage in kept]
+            blocks_of[timed.stage].append(Block(start, end, kind, shade, text))
+        finest = self._finest(len(blocks_of))
+        kept = _even_places(len(blocks_of), MAX_LINES)
+        return [Line(f"stage {stage}", self._together(blocks_of[stage], finest)) for stage in kept]
 
     def busy(self) -> FloatArray:
-        """Share of all devices that compute, by `_BINS` parts of the step."""
+        """Returns the share of all devices that compute, by `_BINS` parts of the step."""
         change = np.zeros(_BINS + 2)
         num_ranks = len(self._costs)
         if self._model.num_stages == 1:
@@ -193,15 +194,15 @@ class _Scene:
         return np.clip(np.cumsum(change)[:_BINS] / (num_ranks * self._model.num_stages), 0, 1)
 
     def notes(self, num_drawn: int) -> list[str]:
-        """What a reader must know to read the picture."""
+        """Returns what a reader must know to read the picture."""
         num_ranks, model = len(self._costs), self._model
         notes = []
         if num_drawn < num_ranks:
             notes.append(
                 f"{num_drawn} of {num_ranks:,} ranks are drawn, from the slowest to the quickest at even distances"
             )
-        if model.num_stages > MAX_LANES:
-            notes.append(f"{MAX_LANES} of {model.num_stages} stages are drawn")
+        if model.num_stages > MAX_LINES:
+            notes.append(f"{MAX_LINES} of {model.num_stages} stages are drawn")
         if self._merged:
             notes.append(f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour")
         if model.ranks_meet:
@@ -214,12 +215,12 @@ class _Scene:
         last = [timed for timed in operations if timed.stage == self._model.num_stages - 1]
         for i, rank in enumerate(drawn):
             for timed in last:
-                start, end = self._span(timed, rank, i)
+                start, end = self._times(timed, rank, i)
                 blocks_of[i].append(self._block(rank, timed.operation.microbatch, start, end))
         return [joined(blocks) for blocks in blocks_of]
 
-    def _span(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
-        """When the rank starts and ends, which may be before the others that it then waits for."""
+    def _times(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
+        """Returns when the rank starts and ends, which may be before the others that it then waits for."""
         start, end = int(timed.start[row]), int(timed.end[row])
         microbatch = timed.operation.microbatch
         share = int(self._costs[rank, microbatch]) / max(int(self._paced[rank, microbatch]), 1)
@@ -235,18 +236,18 @@ class _Scene:
             cuts = tuple((parts[:-1] / parts[-1]).tolist())
         return Block(start, end, "pack", pack.fill, pack.text(), cuts)
 
-    def _finest(self, num_lanes: int) -> float:
-        return max(_FINEST, num_lanes / _MAX_BLOCKS)
+    def _finest(self, num_lines: int) -> float:
+        return max(_FINEST, num_lines / _MAX_BLOCKS)
 
     def _together(self, blocks: Sequence[Block], finest: float) -> list[Block]:
-        """Neighbours thinner than `finest` as one block, as wide as they are together."""
+        """Returns neighbours thinner than `finest` as one block, as wide as they are together."""
         drawn = list(merged(blocks, finest))
         self._merged += len(blocks) - len(drawn)
         return drawn
 
 
 def _spread(ends: IntArray, number: int) -> list[int]:
-    """That many ranks from the slowest to the quickest at even distances; all of them in order where they are few."""
+    """Returns that many ranks from the slowest to the quickest at even distances; all in order where they are few."""
     if ends.size <= number:
         return list(range(ends.size))
     order = np.argsort(-ends, kind="stable")
@@ -260,7 +261,7 @@ def _even_places(size: int, number: int) -> list[int]:
 
 
 def _add_ramps(change: FloatArray, at: FloatArray, sign: int) -> None:
-    """Something begins (or ends) at each of `at`: bins after it change by one, its own by what is left of it."""
+    """Adds what begins (or ends) at each of `at`: bins after it change by one, its own by what is left of it."""
     places = at * _BINS
     whole = np.minimum(places.astype(np.int64), _BINS)
     part = places - whole

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron.planner.step_blocks import Lane
+from megatron.planner.step_blocks import Line
 from megatron.planner.step_picture import StepPicture, ticks
 
 _STYLE: Any = {
@@ -27,7 +28,7 @@ _IDLE = "#ECEFF2"
 
 
 def figure_of(pictures: Sequence[StepPicture]) -> Figure:
-    """All steps one under the other, on the time scale of the longest."""
+    """Draws all steps one under the other, on the time scale of the longest."""
     longest = max(picture.cost for picture in pictures) or 1.0
     rows: list[tuple[StepPicture, str, float]] = []
     for picture in pictures:
@@ -47,22 +48,22 @@ def figure_of(pictures: Sequence[StepPicture]) -> Figure:
     return figure
 
 
-def _height(lanes: Sequence[Lane]) -> float:
-    return min(3.2, max(0.4, 0.2 * len(lanes)))
+def _height(lines: Sequence[Line]) -> float:
+    return min(3.2, max(0.4, 0.2 * len(lines)))
 
 
-def _draw(axes: Any, picture: StepPicture, kind: str) -> None:
+def _draw(axes: Axes, picture: StepPicture, kind: str) -> None:
     if kind == "busy":
         edges = np.linspace(0, 1, picture.busy.size + 1)
         axes.stairs(np.ones(picture.busy.size), edges, fill=True, color=_IDLE)
         axes.stairs(picture.busy, edges, fill=True, color="#7FA8C9")
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 1], ["0%", "100%"])
-        lines = [picture.facts, "; ".join(picture.notes), "share of all devices that computes"]
-        axes.set_title("\n".join([picture.title, *filter(None, lines)]), fontsize=8.5)
+        notes = [picture.facts, "; ".join(picture.notes), "share of all devices that computes"]
+        axes.set_title("\n".join([picture.title, *filter(None, notes)]), fontsize=8.5)
         return
-    lanes = picture.ranks if kind == "ranks" else picture.stages
-    _lanes(axes, lanes)
+    lines = picture.ranks if kind == "ranks" else picture.stages
+    _draw_lines(axes, lines)
     if kind == "ranks":
         where = ", as the last stage runs them" if picture.stages else ""
         axes.set_title(f"data-parallel ranks: packs{where}", fontsize=9)
@@ -74,12 +75,12 @@ def _draw(axes: Any, picture: StepPicture, kind: str) -> None:
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.1, fontsize=8)
 
 
-def _lanes(axes: Any, lanes: Sequence[Lane]) -> None:
+def _draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
     colours = {"pack": colormaps["viridis_r"], "forward": colormaps["Blues"], "backward": colormaps["Oranges"]}
-    axes.barh(range(len(lanes)), 1.0, height=0.85, color=_IDLE)
+    axes.barh(range(len(lines)), 1.0, height=0.85, color=_IDLE)
     corners, faces = [], []
-    for row, lane in enumerate(lanes):
-        for start, end, kind, shade, *_ in lane.blocks:
+    for row, line in enumerate(lines):
+        for start, end, kind, shade, *_ in line.blocks:
             top, bottom = row - 0.42, row + 0.42
             corners.append(((start, top), (end, top), (end, bottom), (start, bottom)))
             faces.append(colours[kind](0.9 * shade if kind == "pack" else 0.3 + 0.55 * shade))
@@ -87,14 +88,14 @@ def _lanes(axes: Any, lanes: Sequence[Lane]) -> None:
     axes.add_collection(
         PolyCollection(np.array(corners).tolist(), facecolors=faces, edgecolors="white", linewidths=edge)
     )
-    every = max(1, len(lanes) // 16)
-    places = range(0, len(lanes), every)
-    axes.set_yticks(places, [lanes[place].name for place in places])
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    every = max(1, len(lines) // 16)
+    places = range(0, len(lines), every)
+    axes.set_yticks(places, [lines[place].name for place in places])
+    axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 
 
-def _time_axis(axes: Any, picture: StepPicture, longest: float, *, last: bool) -> None:
+def _time_axis(axes: Axes, picture: StepPicture, longest: float, *, last: bool) -> None:
     axes.set_xlim(0, longest / picture.cost if picture.cost else 1)
     if picture.bound <= 1:
         axes.axvline(picture.bound, color="#C0392B", linestyle=(0, (4, 3)), linewidth=0.9)

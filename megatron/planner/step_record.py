@@ -26,7 +26,7 @@ Packs = list[list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """What a schedule depends on besides the lengths."""
+    """All that a schedule depends on besides the lengths."""
 
     num_ranks: int
     """Data-parallel ranks."""
@@ -40,7 +40,7 @@ class StepLayout:
     """What a unit of `cost` takes all devices of a data-parallel rank; None where only ratios are known."""
 
     def request(self, lengths: IntArray) -> ScheduleRequest:
-        """The question to a scheduler; ranks draw equal parts of `lengths` (real ones), one sequence at a time."""
+        """Returns the question to a scheduler; ranks draw equal parts of `lengths` (real ones), one by one."""
         size = lengths.size
         starts = np.array([size * rank // self.num_ranks for rank in range(self.num_ranks)], np.int64)
         source_rank = np.searchsorted(starts, np.arange(size), side="right") - 1
@@ -68,7 +68,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule) -> StepRecord:
-        """`lengths` int64 [N] are the real ones of the sequences that `schedule` places."""
+        """Makes the record of a schedule; `lengths` int64 [N] are the real ones of the sequences that it places."""
         by_pack = lengths[np.argsort(schedule.pack, kind="stable")].tolist()
         ends = np.cumsum(np.bincount(schedule.pack, minlength=schedule.num_ranks * schedule.num_microbatches)).tolist()
         packs = [by_pack[start:end] for start, end in zip([0, *ends], ends)]
@@ -113,7 +113,7 @@ class StepRecord:
         )
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Returns one JSON object."""
         layout = {name: value for name, value in asdict(self.layout).items() if name != "num_ranks"}
         return json.dumps(
             {"kind": "schedule", "title": self.title, "scheduler": self.scheduler, **layout, "packs": self.packs}
@@ -121,7 +121,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """The inverse of `to_json`, of the object that it is; ValueError for what cannot be one."""
+        """Reads the object that `to_json` wrote; ValueError for what cannot be one."""
         try:
             packs = _checked_packs(values["packs"])
             layout = StepLayout(
@@ -143,8 +143,8 @@ class StepRecord:
 
 
 def read_cost(values: Mapping[str, Any]) -> PackCost:
-    """A fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the whole model on
-    one device; other keys say how it came about. ValueError for one that cannot be.
+    """Reads a fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the whole
+    model on one device; other keys say how it came about. ValueError for one that cannot be.
     """
     numbers = {}
     for name in ("linear", "quadratic", "fixed"):

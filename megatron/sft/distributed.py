@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -18,7 +19,7 @@ from megatron.sft.options.config import SFTConfig
 
 @contextmanager
 def process_groups(config: SFTConfig) -> Iterator[torch.device]:
-    """All of megatron-core's groups for the layout, seeded random states; yields this rank's device."""
+    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device."""
     rank, world_size = world_from_environment()
     device = _device()
     mcore_fixes.install()
@@ -43,7 +44,7 @@ def process_groups(config: SFTConfig) -> Iterator[torch.device]:
 
 
 def make_groups(config: SFTConfig) -> None:
-    """megatron-core's groups for the layout of `config`; the default group exists."""
+    """Makes megatron-core's groups for the layout of `config`; the default group exists."""
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -52,8 +53,12 @@ def make_groups(config: SFTConfig) -> None:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1 if config.model.num_experts is not None else None,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,  # type: ignore[arg-type]  # any number
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
+    # The one group that megatron-core 0.16 makes with torch's own 30 minutes.
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
 
 
 def _device() -> torch.device:

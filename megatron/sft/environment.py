@@ -8,17 +8,17 @@ import warnings
 
 
 def world_from_environment() -> tuple[int, int]:
-    """(rank, world size) as torchrun tells them; (0, 1) for a plain `python pretrain_sft.py`."""
+    """Returns (rank, world size) as torchrun says; (0, 1) for a plain `python pretrain_sft.py`."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This rank's number on its machine."""
+    """Returns this rank's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def quiet(rank: int) -> None:
-    """Keep megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
+    """Keeps megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
     for notice in ("Apex is not installed", "transformer_engine", "Transformer Engine", "FutureWarning", "fused Adam"):
         warnings.filterwarnings("ignore", message=f".*{notice}.*")
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -57,10 +57,10 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
     """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace form."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     import torch
-    from megatron.core import dist_checkpointing
 
     from megatron.sft.distributed import process_groups
     from megatron.sft.model.build import build_gpt, build_transformer_config
+    from megatron.sft.model.checkpoint import read_common
     from megatron.sft.model.checkpoint_weights import CheckpointWeights
     from megatron.sft.model.hf_companions import COMPANIONS, copy_companions, weights_of
     from megatron.sft.model.hf_config import read_config
@@ -74,7 +74,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
         )
     check_target(Path(folder))
     model_config = read_config(companions)
-    config = _config(dist_checkpointing.load_common_state_dict(str(path))["model_options"])
+    config = _config(read_common(path)["model_options"])
     with process_groups(config):
         cpu = torch.device("cpu")
         transformer_config = build_transformer_config(config, cpu)

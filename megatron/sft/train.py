@@ -19,24 +19,30 @@ from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.packing.model.pipeline import PackedLosses, packed
-from megatron.packing.step.global_batch import owns_data
-from megatron.packing.step.lengths import GlobalBatchError
+from megatron.packing.step.decide import GlobalBatchError
+from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.finite import check_loss, guard_step
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoint import Progress, load_checkpoint, save_checkpoint, whole_parameters
+from megatron.sft.model.checkpoint import (
+    Progress,
+    gather_delayed,
+    load_checkpoint,
+    restored_queue,
+    save_checkpoint,
+    whole_parameters,
+)
 from megatron.sft.model.forward import forward_step, padded_batches
 from megatron.sft.model.hf_companions import Companions
 from megatron.sft.model.hf_read import Pretrained
 from megatron.sft.model.hf_write import write_folder
 from megatron.sft.options.config import SFTConfig
-from megatron.sft.reduction import counts_samples, reduce
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
-from megatron.sft.step_account import StepAccount, Update
+from megatron.sft.step_account import StepAccount, Update, counts_samples, reduce
 from megatron.sft.stop import StopSignals
-from megatron.sft.waiting import build_queue, gather_waiting
 
 
 class Trainer:
@@ -56,6 +62,7 @@ class Trainer:
         self._run_dir = run_dir
         self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
+        guard_step(self._training.optimizer, self._training.model, self._step_name)
         dtype = str(get_model_config(self._training.model[0]).params_dtype).removeprefix("torch.")
         self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         self._packing = config.packing.sequence_packing
@@ -68,7 +75,7 @@ class Trainer:
         self._saved_iteration: int | None = None
         self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
-        self._queue = build_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
+        self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         forward_backward = get_forward_backward_func()
         self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
         self._padded_seconds = 0.0
@@ -91,7 +98,10 @@ class Trainer:
         return self._progress.iteration - self._first_iteration
 
     def train(self) -> None:
-        """Run to the end; checkpoints at intervals, at the end, on a stop signal, and before a data error is raised."""
+        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data error is raised.
+
+        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite.
+        """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         try:
             with StopSignals() as signals:
@@ -114,7 +124,7 @@ class Trainer:
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
             if self._queue is not None and self._progress.iteration == last - 1:
-                self._queue.max_steps = 0  # the last step takes all that wait
+                self._queue.max_steps = 0  # the last step takes all that is delayed
             stop = self._step(data, signals, log)
             iteration = self._progress.iteration
             if stop:
@@ -135,12 +145,15 @@ class Trainer:
             self._progress = self._progress._replace(evaluation_due=False)
 
     def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
-        """One optimizer step; whether some rank was asked to stop."""
+        """Takes one optimizer step; returns whether some rank was asked to stop."""
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
-        update = self._update(data)
-        reduced = reduce(update.losses, signals.requested, self._stream.counts - counted, self._device)
+        losses, data_seconds, passes_seconds = self._passes(data)
+        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
+        check_loss(reduced, losses, self._names, self._step_name())
+        lr, grad_norm, succeeded = self._update()
+        update = Update(losses, data_seconds, passes_seconds, lr, grad_norm, not succeeded)
         timer.stop()
         training, iteration = self._config.training, self._progress.iteration + 1
         self._progress = Progress(
@@ -152,26 +165,33 @@ class Trainer:
             log.step(self._account.metrics(self._progress, update, reduced, timer.elapsed()), update.batch)
         return reduced.stop
 
-    def _update(self, data: Iterator[Any]) -> Update:
-        model, optimizer, scheduler, _ = self._training
+    def _step_name(self) -> str:
+        return f"step {self._progress.iteration + 1}"
+
+    def _passes(self, data: Iterator[Any]) -> tuple[list[Any], float, float]:
+        """Forward and backward of a global batch: its losses, seconds that it waited for data, other seconds."""
         self._padded_seconds = 0.0
-        for chunk in model:
+        for chunk in self._training.model:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._training.optimizer.zero_grad()
         timer = self._timers("passes", log_level=0)
         timer.start()
         losses = self._run(data, len(self._names), forward_only=False)
         timer.stop()
+        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
+        return losses, data_seconds, timer.elapsed() - data_seconds
+
+    def _update(self) -> tuple[float, float, bool]:
+        """Change the weights: learning rate of this step, gradient norm, whether they were changed."""
+        _, optimizer, scheduler, _ = self._training
         lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
-        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
-        passes_seconds = timer.elapsed() - data_seconds
-        return Update(losses, data_seconds, passes_seconds, lr, float(grad_norm or 0.0), not succeeded)
+        return lr, float(grad_norm or 0.0), succeeded
 
     def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
-        """The per-token mean loss over up to `eval_iters` global batches of `dataset`, the same ones each time."""
+        """Measures the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
@@ -188,6 +208,7 @@ class Trainer:
         for chunk in self._training.model:
             chunk.train()
         reduced = reduce(losses, False, stream.counts, self._device)
+        check_loss(reduced, losses, names, f"split {split} after step {self._progress.iteration}")
         if log is not None:
             log.writer.evaluation(
                 Evaluation(
@@ -214,10 +235,11 @@ class Trainer:
         )
 
     def _batches(self, stream: SampleStream) -> Any:
-        """What the forward-backward function draws from: samples on their owners, or padded batches on every rank."""
+        """Returns what forward-backward functions draw from: samples on drawing ranks, or padded batches on all."""
         num_chunks = len(self._training.model)
         if self._packing:
-            source: Any = stream if owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])) else None
+            groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
+            source: Any = stream if is_drawing_rank(groups) else None
             return source if num_chunks == 1 else [source] * num_chunks
         return self._padded(stream, num_chunks)
 
@@ -230,7 +252,7 @@ class Trainer:
         return list(tee(batches, num_chunks))
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; counts the time that the model waited for them."""
+        """Yields the same batches; counts the time that the model waited for them."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -242,7 +264,7 @@ class Trainer:
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
             return
-        progress = self._progress._replace(waiting=gather_waiting(self._queue))
+        progress = self._progress._replace(waiting=gather_delayed(self._queue))
         save_checkpoint(
             self._config.output.save,
             self._training,
@@ -266,7 +288,7 @@ class Trainer:
             log.say(f"wrote the model to {folder}, for transformers and others")
 
     def _load(self) -> Progress | None:
-        """That of the newest checkpoint of --load; None without one."""
+        """Returns that of the newest checkpoint of --load; None without one."""
         folder, save = self._config.output.load, self._config.output.save
         if folder is None:
             return None
@@ -285,6 +307,6 @@ class Trainer:
         return loaded
 
     def _model_options(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it."""
+        """Returns what a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
         return {**self._config.model.identity(), "use_distributed_optimizer": sharded}

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -25,18 +26,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron.packing.model.pipeline import packed
-from megatron.packing.step.global_batch import owns_data
-from megatron.sft.data.chat_encoder import EncodedSample
+from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
 from megatron.sft.model.forward import forward_step
 from megatron.sft.model.hf_write import write_folder
 from megatron.sft.model.pretrained import open_pretrained
 from megatron.sft.options.config import SFTConfig, parse_config
-from tests.functional_tests.oracle import _global_loss, _prepare, draws_of
+from tests.functional_tests.oracle import CPU, Sample, _global_loss, _prepare, draws_of, sequences
 from tests.functional_tests.pieces import gradient_of
 
-CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -85,6 +84,11 @@ class Trained(NamedTuple):
     """Of the first step."""
 
 
+def sequences_in_order(step: int, lengths: Sequence[int]) -> list[Sample]:
+    """The oracle's sequences with positions from zero on, which are all that rotary embeddings know."""
+    return [sample._replace(position_ids=np.arange(len(sample.tokens))) for sample in sequences(step, lengths)]
+
+
 def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int | None = None) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,7 +104,7 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, voc
 
 
 def train_by_transformers(
-    folder: Path, batches: Sequence[Sequence[EncodedSample]], dtype: torch.dtype, lr: float = 1e-3
+    folder: Path, batches: Sequence[Sequence[Sample]], dtype: torch.dtype, lr: float = 1e-3
 ) -> Trained:
     """A plain loop: each sequence alone through transformers' own model, torch's AdamW."""
     from transformers import AutoModelForCausalLM
@@ -180,7 +184,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 def train_by_product(
     text: str,
     folder: Path,
-    batches: Sequence[Sequence[EncodedSample]],
+    batches: Sequence[Sequence[Sample]],
     dtype: torch.dtype,
     gradients_to: Path | None = None,
     weights_to: Path | None = None,
@@ -204,13 +208,13 @@ def train_by_product(
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    owner = owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"]))
+    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = packed(get_forward_backward_func())
     losses: list[float] = []
     first: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
         draws = draws_of(batch, "even", "plain", rank, num_ranks)
-        source = iter(draws) if owner else None
+        source = iter(draws) if draws_data else None
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -221,7 +225,6 @@ def train_by_product(
             num_microbatches=len(draws),
             seq_length=config.model.seq_length,
             micro_batch_size=1,
-            forward_only=False,
         )
         if not losses:
             first = list(packs)
@@ -275,7 +278,7 @@ def _keep_dtype(dtype: torch.dtype, folder: Path) -> str:
     return _name(dtype)
 
 
-def logits_of(batch: Sequence[EncodedSample], packs: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> list[Tensor]:
+def logits_of(batch: Sequence[Sample], packs: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> list[Tensor]:
     """Those of each sequence, found by its labels in some pack."""
     found = []
     for sample in batch:

@@ -2,11 +2,23 @@
 torch's Adam.
 
 `train_packed` runs the same sequences through the product in some layout. Both start from weights that are functions of
-their names, and tell per step the loss and all gradients; `assemble` makes full tensors of what the ranks told.
+their names, and tell per step the loss, all gradients and the weights after it; `assemble` makes full tensors of what
+the ranks told, and `differences` compares.
+
+Two runs add in other orders, on other processors by other instructions, so they agree up to rounding. Two things keep
+rounding what it is, whatever the numbers are:
+
+- a gradient is measured in units of the largest one in its module, not of its own largest entry. It may be zero in
+  truth, as those of queries and keys where each sequence has one token: softmax over one. What is computed then is the
+  rounding of terms that cancel, and these are as large as the module's other gradients, which are made of them too;
+- Adam's epsilon is as large as the learning rate. A step is lr * m / (sqrt(v) + eps), so a weight moves by no more than
+  what its gradients round by. With a small epsilon Adam divides a gradient that is rounding by itself, and two runs
+  step by noise. Gradients are up to a hundred times larger than epsilon, so what Adam does to them still shows.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -14,6 +26,7 @@ from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -33,8 +46,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron.packing.model.pipeline import packed
-from megatron.packing.step.global_batch import owns_data
-from megatron.sft.data.chat_encoder import EncodedSample
+from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import (
@@ -50,34 +62,61 @@ from megatron.sft.options.config import SFTConfig, parse_config
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96
+SEQ_LENGTH = 64
 CPU = torch.device("cpu")
 
 
+class Sample(NamedTuple):
+    """One sequence: int64 [L], but `loss_mask` float32 [L]."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.float32]
+    position_ids: npt.NDArray[np.int64]
+
+
 class Step(NamedTuple):
-    """One step's loss and gradients, full tensors by global name."""
+    """One step's loss and gradients and the weights after it, full tensors by global name."""
 
     loss: float
     gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
     router_logits: Tensor = torch.empty(0)
     """[tokens times layers, experts]; of the reference only, in its order."""
 
 
-def sequences(step: int, lengths: Sequence[int]) -> list[EncodedSample]:
-    """Samples with masked stretches and weights other than one."""
+class RankStep(NamedTuple):
+    """What one rank has of a `Step`."""
+
+    loss: float
+    """Of all ranks."""
+    gradients: dict[str, Piece]
+    weights: dict[str, Piece]
+
+
+def sequences(step: int, lengths: Sequence[int]) -> list[Sample]:
+    """Samples with masked stretches, in each form that they may have on the wire: labels that are the next tokens or
+    any, a mask of one weight or of several, positions that count from zero or are any. The first is the hardest.
+    """
     random = np.random.default_rng(step)
     samples = []
-    for length in lengths:
+    for number, length in enumerate(lengths):
         stream = random.integers(0, VOCAB_SIZE, length + 1)
-        mask = (random.random(length) < 0.7) * random.choice([1.0, 0.5, 1.25])
-        samples.append(EncodedSample(stream[:-1], stream[1:], mask.astype(np.float32), False))
+        labels = stream[1:] if number & 1 else random.integers(0, VOCAB_SIZE, length)
+        weights = random.choice([1.0, 0.5, 1.25], 1 if number & 2 else length)
+        positions = np.arange(length) if number & 4 else random.integers(0, SEQ_LENGTH, length)
+        mask = ((random.random(length) < 0.7) * weights).astype(np.float32)
+        samples.append(Sample(stream[:-1], labels, mask, positions))
     return samples
 
 
 class Numbers(NamedTuple):
-    """What a run computes in, and which weights it starts from (`routed`: see `_route`; of experts only)."""
+    """What a run computes in, and which weights it starts from: `routed` see `_route`, of experts only; `rounded` are
+    the random ones, about half of them off by one rounding.
+    """
 
     dtype: torch.dtype = torch.float64
-    weights: Literal["random", "routed"] = "random"
+    weights: Literal["random", "routed", "rounded"] = "random"
 
 
 EXACT = Numbers()
@@ -86,7 +125,7 @@ Shape = Literal["plain", "padded", "packed"]
 
 
 def draws_of(
-    batch: Sequence[EncodedSample], placement: Placement, shape: Shape, rank: int, num_ranks: int
+    batch: Sequence[Sample], placement: Placement, shape: Shape, rank: int, num_ranks: int
 ) -> list[list[dict[str, Any]]]:
     """What a data-parallel rank draws of a global batch, one list per `next`; equally many on all ranks.
 
@@ -104,37 +143,41 @@ def draws_of(
     return dicts + [[] for _ in range(num_draws - len(dicts))]
 
 
-def _plain(sample: EncodedSample) -> dict[str, Any]:
-    return {"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask}
+def _plain(sample: Sample) -> dict[str, Any]:
+    fields = sample._asdict()
+    if (sample.position_ids == np.arange(len(sample.tokens))).all():
+        del fields["position_ids"]  # the product fills them in
+    return fields
 
 
-def _padded(sample: EncodedSample) -> dict[str, Any]:
+def _padded(sample: Sample) -> dict[str, Any]:
     junk = 5
     fields = {name: np.concatenate((values, values[:1].repeat(junk))) for name, values in _plain(sample).items()}
     return {**fields, "original_seq_len": len(sample.tokens), "padded_seq_len": len(sample.tokens) + junk}
 
 
-def _joined(samples: Sequence[EncodedSample]) -> dict[str, Any]:
+def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
     fields = {
-        name: np.concatenate([_plain(sample)[name] for sample in samples] + [np.ones(7, dtype=np.int64)])
-        for name in ("tokens", "labels", "loss_mask")
+        name: np.concatenate([getattr(sample, name) for sample in samples] + [np.ones(7, dtype=np.int64)])
+        for name in Sample._fields
     }
     ends = np.cumsum([0] + [len(sample.tokens) for sample in samples])
     return {**fields, "cu_seqlens": np.concatenate((ends, ends[-1:].repeat(3)))}
 
 
-def options(text: str, batches: Sequence[Sequence[EncodedSample]], world_size: int) -> SFTConfig:
+def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> SFTConfig:
     """The run's options; everything that the layouts share, and `text`."""
     common = (
-        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 64 --mock-data "
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
+        f"--seq-length {SEQ_LENGTH} "
         f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias --init-method-std 0.1 "
-        f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --lr-decay-style constant "
-        f"--clip-grad 0 --eval-iters 0"
+        f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --adam-eps 1e-3 "
+        f"--lr-decay-style constant --clip-grad 0 --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], world_size)
 
 
-def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numbers: Numbers = EXACT) -> list[Step]:
+def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Numbers = EXACT) -> list[Step]:
     """The reference; in a world of one process. Gradients of the sequences are added in float64 in any case."""
     config = options(text, batches, 1)
     _prepare(config, numbers.dtype)
@@ -162,6 +205,8 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numb
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": config.training.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=config.training.lr,
+        betas=(config.training.adam_beta1, config.training.adam_beta2),
+        eps=config.training.adam_eps,
     )
     steps = []
     for batch in batches:
@@ -171,10 +216,8 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numb
         for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
             further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         for sample in batch:
-            tokens, labels = (torch.from_numpy(x).unsqueeze(0) for x in (sample.tokens, sample.labels))
-            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+            tokens, labels, loss_mask, positions = (torch.from_numpy(values).unsqueeze(0) for values in sample)
             mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-            loss_mask = torch.from_numpy(sample.loss_mask).unsqueeze(0)
             losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
             weighted = (losses * loss_mask).sum() / max(num_tokens, 1)
             weighted.backward()
@@ -182,25 +225,24 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[EncodedSample]], numb
             for name, parameter in parameters.items():
                 gradients[name] += gradient_of(parameter)
                 parameter.grad = None
-        steps.append(Step(loss, gradients, torch.cat(router_logits) if router_logits else torch.empty(0)))
-        router_logits.clear()
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         optimizer.step()
         optimizer.zero_grad()
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        steps.append(Step(loss, gradients, weights, torch.cat(router_logits) if router_logits else torch.empty(0)))
+        router_logits.clear()
     return steps
 
 
 def train_packed(
     text: str,
-    batches: Sequence[Sequence[EncodedSample]],
+    batches: Sequence[Sequence[Sample]],
     placement: Placement = "even",
     shape: Shape = "plain",
     numbers: Numbers = EXACT,
-) -> list[tuple[float, dict[str, Piece]]]:
-    """The product in the layout of `text`, on this rank: per step the global loss, and this rank's pieces of
-    gradients.
-    """
+) -> list[RankStep]:
+    """The product in the layout of `text`, on this rank."""
     config = options(text, batches, dist.get_world_size())
     _prepare(config, numbers.dtype)
     transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
@@ -210,12 +252,12 @@ def train_packed(
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    owner = owns_data(ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"]))
+    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = packed(get_forward_backward_func())
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)
-        source = iter(draws) if owner else None
+        source = iter(draws) if draws_data else None
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -227,52 +269,86 @@ def train_packed(
             seq_length=config.model.seq_length,
             micro_batch_size=1,
         )
-        steps.append((_global_loss(losses), dict(pieces_of(model, optimizer))))
+        gradients = dict(pieces_of(model, optimizer, gradient_of))
         optimizer.step()
+        steps.append(RankStep(_global_loss(losses), gradients, dict(pieces_of(model, optimizer, torch.detach))))
         scheduler.step(increment=config.training.global_batch_size)
     parallel_state.destroy_model_parallel()
     return steps
 
 
-def assemble(per_rank: Sequence[list[tuple[float, dict[str, Piece]]]], relative: float = 1e-12) -> list[Step]:
+def assemble(per_rank: Sequence[list[RankStep]], relative: float = 1e-12) -> list[Step]:
     """Full tensors from all ranks' pieces; replicas must agree, and shards hold each element exactly once."""
     steps = []
-    for number in range(len(per_rank[0])):
-        loss = per_rank[0][number][0]
-        assert all(rank[number][0] == loss for rank in per_rank), "ranks report different losses"
-        pieces: dict[str, list[Piece]] = {}
-        for rank in per_rank:
-            for name, piece in rank[number][1].items():
-                pieces.setdefault(name, []).append(piece)
-        steps.append(Step(loss, {name: whole_of(name, found, relative) for name, found in pieces.items()}))
+    for ranks in zip(*per_rank, strict=True):
+        assert all(rank.loss == ranks[0].loss for rank in ranks), "ranks report different losses"
+        gradients, furthest_gradients = _wholes([rank.gradients for rank in ranks])
+        weights, furthest_weights = _wholes([rank.weights for rank in ranks])
+        steps.append(Step(ranks[0].loss, gradients, weights))
+        _check(Step(ranks[0].loss, furthest_gradients, furthest_weights), steps[-1], relative, "replicas differ")
     return steps
 
 
+def _wholes(per_rank: Sequence[dict[str, Piece]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Full tensors by name, and the same as far off as the replica that is furthest from them."""
+    pieces: dict[str, list[Piece]] = {}
+    for rank in per_rank:
+        for name, piece in rank.items():
+            pieces.setdefault(name, []).append(piece)
+    pairs = {name: whole_of(name, found) for name, found in pieces.items()}
+    return {name: whole for name, (whole, _) in pairs.items()}, {
+        name: whole + apart for name, (whole, apart) in pairs.items()
+    }
+
+
+def differences(step: Step, expected: Step) -> dict[str, float]:
+    """By what differs, how far loss, gradients and weights are from what is expected: relative to the loss, to the
+    largest gradient of the module (see above), to the weight's largest entry. NaN where one is.
+    """
+    found = {"loss": _relative(abs(step.loss - expected.loss), abs(expected.loss))}
+    modules: dict[str, float] = {}
+    for name, gradient in expected.gradients.items():
+        modules[_module_of(name)] = max(modules.get(_module_of(name), 0.0), gradient.abs().max().item())
+    for kind, tensors, wanted in (
+        ("gradient", step.gradients, expected.gradients),
+        ("weight", step.weights, expected.weights),
+    ):
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in tensors.items():
+            assert tensor.shape == wanted[name].shape, f"{name}: {tensor.shape}, not {wanted[name].shape}"
+            unit = modules[_module_of(name)] if kind == "gradient" else wanted[name].abs().max().item()
+            found[f"{kind} of {name}"] = _relative((tensor - wanted[name]).abs().max().item(), unit)
+    return found
+
+
+def _relative(difference: float, unit: float) -> float:
+    """What is exactly zero, as gradients where no token counts, must be met exactly."""
+    return difference / unit if unit else difference and math.inf
+
+
+def _module_of(name: str) -> str:
+    """`decoder.layers.3.self_attention.linear_qkv.weight` -> `decoder.layers.3.self_attention`."""
+    match = re.match(r".*layers\.\d+(\.transformer_layer)?\.\w+|\w+", name)
+    assert match is not None
+    return match[0]
+
+
 def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
-    """The worst of loss and gradients, relative to the loss and to each gradient's largest entry; NaN if one is."""
-    found = []
-    for step, expected in zip(steps, reference, strict=True):
-        found.append(abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30))
-        assert step.gradients.keys() == expected.gradients.keys()
-        for name, gradient in step.gradients.items():
-            wanted = expected.gradients[name]
-            assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
-            found.append((gradient - wanted).abs().max().item() / max(wanted.abs().max().item(), 1e-6))
-    return torch.tensor(found).max().item()  # Python's max would pass over a NaN
+    """The worst of all `differences`; NaN if one is."""
+    found = [differences(step, expected) for step, expected in zip(steps, reference, strict=True)]
+    return torch.tensor([value for step in found for value in step.values()]).max().item()  # Python's passes over NaN
 
 
 def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: float) -> None:
-    """Loss and every gradient agree, relative to the loss and to each gradient's largest entry."""
+    """All `differences` of each step are at most `relative`."""
     for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):
-        difference = abs(step.loss - expected.loss) / max(abs(expected.loss), 1e-30)
-        assert difference <= relative, f"step {number}: loss {step.loss!r}, not {expected.loss!r} ({difference:.1e})"
-        assert step.gradients.keys() == expected.gradients.keys()
-        for name, gradient in step.gradients.items():
-            wanted = expected.gradients[name]
-            assert gradient.shape == wanted.shape, f"{name}: {gradient.shape}, not {wanted.shape}"
-            largest = max(wanted.abs().max().item(), 1e-6)
-            worst = (gradient - wanted).abs().max().item() / largest
-            assert worst <= relative, f"step {number}: gradient of {name} differs by {worst:.1e}"
+        _check(step, expected, relative, f"step {number}")
+
+
+def _check(step: Step, expected: Step, relative: float, where: str) -> None:
+    wrong = [(found, what) for what, found in differences(step, expected).items() if not found <= relative]
+    worst = ", ".join(f"{what} by {found:.1e}" for found, what in sorted(wrong, reverse=True)[:5])
+    assert not wrong, f"{where}: {len(wrong)} numbers differ by more than {relative:.1e}, such as {worst}"
 
 
 def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
@@ -316,6 +392,8 @@ def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
         )
         if numbers.weights == "routed":
             _route(name, whole, chunks[0].config.num_moe_experts)
+        if numbers.weights == "rounded":
+            whole *= 1 + torch.finfo(torch.float64).eps * torch.randint(2, shape, generator=generator)
         with torch.no_grad():
             parameter.copy_(cut(whole, place))
 

@@ -6,6 +6,7 @@ Ranks are forked from a parent that has imported megatron-core, which costs a te
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import megatron.core.dist_checkpointing.strategies.filesystem_async
 import megatron.core.optimizer
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ def run_ranks(
             context.Process(target=_rank_main, args=(rank, world_size, folder, function, arguments))
             for rank in range(world_size)
         ]
+        gc.freeze()  # a collection in a rank would copy each page that holds an object of the parent's
         for process in ranks:
             process.start()
         hung = _wait(ranks, folder, timeout_seconds)
@@ -57,7 +60,7 @@ def _rank_main(
 ) -> None:
     errors = (folder / f"error{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=errors, all_threads=True)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(str(folder / "store"), world_size)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.blending.formats.prepare import Preparation, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import Preparation, prepare_webdataset
 from tests.functional_tests.test_run import EXACT, MODEL, Run, steps_of, train
 
 WEIGHTS = {"chats": 5, "alpaca": 2, "texts": 2, "docs": 1}

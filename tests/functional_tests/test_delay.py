@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
 
 from megatron.packing.data_schedule import wrap_dataloader
-from megatron.packing.step.delay_queue import DelayQueue
-from megatron.packing.step.global_batch import GROUPS, owns_data, schedule_global_batch
+from megatron.packing.step.delay import DelayQueue
+from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
+from megatron.packing.step.groups import is_drawing_rank, road_groups
 from tests.functional_tests.ranks import run_ranks
-from tests.functional_tests.test_global_batch import CAPACITY, Layout, sample, start
+from tests.functional_tests.test_global_batch import CAPACITY, MOST_COLLECTIVES, Layout, count_calls, sample, start
 from tests.functional_tests.test_run import Run, steps_of, wait_for_step
 
 MAX_STEPS = 2
@@ -64,19 +65,10 @@ def played(layout: Layout, max_steps: int | None) -> Any:
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     queue = None if max_steps is None else DelayQueue(max_steps)
-    iterator: Any = data(groups.dp.rank()) if owns_data(groups) else None
-    calls = 0
-
-    def counted(function: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return function(*arguments, **options)
-
-        return call
-
-    for name in ("all_gather_into_tensor", "all_to_all_single", "broadcast"):
-        setattr(dist, name, counted(getattr(dist, name)))
+    iterator: Any = data(groups.dp.rank()) if is_drawing_rank(groups) else None
+    road_groups(groups)  # made once per run
+    calls: list[str] = []
+    count_calls(calls)
     steps = []
     while True:
         try:
@@ -85,10 +77,10 @@ def played(layout: Layout, max_steps: int | None) -> Any:
             )
         except StopIteration:
             break
-        steps.append((numbers_in(batch.microbatches), batch.stats, batch.delays, batch.num_waiting, calls))
-        calls = 0
+        steps.append((numbers_in(batch.microbatches), batch.stats, batch.delays, batch.num_delayed, len(calls)))
+        calls.clear()
     place = (groups.dp.rank(), groups.tp.rank() == groups.cp.rank() == 0 and groups.pp.rank() == 0)
-    return place, steps, owns_data(groups), 0 if queue is None else len(queue)
+    return place, steps, 0 if queue is None else len(queue)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -96,8 +88,8 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
     """What waits when the data ends, or on a rank that forgets it, would never be trained on."""
     data_parallel = layout.world // (layout.tensor * layout.pipeline * layout.context)
     ranks = run_ranks(played, layout.world, layout, MAX_STEPS)
-    assert len({len(steps) for _, steps, _, _ in ranks}) == 1
-    firsts = [steps for (_, is_first), steps, _, _ in ranks if is_first]
+    assert len({len(steps) for _, steps, _ in ranks}) == 1
+    firsts = [steps for (_, is_first), steps, _ in ranks if is_first]
     assert len(firsts) == data_parallel
     by_step = [sorted(number for steps in firsts for number in steps[i][0]) for i in range(len(firsts[0]))]
     assert len(by_step) == NUM_STEPS + (data_parallel > 1), "what still waits leaves in one step"
@@ -107,12 +99,12 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
     assert max(map(max, delays)) == (MAX_STEPS if data_parallel > 1 else 0)
     for i, found in enumerate(delays):
         assert min(found) >= 0
-        for _, steps, owns, left in ranks:
+        for _, steps, left in ranks:
             _, stats, histogram, waiting, calls = steps[i]
             assert stats == firsts[0][i][1]
-            assert histogram == ([found.count(delay) for delay in range(max(found) + 1)] if owns else [])
-            assert not owns or waiting == sum(map(len, by_step[i + 1 :])) - sum(at > i for at in drawn_at.values())
-            assert calls <= 6
+            assert histogram == [found.count(delay) for delay in range(max(found) + 1)]
+            assert waiting == sum(map(len, by_step[i + 1 :])) - sum(at > i for at in drawn_at.values())
+            assert calls <= MOST_COLLECTIVES
             assert left == 0
 
 
@@ -134,7 +126,7 @@ def repeated(layout: Layout) -> Any:
     queue, plain_queue = DelayQueue(MAX_STEPS), DelayQueue(MAX_STEPS)
 
     def step(iterator: Any, own_queue: DelayQueue) -> list[list[int]]:
-        loader = wrap_dataloader(iterator if owns_data(groups) else None, config, DRAWS, queue=own_queue)
+        loader = wrap_dataloader(iterator if is_drawing_rank(groups) else None, config, DRAWS, queue=own_queue)
         assert not isinstance(loader.data_iterator, list)
         return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]
 
@@ -171,10 +163,10 @@ def failing(layout: Layout) -> Any:
 
     iterator = draws()
     schedule_global_batch(iterator, config, DRAWS, groups, queue=queue)
-    before = [part.tolist() for part in queue.state_dict().values()]
+    before = [np.asarray(part).tolist() for part in queue.state_dict().values()]
     with pytest.raises(RuntimeError, match="disk gone"):
         schedule_global_batch(iterator, config, DRAWS, groups, queue=queue)
-    return before, [part.tolist() for part in queue.state_dict().values()], len(queue)
+    return before, [np.asarray(part).tolist() for part in queue.state_dict().values()], len(queue)
 
 
 def test_an_error_leaves_the_queue_as_it_was() -> None:

@@ -16,8 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
-from megatron.packing.step.global_batch import owns_data
-from megatron.packing.step.lengths import GlobalBatchError
+from megatron.packing.step.decide import GlobalBatchError
+from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
+from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 
 CAPACITY = 64
@@ -57,6 +59,8 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, layout.virtual, context_parallel_size=layout.context
     )
+    # Where packs are cut, some tokens more than whole alignment units: a pack still holds no more than CAPACITY.
+    per_rank = -(-CAPACITY // layout.context) + (layout.tensor * layout.context > 1)
     config = TransformerConfig(
         num_layers=8,
         hidden_size=8,
@@ -69,7 +73,7 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
         sequence_parallel=layout.tensor > 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        max_seqlen_per_dp_cp_rank=-(-CAPACITY // layout.context),
+        max_seqlen_per_dp_cp_rank=per_rank,
     )
     config.sequence_packing_scheduler = scheduler  # type: ignore[attr-defined]
     for name, value in settings.items():
@@ -78,9 +82,9 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
 
 
 def iterators(layout: Layout, make: Callable[[int], Iterator[Any]]) -> Any:
-    """What this rank hands over: `make(data-parallel rank)` on owners, one per virtual stage; None elsewhere."""
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
-    own = make(groups.dp.rank()) if owns_data(groups) else None
+    """What this rank hands over: `make(data-parallel rank)` where it draws, one per virtual stage; None elsewhere."""
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp"])
+    own = make(groups.dp.rank()) if is_drawing_rank(groups) else None
     return own if layout.virtual is None else [own] * layout.virtual
 
 
@@ -107,7 +111,7 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
             )
             batches.append(
                 {
-                    "cu_seqlens": batch.packed_seq_params.cu_seqlens_q_padded.tolist(),
+                    "cu_seqlens": batch.packed_seq_params.cu_seqlens_q.tolist(),
                     **{
                         name: None if value is None else value[0].tolist()
                         for name, value in batch._asdict().items()
@@ -195,29 +199,27 @@ def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any
 
 def outcome(layout: Layout, case: str) -> str:
     """What this rank gets to hear in a case that cannot work."""
-    policy = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
+    policy: Any = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
     scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
-    config = start(layout, scheduler, sequence_packing_over_length=policy)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp", "cp"])
-    last_data, last_stage = groups.dp.size() - 1, groups.pp.size() - 1
+    config = start(layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy=policy))
+    groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+    last_data = groups.dp.size() - 1
 
     def draws(rank: int) -> Iterator[Any]:
-        guilty = rank == last_data and (groups.pp.rank() == last_stage or case != "one stage fails")
+        guilty = rank == last_data
         if case == "end":
             return
         yield sample(1 + rank, 10)
-        if case in ("fails", "one stage fails") and guilty:
+        if case == "fails" and guilty:
             raise OSError("disk gone")
         if case == "bad sample" and guilty:
             yield {"tokens": [1, 2], "labels": [1]}
-        if case in ("too long", "truncate", "drop") and guilty:
+        if case == "too long" and guilty:
             yield sample(7, CAPACITY + 1)
+        if case in ("truncate", "drop"):
+            yield [sample(7, CAPACITY + 1)] * (1 + rank)
         if case == "over capacity":
             yield [sample(8, 40), sample(9, 40)]
-        if case == "stages differ":
-            yield sample(2, 5 + groups.pp.rank())
-        if case == "context differs":
-            yield [sample(2, 5 + groups.cp.rank()), sample(3, 6 - groups.cp.rank())]  # the same lengths, swapped
         if case == "some end" and rank == 0:
             return
         yield sample(3, 20)
@@ -226,35 +228,32 @@ def outcome(layout: Layout, case: str) -> str:
     if case == "no iterator" and dist.get_rank() == 0:
         data = None
     try:
-        loader = wrap_dataloader(data, config, 2)
+        stats = schedule_global_batch(data, config, 2, groups).stats
     except GlobalBatchError as failure:
         return str(failure)
     except StopIteration:
         return "end"
-    return f"{loader.num_total_tokens_this_global_batch} tokens"
+    return f"{stats.num_tokens} tokens, {stats.num_dropped} dropped, {stats.num_cut} cut"
 
 
 PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
 CASES = [
     (Layout(2), "fails", "data-parallel rank 1 (rank 1), draw 1: OSError: disk gone"),
     (PIPELINED, "fails", "draw 1: OSError: disk gone"),
-    (PIPELINED, "one stage fails", "draw 1: OSError: disk gone"),
     (CONTEXT, "fails", "draw 1: OSError: disk gone"),
     (PIPELINED, "bad sample", "draw 1: ValueError: 'labels' must be as long as 'tokens'"),
     (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
-    (Layout(2), "truncate", f"{20 + CAPACITY + 20} tokens"),
-    (Layout(2), "drop", f"{10 + 10 + 20} tokens"),
+    (Layout(2), "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
+    (Layout(2), "drop", "20 tokens, 3 dropped, 0 cut"),
     (PIPELINED, "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
-    (PIPELINED, "truncate", f"{20 + CAPACITY + 20} tokens"),
-    (CONTEXT, "drop", f"{10 + 10 + 20} tokens"),
+    (PIPELINED, "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
+    (CONTEXT, "drop", "20 tokens, 3 dropped, 0 cut"),
     (PIPELINED, "over capacity", "scheduler 'empty'"),
     (PIPELINED, "scheduler exits", "scheduler 'sys:exit': SystemExit: ScheduleRequest("),
-    (PIPELINED, "stages differ", "the first and the last pipeline stage drew different samples"),
-    (CONTEXT, "context differs", "context-parallel ranks of data-parallel rank 0 drew different samples"),
     (PIPELINED, "no iterator", "must have a data iterator, but has none"),
     (PIPELINED, "end", "end"),
     (Layout(3), "end", "end"),
-    (Layout(2), "some end", f"{10 + 10 + 20} tokens"),
+    (Layout(2), "some end", f"{10 + 10 + 20} tokens, 0 dropped, 0 cut"),
 ]
 
 
@@ -267,11 +266,9 @@ def test_all_ranks_agree(layout: Layout, case: str, words: str) -> None:
 
 
 def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
-    """Every rank hands an iterator over: the batch's tokens, how often this rank's was drawn from, whether it owns
-    data.
-    """
+    """Every rank hands an iterator over: the batch's tokens, how often this rank's was drawn from, whether it draws."""
     config = start(layout)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp"])
     drawn = 0
 
     def draws() -> Iterator[Any]:
@@ -281,39 +278,54 @@ def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
             yield sample(10 * groups.dp.rank() + number, number)
 
     loader = wrap_dataloader(draws(), config, 3)
-    return loader.num_total_tokens_this_global_batch, drawn, owns_data(groups)
+    return loader.num_total_tokens_this_global_batch, drawn, is_drawing_rank(groups)
 
 
-def test_iterators_of_ranks_that_own_no_data_are_left_alone() -> None:
+def test_iterators_of_ranks_that_do_not_draw_are_left_alone() -> None:
     """Scripts give every rank a loader: drawing from all of them would encode each sample many times over."""
-    for tokens, drawn, owns in run_ranks(with_iterators_everywhere, 8, PIPELINED):
+    for tokens, drawn, draws in run_ranks(with_iterators_everywhere, 8, PIPELINED):
         assert tokens == 2 * (1 + 2 + 3)
-        assert drawn == (3 if owns else 0)
+        assert drawn == (3 if draws else 0)
 
 
-COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "broadcast", "all_reduce", "all_gather", "send", "recv")
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "broadcast", "gather"),
+    *("reduce", "reduce_scatter_tensor", "scatter", "send", "recv"),
+)
+MOST_COLLECTIVES = 8
+"""Of a step, where torch's collectives of objects make two: their size and their bytes."""
+
+
+def count_calls(calls: list[str]) -> None:
+    """From now on note this process's collectives, those that torch's collectives of objects make among them."""
+    for module in (dist, dist.distributed_c10d):
+        for name in COLLECTIVES:
+            setattr(module, name, _noted(getattr(module, name), name, calls))
+
+
+def _noted(original: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return original(*arguments, **options)
+
+    return call
 
 
 def count_collectives(layout: Layout, lengths: list[int]) -> dict[str, Any]:
     """How often this rank calls which collective, and the bytes of samples that it sends, for one global batch."""
     config = start(layout)
+    road_groups(ProcessGroupCollection.use_mpu_process_groups(GROUPS))  # made once per run
     calls: list[str] = []
     payload = 0
+    plain_all_to_all = dist.all_to_all_single
 
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(dist, name)
+    def all_to_all_single(*arguments: Any, **options: Any) -> Any:
+        nonlocal payload
+        payload += arguments[1].numel() * arguments[1].element_size()
+        return plain_all_to_all(*arguments, **options)
 
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal payload
-            calls.append(name)
-            if name == "all_to_all_single":
-                payload += arguments[1].numel() * arguments[1].element_size()
-            return original(*arguments, **options)
-
-        return call
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counted(name))
+    setattr(dist, "all_to_all_single", all_to_all_single)  # noqa: B010  mypy knows better
+    count_calls(calls)
     share = [sample(1 + number, length) for number, length in enumerate(lengths)]
     loader = wrap_dataloader(iterators(layout, lambda rank: iter([share])), config, 1)
     per_step = len(calls)
@@ -336,7 +348,7 @@ def test_collectives_do_not_grow_with_microbatches(layout: Layout) -> None:
     assert many[0]["microbatches"] >= 10 * few[0]["microbatches"]
     for one, other in zip(few, many, strict=True):
         assert one["per step"] == other["per step"]
-        assert len(one["per step"]) <= 6
+        assert len(one["per step"]) <= MOST_COLLECTIVES
         assert one["in microbatches"] == other["in microbatches"] == []
         assert other["bytes per token"] < 5.5
     assert any(rank["bytes per token"] > 5 for rank in many)
@@ -347,10 +359,10 @@ def repeated(layout: Layout) -> Any:
     config = start(layout)
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)  # the iterator keeps nothing without it
     source = RerunDataIterator(iter([sample(number, 5 * number) for number in range(1, 9)]))
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
 
     def step() -> list[list[int]]:
-        loader = wrap_dataloader(source if owns_data(groups) else None, config, 4)
+        loader = wrap_dataloader(source if is_drawing_rank(groups) else None, config, 4)
         assert not isinstance(loader.data_iterator, list)
         return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]
 
@@ -376,11 +388,11 @@ def test_a_step_run_again_packs_the_same_and_draws_nothing_more(layout: Layout) 
 def with_own_groups(layout: Layout) -> Any:
     """The same batch through global groups, and through a collection where there are no global ones."""
     config = start(layout)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "dp_cp", "mp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "mp"])
     data = [sample(1 + groups.dp.rank(), 20), sample(5 + groups.dp.rank(), 31)]
 
     def step(**arguments: Any) -> list[Any]:
-        loader = wrap_dataloader(iter(data) if owns_data(groups) else None, config, 2, **arguments)
+        loader = wrap_dataloader(iter(data) if is_drawing_rank(groups) else None, config, 2, **arguments)
         assert not isinstance(loader.data_iterator, list)
         batches = [
             get_batch_on_this_rank_for_sequence_packing(loader.data_iterator, **arguments)

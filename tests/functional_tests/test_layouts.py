@@ -8,8 +8,9 @@ from functools import lru_cache
 import pytest
 import torch
 
-from tests.functional_tests.layouts import CHOSEN, COVERING, MATRIX, MODELS, Layout
+from tests.functional_tests.layouts import CHOSEN, COVERING, FEW, MATRIX, MODELS, Layout
 from tests.functional_tests.oracle import (
+    RankStep,
     Step,
     assemble,
     assert_same,
@@ -48,13 +49,13 @@ def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], mess
     place = Place(dim=None, index=0, count=1, gated=False)
     pieces = [Piece(place, (2, 2), torch.ones(2), start, sharers=(0, 1)) for start in starts]
     with pytest.raises(AssertionError, match=message):
-        assemble([[(0.0, {"weight": piece})] for piece in pieces])
+        assemble([[RankStep(0.0, {"weight": piece}, {})] for piece in pieces])
 
 
 def test_the_distributed_optimizer_shares_gradients_out() -> None:
     """Were each rank said to hold all of its gradients, ranks would be compared with themselves."""
     ranks = run_ranks(train_packed, 2, Layout(data=2, model="experts", optimizer="overlapped").flags, BATCHES[:1])
-    pieces = [rank[0][1] for rank in ranks]
+    pieces = [rank[0].gradients for rank in ranks]
     dense = [name for name in pieces[0] if "experts" not in name]
     held = [sum(rank[name].values.numel() for name in dense) for rank in pieces]
     assert min(held) > 0
@@ -66,3 +67,4 @@ def test_the_matrix_is_as_large_as_promised() -> None:
     assert len(MATRIX) >= 80
     assert {layout.world_size for layout in MATRIX} >= {1, 2, 3, 4, 6, 8, 9, 12, 16}
     assert set(COVERING) <= set(MATRIX)
+    assert {layout.model for layout in FEW} == set(MODELS)

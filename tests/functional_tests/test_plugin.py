@@ -45,7 +45,7 @@ def run_example(*arguments: str) -> list[tuple[float, int]]:
     process = subprocess.Popen(
         [sys.executable, *LAUNCHER, "examples/plugin/train.py", "--train-iters", "3", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -11,11 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0
@@ -34,7 +38,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "pretrain_sft.py", *arguments],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,8 +113,8 @@ def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cost of MODEL's packs, measured on this machine."""
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
-    command = [sys.executable, "-m", "megatron.planner.calibrate", *shape, "--repeats", "3", "--output", str(path)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TIMEOUT_SECONDS, check=True)
+    command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
+    subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}, timeout=TIMEOUT_SECONDS, check=True)
     return path
 
 
@@ -132,6 +136,55 @@ def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_
     assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
     for iteration, step in found.items():
         assert {name: step[name] for name in EXACT} == {name: expected[iteration][name] for name in EXACT}
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [(3e38, r"the loss is inf on rank [01](, 1)?, source bad"), (1e25, r"the gradient norm is inf")],
+)
+def test_what_is_not_finite_ends_the_run_unsaved(chats: Path, tmp_path: Path, weight: float, said: str) -> None:
+    """Weights of NaN would be saved over the last good ones, by a run that goes on for days."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"text": "abc", "weight": weight}) + "\n")
+    arguments = ["--data-path", str(chats), str(bad), "--split", "1", "--train-iters", "22", "--run-dir", str(tmp_path)]
+    save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
+    status, output = Run(2, [*MODEL, *arguments, *save]).finish()
+    assert status != 0
+    told = re.findall(rf"^pretrain_sft.py: error: step (\d+): {said}.*; nothing was saved of it", output, re.MULTILINE)
+    assert len(told) == 1, output
+    last = int(told[0] if isinstance(told[0], str) else told[0][0]) - 1
+    assert list(steps_of(tmp_path)) == list(range(1, last + 1))
+    assert {path.name for path in (tmp_path / "checkpoints").glob("iter_*")} == {
+        f"iter_{step:07d}" for step in range(1, last + 1)
+    }
+
+
+def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """torch trusts whatever stands beside the tensors of a checkpoint: a file that is sent round would run code."""
+    shutil.copytree(whole, tmp_path / "run")
+    folder, ran = tmp_path / "run" / "checkpoints" / "iter_0000006", tmp_path / "ran"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn.startswith("random_states"))
+    place = metadata.storage_data[index]
+    with (folder / place.relative_path).open("ab") as file:
+        start = file.tell()
+        torch.save([Code(ran)], file)
+        metadata.storage_data[index] = replace(place, offset=start, length=file.tell() - start)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    status, output = Run(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)]).finish()
+    assert status != 0
+    assert re.search(rf"^pretrain_sft.py: error: rank 0: {folder}/\*.distcp holds a posix.mkdir, which", output, re.M)
+    assert not ran.exists()
+
+
+class Code:
+    """Whoever unpickles it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
 
 
 def test_dumped_schedule_is_what_ran(whole: Path) -> None:

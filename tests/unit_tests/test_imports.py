@@ -77,7 +77,7 @@ def test_the_files_are_found():
     assert len(PURE) >= 10
     packing = ROOT / "megatron" / "packing"
     assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "model" / "get_batch.py", True)
-    assert "megatron.packing.scheduling.schedule.Schedule" in imported(packing / "step" / "step_plan.py")
+    assert "megatron.packing.scheduling.schedule.Schedule" in imported(packing / "step" / "stats.py")
 
 
 def test_megatron_is_a_namespace():
@@ -113,7 +113,10 @@ KNOWS = {
     "planner": ("packing",),
     "sft": ("planner", "packing", "blending"),
 }
-FOLDERS = {"packing": ("batch", "scheduling", "step", "model")}
+FOLDERS = {
+    "blending": ("formats", "metadatasets", "order", "streams", "encoding", "loading"),
+    "packing": ("flags", "batch", "scheduling", "step", "model"),
+}
 
 
 @pytest.mark.parametrize("package", KNOWS)
@@ -153,6 +156,37 @@ def test_folders_have_one_order(package):
         and not any(is_within(name, f"megatron.{package}.{known}") for known in order[: place + 1])
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("package", ["blending"])
+def test_no_circle_of_files(package):
+    """Files that import one another, also inside functions, can only be read, tested and moved all together."""
+    paths = {module_name(path): path for path in MODULES if path.is_relative_to(ROOT / "megatron" / package)}
+    left = {
+        name: {other for other in paths for one in imported(path) if is_within(one, other) and other != name}
+        for name, path in paths.items()
+    }
+    assert sum(map(len, left.values())) > len(left)
+    while free := {name for name, known in left.items() if not known & left.keys()}:
+        left = {name: known for name, known in left.items() if name not in free}
+    assert left == {}
+
+
+def test_text_imports_no_media():
+    """Decoders of images and video take seconds to import, and need libraries that those who train on text lack."""
+    code = (
+        "import sys; from megatron.blending.formats.decode import decode_part; import megatron.blending as b;"
+        "b.get_train_dataset; b.get_loader; assert decode_part('txt', b'a') == 'a';"
+        "print([name for name in sys.modules if 'formats.media' in name])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    media = ROOT / "megatron" / "blending" / "formats" / "media"
+    known = [name for path in FILES for name in imported(path) if is_within(name, "megatron.blending.formats.media")]
+    assert media.is_dir()
+    assert known == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.source_info import Sources
-from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.formats.yaml_place import nearest
 
 
 class FieldError(ValueError):

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.blending.encoding.source_info import SourceInfo
 from megatron.blending.formats.files import join_location, open_file
-from megatron.blending.formats.nv_meta import CRUDE, SampleType, SplitPart, read_info
-from megatron.blending.formats.webdataset import WebDataset
+from megatron.blending.formats.prepared.nv_meta import CRUDE, SampleType, SplitPart, read_info
+from megatron.blending.formats.prepared.webdataset import WebDataset
 
 FILE_SYSTEM = "filesystem://"
 

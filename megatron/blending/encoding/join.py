@@ -8,10 +8,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.blending.encoding.samples import Sample, SkipSample
+from megatron.blending.encoding.samples import Sample
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record, RecordError
-from megatron.blending.formats.webdataset import WebDataset
-from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.failures import FatalSampleError, SkipSample
 
 
 class JoinSource:

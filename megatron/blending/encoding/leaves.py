@@ -21,16 +21,16 @@ from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
 from megatron.blending.formats import files
 from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
-from megatron.blending.formats.field_map import FieldMap, Missing
 from megatron.blending.formats.files import is_file, local_path
-from megatron.blending.formats.nv_meta import SampleType
+from megatron.blending.formats.paths import URL, is_folder
+from megatron.blending.formats.prepared.field_map import FieldMap, Missing
+from megatron.blending.formats.prepared.nv_meta import SampleType
+from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
-from megatron.blending.formats.webdataset import WebDataset, open_webdataset
+from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.metadatasets.metadataset import Join, Leaf
-from megatron.blending.metadatasets.paths import URL, is_folder
-from megatron.blending.metadatasets.yaml_place import nearest
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.source import SourceDataset
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -54,10 +54,10 @@ class Reading:
 
 
 def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) -> Any:
-    """Return a source as a LeafDataset: one pass over its samples. ValueError starts with where it is named."""
+    """Return a source as a SourceDataset: one pass over its samples. ValueError starts with where it is named."""
     source, load = open_records(leaf, reading)
     sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
-    return LeafDataset(
+    return SourceDataset(
         source,
         load=load,
         shuffle=reading.is_shuffled,

@@ -1,4 +1,4 @@
-"""pure. From a record, as its source reads it, to a sample: what a LeafDataset calls. All may be pickled."""
+"""pure. From a record, as its source reads it, to a sample: what a SourceDataset calls. All may be pickled."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample
-from megatron.blending.encoding.seeding import failure_tolerance_of
 from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record
-from megatron.blending.formats.webdataset import WebDataset
+from megatron.blending.streams.failures import failure_tolerance_of
 
 _new: Any = object.__new__
 

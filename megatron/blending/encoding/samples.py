@@ -28,10 +28,6 @@ T = TypeVar("T", bound=type)
 BASIC_KEYS = ("__key__", "__restore_key__", "__subflavors__", "__sources__")
 
 
-class SkipSample(Exception):
-    """Raised by a user's function: leave this sample out, silently; it is counted."""
-
-
 @dataclass_transform(kw_only_default=True)
 def edataclass(cls: T) -> T:
     """Make a class of samples or batches: a dataclass by keyword only, compared by identity."""

@@ -5,10 +5,12 @@ Every function is called as if it were stateless: a sample that is read again af
 
 import functools
 import hashlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import GeneratorType
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -25,6 +27,7 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
 
     `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each call, so that it
     may draw random numbers: equal whenever the sample is encoded again, different in each epoch. About 30 microseconds.
+    A generator function is seeded round each of its values.
     `failure_tolerance`: how many failures of this function in a row are fatal; 0 is never.
     """
     if function is None:
@@ -33,11 +36,6 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
     function.__restore_seeds__ = restore_seeds
     function.__failure_tolerance__ = failure_tolerance
     return function
-
-
-def failure_tolerance_of(function: Any) -> int | None:
-    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
-    return getattr(function, "__failure_tolerance__", None)
 
 
 def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +61,21 @@ class Seeded:
         functools.update_wrapper(self, function)
 
     def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        with seeded(seed_of(sample)):
-            return self.function(sample, *args, **kwargs)
+        seed = seed_of(sample)
+        with seeded(seed):
+            made = self.function(sample, *args, **kwargs)
+        return _seeded_values(made, seed) if type(made) is GeneratorType else made
+
+
+def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
+    """Yield what a generator gives, whose code runs only now: value n is made with generators seeded by `seed` + n."""
+    for number in itertools.count():
+        with seeded((seed + number) % 2**32):
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+        yield value
 
 
 def seed_of(sample: Any) -> int:

@@ -208,7 +208,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
         dataset = self._in_batches(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
         if limit is not None and limit > 0:
-            dataset = LimitDataset(dataset, length=limit, worker_config=worker_config)
+            dataset = LimitDataset(dataset, length=limit, reset_after_epoch=True, worker_config=worker_config)
         return dataset
 
     def _in_batches(

@@ -15,11 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.formats.images import IMAGE_MODES, IMAGE_SUFFIXES, decode_image
-
 Decode = Callable[[str, bytes], Any]
 
+IMAGE_SUFFIXES = frozenset(
+    "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng jp2 j2k jpc jpf jpx "
+    "j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm pgm ppm pnm psd bw rgb rgba sgi ras tga "
+    "icb vda vst webp wmf emf xbm xpm".split()
+)
 AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
+_IMAGE_MODE = "torchrgb"
 _AV_MODES = ("AVDecoder", "torch", "pyav")
 _PICKLES = frozenset("pkl pickle pyd".split())
 
@@ -37,7 +41,7 @@ def keep_bytes(name: str, content: bytes) -> bytes:
 class SampleDecoder:
     """Decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it cannot be."""
 
-    image_decode: str = "torchrgb"
+    image_decode: str = _IMAGE_MODE
     """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8" bytes, "pilrgb" ..."""
     av_decode: str = "AVDecoder"
     """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an open PyAV container."""
@@ -47,12 +51,10 @@ class SampleDecoder:
     """Unpickle pickles, which runs what they hold."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("image_decode", self.image_decode, tuple(IMAGE_MODES)),
-            ("av_decode", self.av_decode, _AV_MODES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
+        if self.image_decode != _IMAGE_MODE and self.image_decode not in (known := _media("images").IMAGE_MODES):
+            raise ValueError(f"image_decode must be one of {', '.join(known)}, but is {self.image_decode!r}")
+        if self.av_decode not in _AV_MODES:
+            raise ValueError(f"av_decode must be one of {', '.join(_AV_MODES)}, but is {self.av_decode!r}")
 
     def __call__(self, name: str, content: bytes) -> Any:
         suffix = name if name in _PLAIN else name.rpartition(".")[2]
@@ -67,7 +69,7 @@ class SampleDecoder:
                     raise DecodeError(f"part {name!r}: pickles run code; pass allow_code=True if you trust the data")
                 return pickle.loads(content)
             if suffix.lower() in IMAGE_SUFFIXES:
-                return decode_image(content, self.image_decode)
+                return _media("images").decode_image(content, self.image_decode)
             if suffix.lower() in AV_SUFFIXES:
                 return self._open_av(content)
         except DecodeError:
@@ -81,8 +83,13 @@ class SampleDecoder:
     def _open_av(self, content: bytes) -> Any:
         if self.av_decode == "pyav":
             return import_module("av").open(io.BytesIO(content))
-        decoder = import_module("megatron.blending.formats.av").AVDecoder(io.BytesIO(content))
+        decoder = _media("av").AVDecoder(io.BytesIO(content))
         return decoder if self.av_decode == "AVDecoder" else decoder.get_frames(self.video_decode_audio)
+
+
+def _media(name: str) -> Any:
+    """A module that only media need: whoever reads text never imports it."""
+    return import_module(f"megatron.blending.formats.media.{name}")
 
 
 def _load_torch(content: bytes) -> Any:

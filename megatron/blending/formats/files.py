@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.metadatasets.paths import URL
+from megatron.blending.formats.paths import URL
 
 LONG_BYTES = 1 << 18
 """Of a range that is worth a call to have it fetched."""

@@ -14,8 +14,8 @@ from megatron.blending.loading.worker import MakeServer, Message, Patience, Star
 from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.loading.worker_process import ProcessWorker
 from megatron.blending.loading.worker_thread import ThreadWorker
-from megatron.blending.streams.dataset import Binding, SavableDataset
 from megatron.blending.streams.failures import Failure, FailureLog, Failures
+from megatron.blending.streams.node import Binding, SavableDataset
 
 logger = logging.getLogger("megatron.blending")
 

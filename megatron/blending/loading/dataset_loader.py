@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading, file_of, open_leaf
-from megatron.blending.formats.nv_meta import read_split_names
+from megatron.blending.formats.paths import is_metadataset, read_text
+from megatron.blending.formats.prepared.nv_meta import read_split_names
+from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.formats.yaml_reader import Table, as_tables, read_yaml
 from megatron.blending.metadatasets.metadataset import (
     Blend,
     Epochized,
@@ -20,10 +23,7 @@ from megatron.blending.metadatasets.metadataset import (
     multiplied,
 )
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
-from megatron.blending.metadatasets.paths import is_metadataset, read_text
-from megatron.blending.metadatasets.yaml_place import nearest
-from megatron.blending.metadatasets.yaml_reader import Table, as_tables, read_yaml
-from megatron.blending.streams.span import RepeatDataset
+from megatron.blending.streams.positions import RepeatDataset
 
 
 class DatasetBlendMode(str, Enum):

@@ -20,7 +20,6 @@ from typing import Any
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.leaves import Reading
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
-from megatron.blending.encoding.token_weights import by_tokens
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     DatasetLoaderInterface,
@@ -29,8 +28,9 @@ from megatron.blending.loading.dataset_loader import (
     check_options,
     load_dataset,
 )
+from megatron.blending.loading.token_weights import by_tokens
 from megatron.blending.loading.worker_config import check_worker_config
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.order.weights import WeightSchedule
 
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]

@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 from megatron.blending.loading.rank_loader import Loader
 from megatron.blending.loading.worker_config import WorkerConfig
-from megatron.blending.streams.dataset import SavableDataset
-from megatron.blending.streams.mapping import check_no_more
+from megatron.blending.streams.arguments import check_no_more
+from megatron.blending.streams.node import SavableDataset
 
 __all__ = ["Loader", "WorkerConfig", "get_loader", "get_savable_loader"]
 
@@ -54,3 +54,6 @@ def get_savable_loader(
     """As `get_loader`, but also of finite data a `for` goes on within the pass where the last one stopped."""
     check_no_more("get_savable_loader", ignored, _ENERGON_ONLY)
     return Loader(dataset, worker_config, prefetch_factor, pin_memory, is_savable=True)
+
+
+SavableDataset.make_loader = staticmethod(get_loader)

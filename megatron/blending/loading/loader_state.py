@@ -20,12 +20,12 @@ from typing import Any
 from megatron.blending.loading.compact import expanded
 from megatron.blending.loading.server import END
 from megatron.blending.streams.choice import BlendDataset
-from megatron.blending.streams.dataset import Binding, SavableDataset
-from megatron.blending.streams.holding import HoldingDataset
-from megatron.blending.streams.lane import block_length
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.sample_buffer import BufferDataset
+from megatron.blending.streams.shard import block_length
+from megatron.blending.streams.source import SourceDataset
 
-VERSION = 3
+VERSION = 4
 
 State = dict[str, Any]
 
@@ -55,7 +55,7 @@ def describe_stream(root: SavableDataset[Any], binding: Binding) -> State:
 
 def leaf_positions(root: SavableDataset[Any], position: int, drawn: dict[int, int]) -> list[int]:
     """Return how many records of each source the first outputs were made of: exact, but for what lanes left out."""
-    if isinstance(root, LeafDataset):
+    if isinstance(root, SourceDataset):
         return [root.base + position]
     used = root.used(position, drawn)
     return [found for child, count in zip(root.children, used) for found in leaf_positions(child, count, drawn)]
@@ -76,15 +76,15 @@ def is_below_buffers(root: SavableDataset[Any], place: str) -> bool:
     if isinstance(root, BlendDataset) and root.place == place:
         return False
     child = _towards(root, place)
-    return isinstance(root, HoldingDataset) or (child is not None and is_below_buffers(root.children[child], place))
+    return isinstance(root, BufferDataset) or (child is not None and is_below_buffers(root.children[child], place))
 
 
 def total_drawn(lanes: dict[str, Any], num_lanes: int, binding: Binding) -> dict[int, int]:
     """Return about how many samples each node that holds some back drew, over all lanes, from the states of some."""
     drawn: dict[int, int] = {}
     for state in lanes.values():
-        for number, held in state[2:]:
-            if isinstance(binding.nodes[number], HoldingDataset):
+        for number, held in state[3:]:
+            if isinstance(binding.nodes[number], BufferDataset):
                 drawn[number] = drawn.get(number, 0) + held[0]
     return {number: count * num_lanes // len(lanes) for number, count in drawn.items()}
 
@@ -185,8 +185,8 @@ def is_taken(taken: Sequence[Any], slot: int) -> bool:
     return any(slot < following[(slot - base) % len(following)] for base, following in taken)
 
 
-def leaves_of(root: SavableDataset[Any]) -> list[LeafDataset]:
-    if isinstance(root, LeafDataset):
+def leaves_of(root: SavableDataset[Any]) -> list[SourceDataset]:
+    if isinstance(root, SourceDataset):
         return [root]
     return [leaf for child in root.children for leaf in leaves_of(child)]
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron.blending.loading.loader_state import leaves_of
-from megatron.blending.streams.dataset import Binding, SavableDataset
-from megatron.blending.streams.holding import HoldingDataset
+from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.sample_buffer import BufferDataset
 
 _NUMBERS_OF_LANES = (1, 2, 4, 8, 16, 32, 64, 192, 320, 960)
 _LEAST_OF_LANE = 64
@@ -27,7 +27,7 @@ def lanes_of(root: SavableDataset[Any], binding: Binding, num_lanes: int | None)
     Where finite data is packed there are fewer, for each lane holds back what it cannot fill: a divisor that leaves
     each four buffers or more, if there is one.
     """
-    holding = [node for node in binding.nodes if isinstance(node, HoldingDataset)]
+    holding = [node for node in binding.nodes if isinstance(node, BufferDataset)]
     most = [node.size // (4 * node.num_held) for node in holding if node.size is not None]
     if num_lanes is None:
         if holding:

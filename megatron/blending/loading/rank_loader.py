@@ -22,8 +22,8 @@ from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
 from megatron.blending.streams.arguments import check_count
-from megatron.blending.streams.dataset import SavableDataset
 from megatron.blending.streams.failures import FailureLog, Failures
+from megatron.blending.streams.node import SavableDataset
 
 T_co = TypeVar("T_co", covariant=True)
 

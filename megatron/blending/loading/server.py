@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.blending.streams.dataset import Block, Plan, SavableDataset
 from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.lane import Lane, LaneEnd
+from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
+from megatron.blending.streams.shard import ShardEnd, StreamShard
 
 _FIRST_PLANNED = 256
 _MOST_PLANNED = 8192
@@ -57,7 +57,7 @@ class Server:
         self._length = _FIRST_PLANNED
         self._slots: list[int] = []
         self._plan: Plan | None = None
-        self._at = self._taken = 0
+        self._at = 0
         # Where lanes are shared, the states may be those of servers that had come less far.
         behind = [lane.index * self.num_lanes + number for number, lane in self._lanes.items() if not lane.is_over]
         self._slot = min([self._slot, *behind])
@@ -92,13 +92,20 @@ class Server:
             else:
                 self.changed.add(number)
                 value = lane.next()
-        except LaneEnd:
+        except ShardEnd:
             if self._size is None:
                 raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
             self._slot += self._step
             return None
         except _NotTaken:
-            self._lanes[number] = self._lane(number, [slot // self.num_lanes, 0])
+            self._lanes[number] = StreamShard(
+                self.root,
+                number,
+                self.num_lanes,
+                self.failures,
+                pass_number=self._pass,
+                index=slot // self.num_lanes,
+            )
             return None
         self._slot += self._step
         self.failures.succeeded(self._sources if lane is None else lane.sources)
@@ -117,14 +124,14 @@ class Server:
         changed, self.changed = self.changed, set()
         return {number: self._lanes[number].state() for number in changed}
 
-    def _is_done(self, lane: Lane, slot: int) -> bool:
+    def _is_done(self, lane: StreamShard, slot: int) -> bool:
         return lane.is_over or lane.index * self.num_lanes + lane.number > slot
 
     def _runs(self, lane: int) -> bool:
         return lane % self._step == self._seat % self._step
 
-    def _lane(self, number: int, state: list[Any]) -> Lane:
-        lane = Lane(self.root, number, self.num_lanes, self.failures, pass_number=self._pass, size=self._size)
+    def _lane(self, number: int, state: list[Any]) -> StreamShard:
+        lane = StreamShard(self.root, number, self.num_lanes, self.failures, pass_number=self._pass)
         lane.restore(state)
         return lane
 
@@ -134,23 +141,21 @@ class Server:
             self._at += 1
         if self._at == len(self._slots):
             self._plan_from(slot)
-        try:
-            assert self._plan is not None
-            if self._taken != self._at:
-                self._plan.seek(self._at)
-            value = self._plan.take(1)[0]
-        except Exception:
-            # The lane will find out, and say, what it was.
-            self._taken = -1
-            raise _NotTaken from None
+        assert self._plan is not None
         self._at += 1
-        self._taken = self._at
+        try:
+            value = self._plan.values(self._at - 1, self._at, None)[0]
+        except Exception:
+            # The shard will find out, and say, what it was.
+            raise _NotTaken from None
+        if type(value) is Hole or type(value) is Several:
+            raise _NotTaken
         return value
 
     def _sources(self) -> set[int]:
         """Those of the output that was just made by arithmetic."""
         assert self._plan is not None
-        return self._plan.sources(self._at - 1, self._at)
+        return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
 
     def _plan_from(self, slot: int) -> None:
         """Plan the next slots whose lanes are in step: few at first, so that the first output comes soon."""
@@ -161,10 +166,10 @@ class Server:
             slots = slots[slots < self._size]
         if self._lanes:
             slots = slots[[number not in self._lanes for number in (slots % self.num_lanes).tolist()]]
-        first = 0 if self._size is None else self._pass * self._size
+        first = 0 if self._size is None else self._pass * (self.root.num_positions or 0)
         self._plan = self.root.plan(first + slots, Block())
         self._slots = slots.tolist()
-        self._at = self._taken = 0
+        self._at = 0
 
 
 class _NotTaken(Exception):

@@ -17,7 +17,7 @@ from megatron.blending.loading.loader_state import (
 )
 from megatron.blending.loading.number_of_lanes import lanes_of
 from megatron.blending.loading.worker_config import WorkerConfig
-from megatron.blending.streams.dataset import Binding, SavableDataset
+from megatron.blending.streams.node import Binding, SavableDataset
 
 logger = logging.getLogger("megatron.blending")
 

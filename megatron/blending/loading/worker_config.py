@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 WORKER_KINDS = ("process", "thread")

@@ -18,8 +18,8 @@ from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END
 from megatron.blending.loading.transport import Sender, receive
 from megatron.blending.loading.worker import LEAVE_SECONDS, MakeServer, Message, Patience, Start, raise_error, serve
+from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure
-from megatron.blending.streams.order import salted_seed
 
 logger = logging.getLogger("megatron.blending")
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from megatron.blending.formats.paths import check_exists, is_folder, is_metadataset, read_text, resolve_path
+from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.metadatasets.metadataset_file import (
     UNSET,
     Entry,
@@ -20,9 +23,6 @@ from megatron.blending.metadatasets.metadataset_file import (
     Reference,
     parse_metadataset,
 )
-from megatron.blending.metadatasets.paths import check_exists, is_folder, is_metadataset, read_text, resolve_path
-from megatron.blending.metadatasets.yaml_place import nearest
-from megatron.blending.metadatasets.yaml_reader import read_yaml
 
 _DATASET_CONFIG = "dataset.yaml"
 _SPLIT_CONFIG = "split.yaml"

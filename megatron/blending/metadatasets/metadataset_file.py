@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron.blending.metadatasets.yaml_place import Place, described, nearest
-from megatron.blending.metadatasets.yaml_reader import Table
+from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.formats.yaml_reader import Table
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from megatron.blending.streams.dataset import SavableDataset
-from megatron.blending.streams.weights import Weight
+from megatron.blending.order.weights import Weight
+from megatron.blending.streams.node import SavableDataset
 
 
 def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
@@ -32,3 +32,14 @@ def check_datasets(kind: str, datasets: Sequence[Any]) -> None:
     for number, dataset in enumerate(datasets):
         if not isinstance(dataset, SavableDataset):
             raise ValueError(f"{kind}: data set {number} must be a data set of megatron.blending, but is {dataset!r}")
+
+
+def check_function(kind: str, name: str, function: Any) -> None:
+    if not callable(function):
+        raise ValueError(f"{kind}: {name} must be a function, but is {function!r}")
+
+
+def check_no_more(kind: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{kind} has no argument {name!r}")

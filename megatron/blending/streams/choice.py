@@ -2,21 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from megatron.blending.metadatasets.yaml_place import nearest
+from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
+from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.arguments import as_pairs, check_datasets
-from megatron.blending.streams.blend import SEQUENCES, Choices
-from megatron.blending.streams.dataset import Binding, Block, Ints, Plan, SavableDataset
-from megatron.blending.streams.lane import CursorNode, LaneEnd, Place
-from megatron.blending.streams.segments import Segments, UntilExhausted
-from megatron.blending.streams.weights import WeightSchedule, integer_weights
+from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset
 
-_FEW_CHILDREN = 32
-_AWAY_BLOCKS = 64
-"""A child without weight for so long is not waited for."""
+BLEND_MODES = ("exact", "random")
+_ORDER_VERSION = 2
+"""Of the order that weights and seed give: another one is another stream."""
 
 
 class ChoiceDataset(SavableDataset[Any]):
@@ -30,19 +29,12 @@ class ChoiceDataset(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> "ChoicePlan":
         return ChoicePlan(self, positions, block)
 
-    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "ChoiceLane":
-        return ChoiceLane(self, lane, parent, child_number)
-
     def __len__(self) -> int:
         return sum(len(child) for child in self.children)
 
     def counts(self, position: int) -> list[int]:
         """How many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
-
-    def is_away(self, child: int, position: int, length: int) -> bool:
-        """Whether it is known that none of `length` outputs is a child's."""
-        return False
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return self.counts(position)
@@ -68,15 +60,15 @@ class BlendDataset(ChoiceDataset):
         the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
-        if mode not in SEQUENCES:
-            raise ValueError(f"mode of a blend must be one of {', '.join(SEQUENCES)}; {nearest(mode, list(SEQUENCES))}")
+        if mode not in BLEND_MODES:
+            raise ValueError(f"mode of a blend must be one of {', '.join(BLEND_MODES)}; {nearest(mode, BLEND_MODES)}")
         self.children = tuple(dataset for dataset, _ in pairs)
         self.weights = tuple(weight for _, weight in pairs)
         self.mode = mode
         self.schedule = schedule
         self.worker_config = worker_config
         self._sizes = [child.size for child in self.children]
-        self._sequence: Any = None
+        self._proportions: Any = None
         self._whole = integer_weights(self.weights)
         if schedule is not None and not isinstance(schedule, WeightSchedule):
             raise ValueError(f"schedule of a blend must be a WeightSchedule, but is {schedule!r}")
@@ -95,38 +87,34 @@ class BlendDataset(ChoiceDataset):
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
         changes = [(position, weights) for place, position, weights in binding.changes if place == self.place]
+        if self._has_end and changes:
+            raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
         if self._has_end:
-            if changes:
-                raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
-            self._sequence = UntilExhausted(self.weights, self._sizes, seed)
+            self._proportions = Proportions(until_exhausted(self.weights, self._sizes), seed)
         else:
             segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
-            self._sequence = Segments(segments, seed, self.mode)
-            for position, weights in changes:
-                self._sequence.append(position, weights)
+            self._proportions = Proportions(segments, seed, self.mode)
+        for position, weights in changes:
+            self._proportions.change(position, weights)
 
     def choose(self, positions: Ints) -> Choices:
         if self.size is None:
-            return self._sequence.choose(positions)
+            return self._proportions.choose(positions)
         passes, places = np.divmod(positions, self.size)
-        children, numbers = self._sequence.choose(places)
+        children, numbers = self._proportions.choose(places)
         sizes = np.array([size or 0 for size in self._sizes], np.int64)
         return Choices(children, numbers + passes * sizes[children])
 
     def counts(self, position: int) -> list[int]:
         if self.size is None:
-            return self._sequence.counts(position)
+            return self._proportions.counts(position)
         passes, place = divmod(position, self.size)
-        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._sequence.counts(place))]
-
-    def is_away(self, child: int, position: int, length: int) -> bool:
-        return self.size is None and self._sequence.is_away(child, position, length)
+        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._proportions.counts(place))]
 
     def signature(self) -> list[Any]:
-        if self.schedule is None:
-            return [type(self).__name__, self.mode, [[0, list(self._whole)]]]
-        segments = self.schedule.segments()
-        return [type(self).__name__, self.mode, [[start, list(integer_weights(each))] for start, each in segments]]
+        segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
+        written = [[start, list(integer_weights(weights))] for start, weights in segments]
+        return [type(self).__name__, _ORDER_VERSION, self.mode, written]
 
 
 class ConcatDataset(ChoiceDataset):
@@ -162,111 +150,41 @@ class ConcatDataset(ChoiceDataset):
 
 
 class ChoicePlan:
+    """A part of a node with several children: which of them, and the place in its plan."""
+
     def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
         chosen = node.choose(positions)
-        self._positions = positions
         self.length = len(chosen.children)
-        self._children = chosen.children
-        self._list: list[int] | None = None
-        self._at = 0
         self._plans: dict[int, Plan] = {}
-        self._parts = list(_by_child(chosen.children))
-        for child, places in self._parts:
+        places_of = np.zeros(self.length, np.int64)
+        for child, places in _by_child(chosen.children):
+            places_of[places] = np.arange(len(places))
             self._plans[child] = node.children[child].plan(chosen.numbers[places], block)
-        self._ranks: Any = None
+        self._children: list[int] = chosen.children.tolist()
+        self._places: list[int] = places_of.tolist()
 
-    def seek(self, offset: int) -> None:
-        self._at = offset
-        counts = np.bincount(self._children[:offset], minlength=max(self._plans, default=0) + 1).tolist()
-        for child, plan in self._plans.items():
-            plan.seek(counts[child])
-
-    def take(self, count: int) -> list[Any]:
-        if self._list is None:
-            self._list = self._children.tolist()
-        chosen = self._list[self._at : self._at + count]
-        self._at += count
-        if count == 1:
-            return self._plans[chosen[0]].take(1)
-        taken = {child: iter(self._plans[child].take(number)) for child, number in Counter(chosen).items()}
+    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+        if end == start + 1:
+            place = self._places[start]
+            return self._plans[self._children[start]].values(place, place + 1, holders)
+        chosen = self._children[start:end]
+        first: dict[int, int] = {}
+        for child, place in zip(chosen, self._places[start:end]):
+            first.setdefault(child, place)
+        counts = Counter(chosen)
+        taken = {child: iter(self._plans[child].values(at, at + counts[child], holders)) for child, at in first.items()}
         return list(map(next, map(taken.__getitem__, chosen)))
 
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)
 
-    def sources(self, start: int, end: int) -> set[int]:
-        places = map(self.at, range(start, end))
-        return set().union(*(self._plans[child].sources(rank, rank + 1) for child, rank in places))
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first and the last of the positions."""
-        return int(self._positions.min()), int(self._positions.max())
+    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+        found = (self._plans[child].entries(at, at + 1, inner) for child, at in map(self.at, range(start, end)))
+        return list(chain.from_iterable(found))
 
     def at(self, place: int) -> tuple[int, int]:
         """Return (child, place in the child's plan)."""
-        if self._ranks is None:
-            self._ranks = np.zeros(self.length, np.int64)
-            for _, places in self._parts:
-                self._ranks[places] = np.arange(len(places))
-        return int(self._children[place]), int(self._ranks[place])
-
-
-class ChoiceLane(CursorNode):
-    """In step with its parent also where a child is not: which child comes next is not touched by what it left out."""
-
-    node: ChoiceDataset
-    _last: tuple[int, Any] | None = None
-    """Number and child of the last output."""
-
-    def pull_same(self) -> tuple[Any, Any]:
-        if self._last is not None:
-            number, child = self._last
-            self._children[number] = child
-            try:
-                # A rare one, or one whose weight is 0 by now, may have its next output far away.
-                with self.lane.only_near():
-                    return child.pull_same()
-            except LaneEnd:
-                pass
-        return super().pull_same()
-
-    def pull(self, place: Place | None) -> tuple[Any, Any]:
-        while True:
-            try:
-                plan, block, within = self.locate(place)
-            except LaneEnd:
-                return self._rest()
-            number, rank = plan.at(within)
-            child = self.child(number)
-            try:
-                found = child.pull((block, rank))
-            except LaneEnd:
-                # It left out more than there was: the others go on without it.
-                self.passed_over(block, within)
-                continue
-            self.passed(block, within)
-            self._last = number, child
-            if len(self._children) > _FEW_CHILDREN and not child.collect():
-                del self._children[number]
-            return found
-
-    def is_away(self, child_number: int, block: int) -> bool:
-        plan: Any = self.plan(block)
-        if plan is not None and plan.length:
-            first, last = plan.span
-            return self.node.is_away(child_number, first, _AWAY_BLOCKS * (last + 1 - first)) or self._is_away(block)
-        return self._is_away(block)
-
-    def _rest(self) -> tuple[Any, Any]:
-        """What children still have that gave more than planned."""
-        for number in sorted(self._children):
-            if self._children[number].is_detached():
-                try:
-                    return self._children[number].pull(None)
-                except LaneEnd:
-                    continue
-        raise LaneEnd
+        return self._children[place], self._places[place]
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:

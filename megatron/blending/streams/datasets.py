@@ -11,12 +11,12 @@ packing_buffer  PackingDataset
 
 from megatron.blending.streams.batching import BatchDataset, MixBatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
-from megatron.blending.streams.dataset import SavableDataset
 from megatron.blending.streams.group_batch import GroupBatchDataset
-from megatron.blending.streams.leaf import LeafDataset
 from megatron.blending.streams.mapping import FilterDataset, MapDataset
+from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.packing_buffer import PackingDataset
-from megatron.blending.streams.span import EpochizeDataset, LimitDataset, RepeatDataset, ShuffleBufferDataset
+from megatron.blending.streams.positions import EpochizeDataset, LimitDataset, RepeatDataset, ShuffleBufferDataset
+from megatron.blending.streams.source import SourceDataset
 
 __all__ = [
     "BatchDataset",
@@ -25,7 +25,6 @@ __all__ = [
     "EpochizeDataset",
     "FilterDataset",
     "GroupBatchDataset",
-    "LeafDataset",
     "LimitDataset",
     "MapDataset",
     "MixBatchDataset",
@@ -33,4 +32,5 @@ __all__ = [
     "RepeatDataset",
     "SavableDataset",
     "ShuffleBufferDataset",
+    "SourceDataset",
 ]

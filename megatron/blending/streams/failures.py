@@ -8,9 +8,6 @@ import logging
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
-from megatron.blending.encoding.samples import SkipSample
-from megatron.blending.encoding.seeding import failure_tolerance_of
-
 logger = logging.getLogger("megatron.blending")
 
 DEFAULT_TOLERANCE = 100
@@ -20,6 +17,10 @@ _FATAL = (SystemError, SyntaxError, ImportError, MemoryError, RecursionError, Re
 _LOGGED_ONE_BY_ONE = 20
 _REMEMBERED = 10_000
 _MOST_IN_SILENCE = 1_000_000
+
+
+class SkipSample(Exception):
+    """Raised by a function that wants no part of the sample: it is left out, silently, and counted."""
 
 
 class FatalSampleError(RuntimeError):
@@ -143,6 +144,11 @@ class Failures:
             return _is_power_of_two(self.num_failed)
         self._told.add(failing)
         return True
+
+
+def failure_tolerance_of(function: Any) -> int | None:
+    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
+    return getattr(function, "__failure_tolerance__", None)
 
 
 def _is_power_of_two(number: int) -> bool:

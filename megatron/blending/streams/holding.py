@@ -1,106 +1,156 @@
-"""pure. What nodes have in common that hold samples back: an output takes as many of the child's as it turns out."""
+"""pure. Outputs that are made of several samples, or hold some back: made in sequence where they are not as planned.
 
-from functools import cached_property
-from typing import Any
+The outputs of a stream are dealt to a fixed number of shards: output k belongs to shard k % num_shards. Within a shard,
+a node that makes one output of several takes them from its child in order, from a cursor of its own, so that holes are
+filled by what follows; no other shard is touched. So the stream depends on the number of shards, and on nothing that
+ranks and workers are. Worked example, batches of two of the samples a b c d e f, of which b fails: the plan [a b] [c d]
+[e f] becomes [a c] [d e] [f ...].
+
+What such a node holds is saved as origins, from which samples are made again: of the child's position p the origin is
+p; or [p, part of several, origin of the output of another such node, or None].
+"""
+
+from collections.abc import Callable, Iterable
+from types import GeneratorType
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron.blending.streams.arguments import check_datasets
-from megatron.blending.streams.dataset import Binding, Block, Ints, NotPlain, Plan, SavableDataset
-from megatron.blending.streams.lane import LaneNode, Place
-
-_MOST_CONSECUTIVE = 128
+from megatron.blending.streams.node import (
+    Block,
+    Holders,
+    Hole,
+    Ints,
+    NotPlain,
+    Plan,
+    SavableDataset,
+    Several,
+)
 
 
 class HoldingDataset(SavableDataset[Any]):
-    """A node whose outputs take as many of the child's as it turns out. Each lane holds samples of its own."""
+    """A node that makes its outputs of several of the child's."""
 
-    def __init__(self, dataset: Any, num_held: int, worker_config: Any) -> None:
+    num_held = 0
+    """How many samples it holds back, where that does not depend on their failing."""
+
+    def __init__(self, dataset: Any, worker_config: Any) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
-        self.num_held = num_held
         self.worker_config = worker_config
         self.size = dataset.size
-        """An upper bound."""
+
+    holder: ClassVar[Callable[..., Any]]
+    """What makes this node's outputs in a shard of the stream."""
 
     @property
-    def num_under_way(self) -> int:
-        """About how many samples a lane holds back."""
-        return self.num_held
+    def make(self) -> Callable[[list[Any]], Any]:
+        """What makes an output of several of the child's, or is a generator of outputs."""
+        raise NotImplementedError
 
-    @property
-    def num_consecutive(self) -> int:
-        """How many consecutive outputs of the child belong to one lane: neighbours, for the sake of reading, where
-        there is no end; of finite data each lane must get its share.
-        """
-        return min(self.num_held, _MOST_CONSECUTIVE) if self.children[0].size is None else 1
+    def values_again(self, origins: list[Any]) -> list[Any]:
+        """Return what `make` is called with, from where it came from."""
+        return [remade(self.children[0], origin) for origin in origins]
 
-    @cached_property
-    def samples_per_output(self) -> int:
-        return self.num_consecutive * self.children[0].samples_per_output
+    def extra(self, holders: Holders) -> Any:
+        found = holders.output_of(self, None, 0)
+        return None if type(found) is Hole else found
 
-    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        self.size = self.children[0].size
+    def remade(self, inner: Any) -> Any:
+        """Return an output again, from where it came from."""
+        origins, part = inner
+        made = self.make(self.values_again(origins))
+        if type(made) is not GeneratorType:
+            return made
+        values = list(made)
+        if part < len(values):
+            return values[part]
+        raise ValueError(f"a generator gave {len(values)} values, but more before; it must give the same each time")
 
-    def plan(self, positions: Ints, block: Block) -> "HoldingPlan":
-        return HoldingPlan(self, positions, block)
 
-    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
-        return [drawn.get(self.number, 0)]
+def remade(node: SavableDataset[Any], origin: Any) -> Any:
+    """Return an output of a tree again; it raises what the functions raise."""
+    value, part = value_again(node, origin), 0 if isinstance(origin, int) else origin[1]
+    if type(value) is Several:
+        value = value[part] if part < len(value) else Hole(node.number, node, None)
+    if type(value) is Hole:
+        raise value.error or ValueError("a sample that was there before is left out now")
+    return value
 
-    def signature(self) -> list[Any]:
-        return [type(self).__name__, self.num_held]
+
+def value_again(node: SavableDataset[Any], origin: Any) -> Any:
+    """Return what stands at the position of an origin, which may be several outputs."""
+    position, _, inner = (origin, 0, None) if isinstance(origin, int) else origin
+    return node.plan(np.array([position], np.int64), Block()).values(0, 1, _Again(inner))[0]
+
+
+class _Again:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> Any:
+        return node.remade(self._inner)
 
 
 class HoldingPlan:
-    def __init__(self, node: HoldingDataset, positions: Ints, block: Block) -> None:
-        self.length = len(positions)
-        several = node.num_consecutive
-        within = (positions[:, None] * several + np.arange(several)).ravel()
-        self._child = node.children[0].plan(within, block)
+    """A part of a node that makes one output of several: of the child's outputs, so many each."""
 
-    def take(self, count: int) -> list[Any]:
-        raise NotPlain
+    def __init__(self, node: HoldingDataset, starts: Ints, sizes: Ints, block: Block) -> None:
+        """`starts`: positions of the child, of each output; it goes on from there for `sizes`."""
+        self.length = len(starts)
+        self._node = node
+        self._ends = np.cumsum(sizes)
+        first = np.repeat(starts - (self._ends - sizes), sizes)
+        self.positions: Ints = first + np.arange(len(first), dtype=np.int64)
+        self._child = node.children[0].plan(self.positions, block)
 
-    def seek(self, offset: int) -> None:
-        pass
+    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+        if holders is not None:
+            return [holders.output_of(self._node, self, place) for place in range(start, end)]
+        if self._node.num_held:
+            raise NotPlain
+        return [self._made(*self.span(place)) for place in range(start, end)]
+
+    def _made(self, start: int, end: int) -> Any:
+        values = self._child.values(start, end, None)
+        kinds = set(map(type, values))
+        if Hole in kinds or Several in kinds or type(made := self._node.make(values)) is GeneratorType:
+            raise NotPlain
+        return made
 
     def child(self, number: int) -> Plan:
         return self._child
 
-    def sources(self, start: int, end: int) -> set[int]:
-        return self._child.sources(0, self._child.length)
+    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+        if inner is not None:
+            return [entry for origin in inner[0] for entry in entries_of(self._node.children[0], origin)]
+        return self._child.entries(self.span(start)[0], self.span(end - 1)[1])
+
+    def span(self, place: int) -> tuple[int, int]:
+        """Return where in the child's plan the samples of an output start and end."""
+        return int(self._ends[place - 1]) if place else 0, int(self._ends[place])
 
 
-class HoldingLane(LaneNode):
-    """Its state begins with how many it drew."""
+def entries_of(node: SavableDataset[Any], origin: Any) -> list[tuple[Any, int]]:
+    """Return the sources that an output of a tree was made of, with positions."""
+    position, _, inner = (origin, 0, None) if isinstance(origin, int) else origin
+    return node.plan(np.array([position], np.int64), Block()).entries(0, 1, inner)
 
-    node: Any
-    is_started = False
-    num_drawn = 0
 
-    def draw(self, place: Place | None) -> tuple[Any, Any]:
-        """Take the child's next output. The first is where this node stands, the others follow it."""
-        child = self.child(0)
-        if self.is_started:
-            found = child.pull(None)
-        else:
-            found = child.pull(None if place is None else (place[0], place[1] * self.node.num_consecutive))
-            self.is_started = True
-            child.detach()
-        self.num_drawn += 1
-        return found
+def packed_origins(origins: Iterable[Any]) -> list[Any]:
+    """Return origins with positions less the one before, as shorter states are made of: `[7, 9, 4] -> [7, 2, -5]`."""
+    packed, last = [], 0
+    for origin in origins:
+        packed.append(origin - last if isinstance(origin, int) else origin)
+        last = origin if isinstance(origin, int) else last
+    return packed
 
-    def rebuild(self, origin: Any) -> list[Any]:
-        """Make a sample that was held back again: a list of it, or of none if it fails this time."""
-        try:
-            return [self.node.children[0].rebuild(origin)]
-        except Exception as error:
-            self.fail(error, self.node.children[0], origin, None)
-            return []
 
-    def is_detached(self) -> bool:
-        return self.is_started
-
-    def detach(self) -> None:
-        pass
+def unpacked_origins(packed: Iterable[Any]) -> list[Any]:
+    """Return what `packed_origins` made shorter."""
+    origins, last = [], 0
+    for step in packed:
+        last += step if isinstance(step, int) else 0
+        origins.append(last if isinstance(step, int) else step)
+    return origins

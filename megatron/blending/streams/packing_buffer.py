@@ -5,108 +5,44 @@ Samples that are chosen for no pack stay in the buffer, in front, and are offere
 
 import itertools
 from collections.abc import Callable, Iterable
-from types import GeneratorType
 from typing import Any
 
-from megatron.blending.encoding.samples import SkipSample
-from megatron.blending.streams.arguments import check_count
+from megatron.blending.streams.arguments import check_count, check_function, check_no_more
 from megatron.blending.streams.failures import FatalSampleError
-from megatron.blending.streams.holding import HoldingDataset, HoldingLane
-from megatron.blending.streams.lane import LaneEnd, Place, describe_origin
-from megatron.blending.streams.mapping import check_function, check_no_more, nth
-from megatron.blending.streams.origins import columns_of, origin_tag, origins_of
+from megatron.blending.streams.holding import packed_origins, unpacked_origins
+from megatron.blending.streams.node import Hole
+from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.shard import ShardEnd
 
 OVER_LONG = ("error", "alone", "drop")
 _MOST_OFFERS = 16
 _MOST_COPIES = 20_000
 
 
-class PackingDataset(HoldingDataset):
-    """Packs made of `buffer_size` samples at a time.
+class PackingHolder(BufferHolder):
+    """Holds (origin, value, how often it was offered), and groups of (origin, value) that were chosen."""
 
-    `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
-    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
-    its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
-    dropped and counted. So is one that was not chosen from two full buffers and does not fit; but for "error" any that
-    was not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
-    over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        buffer_size: int,
-        pre_packer: Callable[[list[Any]], list[list[Any]]],
-        final_packer: Callable[[list[Any]], Any],
-        *,
-        sample_encoder: Callable[[Any], Any] | None = None,
-        over_long: str = "error",
-        worker_config: Any = None,
-        **ignored: Any,
-    ) -> None:
-        check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
-        check_count("PackingDataset", "buffer_size", buffer_size)
-        if over_long not in OVER_LONG:
-            raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
-        super().__init__(dataset, buffer_size, worker_config)
-        for name, function in (("pre_packer", pre_packer), ("final_packer", final_packer)):
-            check_function("PackingDataset", name, function)
-        self.buffer_size = buffer_size
-        self.over_long = over_long
-        self.pre_packer: Any = pre_packer
-        self.final_packer: Any = final_packer
-        self.sample_encoder: Any = sample_encoder
-
-    def in_lane(self, lane: Any, parent: Any, child_number: int) -> "PackingLane":
-        return PackingLane(self, lane, parent, child_number)
-
-    def rebuild(self, origin: Any) -> Any:
-        encode = self.sample_encoder or (lambda sample: sample)
-        values = [encode(self.children[0].rebuild(part)) for part in origin[1]]
-        return nth(self.final_packer(values), origin[2])
-
-
-class PackingLane(HoldingLane):
-    """Buffers hold (origin, value, how often it was offered); a state has the origins, values are made again."""
-
-    node: PackingDataset
+    node: "PackingDataset"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._buffer: list[tuple[Any, Any, int]] = []
         self._groups: list[list[tuple[Any, Any]]] = []
-        self._origins: Any = None
-        self._packs: Any = None
-        self._given = 0
-        self._saved: Any = None
 
-    def pull(self, place: Place | None) -> tuple[Any, Any]:
-        if self._saved is not None:
-            self._make_again(self._saved)
-            self._saved = None
+    def gather(self) -> tuple[list[Any], list[Any]]:
+        self.remake()
         while True:
-            if self._origins is not None and (found := self._next_of_several()) is not None:
-                return found
             while not self._groups:
-                self._choose(place)
+                self._choose()
             group = self._encoded(self._groups.pop(0))
-            if not group:
-                continue
-            origins, values = [list(part) for part in zip(*group)]
-            try:
-                pack = self.node.final_packer(values)
-            except Exception as error:
-                self.fail(error, self.node.final_packer, origins[0], values[0])
-                continue
-            if type(pack) is not GeneratorType:
-                return [origin_tag(self.node), origins, 0], pack
-            self._origins, self._packs, self._given = origins, pack, 0
+            if group:
+                return [origin for origin, _ in group], [value for _, value in group]
 
-    def _choose(self, place: Place | None) -> None:
-        """Fill the buffer, and have groups chosen of it; LaneEnd if nothing is left."""
-        is_full = self._fill(place)
+    def _choose(self) -> None:
+        """Fill the buffer, and have groups chosen of it; ShardEnd if nothing is left."""
+        is_full = self._fill()
         if not self._buffer:
-            raise LaneEnd
+            raise ShardEnd
         chosen = self._selected([value for _, value, _ in self._buffer])
         # One object may stand there for several samples.
         by_id: dict[int, list[tuple[Any, Any, int]]] = {}
@@ -185,11 +121,11 @@ class PackingLane(HoldingLane):
             f"select_samples_to_pack must return a list of lists of samples, but gave {groups!r:.80}"
         )
 
-    def _fill(self, place: Place | None) -> bool:
+    def _fill(self) -> bool:
         while len(self._buffer) < self.node.buffer_size:
             try:
-                origin, value = self.draw(place)
-            except LaneEnd:
+                origin, value = self.draw()
+            except ShardEnd:
                 return False
             self._buffer.append((origin, value, 0))
         return True
@@ -198,10 +134,10 @@ class PackingLane(HoldingLane):
         if self.node.over_long == "alone":
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
-            self.fail(SkipSample(), self.node.pre_packer, origin, value)
+            self.leave_out(Hole(self.node.number, self.node.pre_packer, None, value), origin)
         else:
             raise FatalSampleError(
-                f"{describe_origin(self.lane.root, origin)}: select_samples_to_pack does not choose this sample; "
+                f"{self.described(origin)}: select_samples_to_pack does not choose this sample; "
                 "cut it if it is too long, or pass over_long='alone' or 'drop'"
             )
 
@@ -214,46 +150,65 @@ class PackingLane(HoldingLane):
             try:
                 done.append((origin, encode(value)))
             except Exception as error:
-                self.fail(error, encode, origin, value)
+                self.leave_out(Hole(self.node.number, encode, error, value), origin)
         return done
 
-    def _next_of_several(self) -> tuple[Any, Any] | None:
-        origins = self._origins
-        try:
-            if self._packs is None:
-                encode = self.node.sample_encoder or (lambda sample: sample)
-                self._packs = iter(self.node.final_packer([encode(self.node.children[0].rebuild(o)) for o in origins]))
-                for _ in range(self._given):
-                    next(self._packs, None)
-            pack = next(self._packs)
-        except StopIteration:
-            self._origins = self._packs = None
-            return None
-        except Exception as error:
-            self._origins = self._packs = None
-            self.fail(error, self.node.final_packer, origins[0], None)
-            return None
-        self._given += 1
-        return [origin_tag(self.node), origins, self._given - 1], pack
-
-    def held(self) -> Any:
-        if self._saved is not None:
-            return self._saved
-        if not self.is_started:
-            return None
+    def packed(self) -> Any:
         origins = [held[0] for held in itertools.chain(self._buffer, *self._groups)]
         offers = [offers for _, _, offers in self._buffer]
-        return [self.num_drawn, columns_of(origins), offers, list(map(len, self._groups)), self._origins, self._given]
+        return [packed_origins(origins), offers, list(map(len, self._groups))]
 
-    def restore(self, held: Any) -> None:
-        self.is_started = True
-        self.num_drawn = held[0]
-        self._saved = held
-
-    def _make_again(self, held: Any) -> None:
-        _, columns, all_offers, sizes, self._origins, self._given = held
-        again = [(origin, self.rebuild(origin)) for origin in origins_of(columns)]
+    def unpack(self, held: Any) -> None:
+        packed, all_offers, sizes = held
+        again = [(origin, self.try_again(origin)) for origin in unpacked_origins(packed)]
         self._buffer = [(origin, made[0], offers) for (origin, made), offers in zip(again, all_offers) if made]
         groups = iter(again[len(all_offers) :])
         remade = [list(itertools.islice(groups, size)) for size in sizes]
         self._groups = [[(origin, made[0]) for origin, made in group if made] for group in remade]
+
+
+class PackingDataset(BufferDataset):
+    """Packs made of `buffer_size` samples at a time.
+
+    `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
+    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
+    its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
+    dropped and counted. So is one that was not chosen from two full buffers and does not fit; but for "error" any that
+    was not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
+    over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
+    """
+
+    holder = PackingHolder
+
+    def __init__(
+        self,
+        dataset: Any,
+        buffer_size: int,
+        pre_packer: Callable[[list[Any]], list[list[Any]]],
+        final_packer: Callable[[list[Any]], Any],
+        *,
+        sample_encoder: Callable[[Any], Any] | None = None,
+        over_long: str = "error",
+        worker_config: Any = None,
+        **ignored: Any,
+    ) -> None:
+        check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
+        check_count("PackingDataset", "buffer_size", buffer_size)
+        if over_long not in OVER_LONG:
+            raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
+        super().__init__(dataset, buffer_size, worker_config)
+        for name, function in (("pre_packer", pre_packer), ("final_packer", final_packer)):
+            check_function("PackingDataset", name, function)
+        self.buffer_size = buffer_size
+        self.over_long = over_long
+        self.pre_packer: Any = pre_packer
+        self.final_packer: Any = final_packer
+        self.sample_encoder: Any = sample_encoder
+
+    @property
+    def make(self) -> Any:
+        return self.final_packer
+
+    def values_again(self, origins: list[Any]) -> list[Any]:
+        values = super().values_again(origins)
+        return values if self.sample_encoder is None else list(map(self.sample_encoder, values))

@@ -4,7 +4,6 @@ PackedSeqParams. No collectives.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -13,13 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.packing.model.zigzag import shard_index
-from megatron.packing.step.lengths import device_of
-
-logger = logging.getLogger(__name__)
+from megatron.packing.step.groups import device_of
 
 
 class Batch(NamedTuple):
@@ -43,21 +39,6 @@ class Batch(NamedTuple):
 def transformer_engine_installed() -> bool:
     """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
-
-
-@cache
-def transformer_engine_takes_padding() -> bool:
-    """Whether it is installed and knows sequences with padding between them.
-
-    Before 1.10, megatron-core leaves out the padded `cu_seqlens`, and each sequence after the first would be read
-    from the wrong place.
-    """
-    if not transformer_engine_installed():
-        return False
-    if is_te_min_version("1.10.0"):
-        return True
-    logger.warning("Transformer Engine before 1.10 mistakes padding between sequences; it attends to padded sequences")
-    return False
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -97,7 +78,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     return Batch(
         **fields,
         attention_mask=None,
-        packed_seq_params=packed_seq_params(microbatch, device, pads_are_apart=not mtp_on_this_rank),
+        packed_seq_params=packed_seq_params(microbatch, device),
         padding_mask=shard(_padding_mask(lengths, padded_lengths)),
     )
 
@@ -113,26 +94,22 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     return shard.to(device_of(groups.tp), non_blocking=True).unsqueeze(0)
 
 
-def packed_seq_params(microbatch: dict[str, Any], device: torch.device, pads_are_apart: bool = True) -> PackedSeqParams:
-    """The layout as megatron-core's modules take it.
+def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> PackedSeqParams:
+    """The layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs had no padding.
 
-    With Transformer Engine: real and padded `cu_seqlens` on the device. Else the padded ones for both: padding
-    follows its sequence, so causal attention never looks at it, and costs no more than its few tokens. That is the
-    way without Transformer Engine (then on the host, where megatron-core's RoPE reads them; a device tensor would be
-    one host sync per layer), for its versions that drop the padded ones, and without `pads_are_apart`: multi-token
-    prediction cuts the pack by the real ones, as if there were no padding.
+    Padding follows its sequence, so causal attention never looks at it, and it costs no more than its few tokens. Told
+    of both kinds, Transformer Engine overlooks padding after the last sequence, divides real lengths by the
+    context-parallel size whether or not they are multiples of it, and compares the two on the host in each layer;
+    multi-token prediction cuts the pack by the real ones. They are on the device for Transformer Engine, else on the
+    host, where megatron-core's RoPE reads them: a device tensor would be one host sync per layer.
     """
-    real, padded = microbatch["cu_seqlens"], microbatch["cu_seqlens_padded"]
+    padded = microbatch["cu_seqlens_padded"]
     if transformer_engine_installed():
-        real, padded = real.to(device, non_blocking=True), padded.to(device, non_blocking=True)
-    if not pads_are_apart or not transformer_engine_takes_padding():
-        real = padded
+        padded = padded.to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q=padded,
+        cu_seqlens_kv=padded,
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )

@@ -13,9 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing.step.delay_queue import DelayQueue
+from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
-from megatron.packing.step.lengths import device_of
+from megatron.packing.step.groups import device_of
 
 
 class PackedLosses(list):
@@ -32,7 +32,7 @@ def packed(
     """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the packing scheduler.
 
     Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and
-    `num_microbatches` says how many times each owner draws; how many microbatches then run is the scheduler's
+    `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then run is the scheduler's
     decision. The model's config must pass `check_config`. With a `queue`, outliers wait for company in training (see
     `delay`); with `forward_only` it is left alone.
     """

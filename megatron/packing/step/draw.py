@@ -1,86 +1,81 @@
-"""tensor. Take one rank's part of a global batch from the user's iterator, and put down what goes wrong instead of
-raising it.
+"""pure. Takes one rank's part of a global batch from the user's iterator.
+
+What goes wrong is put down instead of raised: all ranks must hear of it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from megatron.packing.batch.sample import encode, samples_of
+from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.batch.reading import SampleError, SampleReader
+from megatron.packing.batch.samples import IntArray, Samples
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What was drawn: samples on the wire, and a row (length, kind, draw) for each."""
+    """The sequences that a rank drew for a step, or why it could not."""
 
-    words: list[Tensor] = field(default_factory=list)
-    rows: list[tuple[int, int, int]] = field(default_factory=list)
+    samples: Samples
+    draws: IntArray
+    """int64 [n]: which `next` gave each, from 0."""
     num_dropped: int = 0
     num_cut: int = 0
     ended: bool = False
     """The iterator had no more."""
     error: str | None = None
-    """Why drawing was given up."""
 
-    def checksum(self) -> int:
-        """Equal where the same samples were drawn in the same order."""
-        checksum = zlib.crc32(self.table.tobytes())
-        for words in self.words:
-            checksum = zlib.crc32(words.numpy().tobytes(), checksum)
-        return checksum
-
-    @property
-    def table(self) -> np.ndarray:
-        """int64 [n, 3]: the rows."""
-        return np.array(self.rows, dtype=np.int64).reshape(-1, 3)
+    @classmethod
+    def failed(cls, error: str) -> Draw:
+        """Return a draw that was given up."""
+        return cls(samples=Samples.none(), draws=np.empty(0, np.int64), error=error)
 
 
 def draw_samples(
     iterator: Iterator[Any] | None,
     num_draws: int,
     longest: int,
-    policy: Literal["error", "truncate", "drop"],
+    policy: OverLengthPolicy,
     rank_name: str,
 ) -> Draw:
-    """Call `next` up to `num_draws` times. A sample of more than `longest` tokens is an error, cut, or dropped, by
-    `policy`.
+    """Call `next` up to `num_draws` times and return all sequences.
 
-    `rank_name` begins each error's text: all ranks will read it.
+    A sequence of more than `longest` tokens is an error, cut, or dropped, by `policy`. `rank_name` begins each error's
+    text.
     """
-    draw = Draw()
     if iterator is None:
-        draw.error = f"{rank_name} must have a data iterator, but has none; build one where owns_data() is true"
-        return draw
+        return Draw.failed(
+            f"{rank_name} must have a data iterator, but has none; build one where is_drawing_rank() is true"
+        )
+    reader, ended = SampleReader(), False
     for number in range(num_draws):
         try:
-            samples = samples_of(next(iterator))
+            reader.add(next(iterator), number)
         except StopIteration:
-            draw.ended = True
-            return draw
+            ended = True
+            break
         except Exception as failure:  # the edge to the user's data: whatever it is, all ranks must hear of it
-            draw.error = f"{rank_name}, draw {number}: {type(failure).__name__}: {failure}"
-            return draw
-        for sample in samples:
-            if len(sample) > longest and policy == "drop":
-                draw.num_dropped += 1
-                continue
-            if len(sample) > longest and policy == "truncate":
-                sample = sample.first(longest)
-                draw.num_cut += 1
-            if len(sample) > longest:
-                draw.error = (
-                    f"{rank_name}, draw {number}: a sample of {len(sample)} tokens does not fit a pack of {longest}; "
-                    "raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy "
-                    "truncate or drop"
-                )
-                return draw
-            kind, words = encode(sample)
-            draw.words.append(words)
-            draw.rows.append((len(sample), kind, number))
-    return draw
+            return Draw.failed(f"{rank_name}, draw {number}: {type(failure).__name__}: {failure}")
+    try:
+        samples, draws = reader.samples(), reader.draws
+    except SampleError as failure:
+        return Draw.failed(f"{rank_name}, draw {failure.draw}: ValueError: {failure}")
+    is_long = samples.lengths > longest
+    num_long = int(is_long.sum())
+    if num_long and policy == "error":
+        first = int(is_long.argmax())
+        return Draw.failed(
+            f"{rank_name}, draw {draws[first]}: a sample of {samples.lengths[first]} tokens does not fit a pack of "
+            f"{longest}; raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy "
+            "truncate or drop"
+        )
+    if num_long and policy == "truncate":
+        return Draw(samples=samples.first(longest), draws=draws, num_cut=num_long, ended=ended)
+    if num_long:
+        kept = np.flatnonzero(~is_long)
+        return Draw(samples=samples.take(kept), draws=draws[kept], num_dropped=num_long, ended=ended)
+    return Draw(samples=samples, draws=draws, ended=ended)

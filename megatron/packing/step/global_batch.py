@@ -1,21 +1,15 @@
-"""mcore. The road of one global batch: draw, gather lengths, schedule, move, pack; once per step, before the pipeline
-runs.
+"""mcore. The road of one global batch, once per step: draw, gather, decide, move, tell, pack.
 
-Six collectives per step whatever the number of microbatches, none per microbatch:
+    draw     the drawing rank of each data-parallel replica draws from its iterator (see `groups`)
+    gather   one drawing rank hears what all of them have at hand: about 50 bytes per sequence
+    decide   it schedules, and all drawing ranks hear the answer: about 20 bytes per sequence
+    move     the drawing ranks exchange samples: one all-to-all, about 5 bytes per token (see `samples`)
+    tell     each sends its replica the plan and the samples: one broadcast of about 5 bytes per token
+    pack     every rank makes the microbatches that its pipeline stage needs, padded
 
-    owners (tensor-parallel rank 0 of the first and the last stage)
-        draw their samples (see `owners`)
-        dp_cp  all-gather   64 bytes per rank: counts, and whether anything went wrong
-        dp     all-gather   24 bytes per sequence: lengths
-    every rank
-        mp     all-gather   32 bytes per rank: sizes, and whether anything went wrong
-        mp     broadcast    24 bytes per sequence of this data-parallel rank: its plan
-    first and last stage
-        dp     all-to-all   5 bytes per token, see `sample.encode`
-        tp     broadcast    the same bytes to tensor-parallel peers
-
-Whatever fails on one rank (end of data, an exception while drawing, a batch that no schedule fits) is raised alike on
-all.
+All of it is on the host and over gloo; the number of collectives does not depend on that of microbatches, and none is
+left for the microbatches. Whatever fails on a drawing rank (end of data, an exception while drawing or scheduling, a
+batch that no schedule fits) is raised alike on all ranks.
 """
 
 from __future__ import annotations
@@ -23,26 +17,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
-from megatron.packing.batch.layout import Alignment
-from megatron.packing.batch.pack import layout_microbatch, pack
-from megatron.packing.batch.sample import Sample, decode, num_words
-from megatron.packing.step.delay_queue import DelayQueue
-from megatron.packing.step.lengths import GlobalBatchError, agree, broadcast_numbers, device_of
-from megatron.packing.step.owners import Scheduled, draw_own, schedule_drawn
-from megatron.packing.step.redistribute import redistribute, share_with_peers
+from megatron.packing.batch.microbatches import Microbatch, layout_microbatch, layouts_of, pack
+from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
+from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
+from megatron.packing.step.delay import Delayed, DelayQueue
+from megatron.packing.step.draw import Draw, draw_samples
+from megatron.packing.step.groups import RoadGroups, road_groups
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
-from megatron.packing.step.step_plan import StepPlan
 
-GROUPS = ["tp", "pp", "cp", "dp", "dp_cp", "mp"]
-Microbatch = dict[str, Any]
+GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
 
 class PackedIterator(Iterator[Microbatch]):
@@ -61,13 +54,13 @@ class GlobalBatch:
 
     microbatches: list[Microbatch]
     stats: PackingStats
-    pack_lengths: list[list[list[int]]]
-    """[rank][microbatch] -> real lengths of its sequences; of all data-parallel ranks on owners, empty elsewhere."""
     settings: PackingSettings
+    decision: Decision | None
+    """Where all sequences went, on the rank that decides (data-parallel rank 0's drawing one); None elsewhere."""
     delays: list[int]
-    """How many of its sequences have waited 0, 1, 2 ... steps in a `DelayQueue`; on owners, empty without one."""
-    num_waiting: int
-    """Sequences that wait for a later batch, on all data-parallel ranks; known to owners."""
+    """How many of its sequences were delayed by 0, 1, 2 ... steps in a `DelayQueue`; empty without one."""
+    num_delayed: int
+    """Sequences that wait for a later batch, on all data-parallel ranks."""
     seconds: float
     """That the step waited for it."""
 
@@ -78,14 +71,26 @@ class GlobalBatch:
         return [PackedIterator(self.microbatches) for _ in range(num_virtual_stages)]
 
 
-def stage_has_tokens(groups: ProcessGroupCollection) -> bool:
-    """Whether this rank's pipeline stage needs tokens or labels; the others need layouts only."""
-    return groups.pp.rank() in (0, groups.pp.size() - 1)
+class StepPlan(NamedTuple):
+    """What the ranks of a replica are told of a step, beside the samples."""
+
+    stats: PackingStats
+    num_sequences: IntArray
+    """int64 [microbatches]"""
+    lengths: IntArray
+    """int64 [sequences of this replica], by microbatch."""
+    form: int
+    delays: list[int]
+    num_delayed: int
 
 
-def owns_data(groups: ProcessGroupCollection) -> bool:
-    """Whether this rank draws samples: tensor-parallel rank 0 of the first and the last stage."""
-    return groups.tp.rank() == 0 and stage_has_tokens(groups)
+class _Part(NamedTuple):
+    """The outcome of a step on a drawing rank: its replica's part, or the error, or None at the end of the data."""
+
+    plan: StepPlan | str | None
+    samples: Samples
+    decision: Decision | None = None
+    """On the rank that decides."""
 
 
 def schedule_global_batch(
@@ -96,77 +101,139 @@ def schedule_global_batch(
     scheduler_type: str | None = None,
     queue: DelayQueue | None = None,
 ) -> GlobalBatch:
-    """`wrap_dataloader`, with everything that is known about the batch."""
+    """`data_schedule.wrap_dataloader`, with everything that is known about the batch."""
     start = time.perf_counter()
     settings = PackingSettings.of(config, groups, scheduler_type)
-    owned: Scheduled | None = None
-    error: str | None = None
-    if owns_data(groups):
-        draw = draw_own(data_iterator, num_microbatches, settings, groups, queue)
-        try:
-            owned = schedule_drawn(draw, num_microbatches, settings, groups, queue)
-        except GlobalBatchError as failure:
-            error = str(failure)
-        except (Exception, SystemExit) as failure:  # a scheduler may be the user's; the other ranks are waiting
-            error = f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
-    plan = _share_plan(owned, error, groups)
+    road = road_groups(groups)
+    part = _Part(None, Samples.none())
+    if road.drawing is not None:
+        part = _draw_and_place(data_iterator, num_microbatches, settings, road.drawing, queue)
+    plan, samples = _tell(part, road)
     if plan is None:
         raise StopIteration
-    microbatches = _microbatches(plan, owned, settings.alignment, groups)
-    if queue is not None and owned is not None:
-        queue.finish(owned.waiting)
+    if isinstance(plan, str):
+        raise GlobalBatchError(plan)
+    layouts = layouts_of(plan.lengths, plan.num_sequences, settings.alignment)
+    has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
-        microbatches=microbatches,
+        microbatches=pack(samples, plan.num_sequences, layouts)
+        if has_tokens
+        else [layout_microbatch(layout) for layout in layouts],
         stats=plan.stats,
-        pack_lengths=[] if owned is None else _pack_lengths(owned),
         settings=settings,
-        delays=[] if owned is None else owned.delays,
-        num_waiting=0 if owned is None else owned.num_waiting,
+        decision=part.decision,
+        delays=plan.delays,
+        num_delayed=plan.num_delayed,
         seconds=time.perf_counter() - start,
     )
 
 
-def _share_plan(owned: Scheduled | None, error: str | None, groups: ProcessGroupCollection) -> StepPlan | None:
-    """This data-parallel rank's plan, on every rank of the model-parallel group; None where the data has ended."""
-    numbers = owned.plan.to_numbers() if owned is not None else np.empty(0, dtype=np.int64)
-    fingerprint = owned.table.fingerprint() if owned is not None else 0
-    sizes = agree(groups.mp, [int(owns_data(groups)), len(numbers), fingerprint], error)
-    owners = sizes[sizes[:, 0] == 1]
-    if (owners != owners[0]).any():
-        raise GlobalBatchError("the first and the last pipeline stage drew different samples; give them the same data")
-    if owners[0, 1] == 0:
-        return None
-    source = int(np.flatnonzero(sizes[:, 0])[0])
-    mine = source == groups.mp.rank()
-    return StepPlan.from_numbers(broadcast_numbers(groups.mp, numbers if mine else int(owners[0, 1]), source))
+def _draw_and_place(
+    data_iterator: Any, num_draws: int, settings: PackingSettings, drawing: dist.ProcessGroup, queue: DelayQueue | None
+) -> _Part:
+    """What a drawing rank does, alike on all of them: draw, gather, decide, move."""
+    iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
+    name = f"data-parallel rank {drawing.rank()} (rank {dist.get_rank()})"
+    draw = draw_samples(iterator, num_draws, settings.capacity, settings.over_length_policy, name)
+    # megatron-core's RerunDataIterator says whether it gives the samples of the step before once more.
+    delayed = None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
+    at_hand = draw.samples if delayed is None else joined([delayed.samples, draw.samples])
+    offers = _gather(_offer(draw, delayed, at_hand), drawing)
+    decision: Decision | str | None = None
+    if offers is not None:
+        try:
+            decision = decide(offers, num_draws, settings, None if queue is None else queue.max_steps)
+        except GlobalBatchError as failure:
+            decision = str(failure)
+    decision = _broadcast(decision, 0, drawing)
+    if not isinstance(decision, Decision):
+        return _Part(decision, Samples.none())
+    if queue is not None and delayed is not None:
+        queue.finish(_left_behind(decision, delayed, at_hand, drawing.rank()))
+    samples, microbatch = _move(at_hand.in_form(decision.form), decision, drawing)
+    order = np.argsort(microbatch, kind="stable")
+    samples = samples.take(order)
+    num_sequences = np.bincount(microbatch, minlength=decision.stats.num_microbatches)
+    plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form, decision.delays, decision.num_delayed)
+    return _Part(plan, samples, None if offers is None else decision)
 
 
-def _microbatches(
-    plan: StepPlan, owned: Scheduled | None, alignment: Alignment, groups: ProcessGroupCollection
-) -> list[Microbatch]:
-    layouts = plan.layouts(alignment)
-    if not stage_has_tokens(groups):
-        return [layout_microbatch(layout) for layout in layouts]
-    words = None
-    if owned is not None:
-        table = owned.table
-        sizes = num_words(table.length, table.kind)
-        words = redistribute(owned.words, sizes, table.source_rank, owned.schedule.rank, groups.dp)
-    sizes = plan.num_words
-    words = share_with_peers(words, int(sizes.sum()), groups.tp)
-    samples = _decode_all(words, plan)
-    device = device_of(groups.tp)
-    return [pack([samples[i] for i in members], layout, device) for members, layout in zip(plan.members(), layouts)]
+def _offer(draw: Draw, delayed: Delayed | None, at_hand: Samples) -> Offer:
+    waited = np.empty(0, np.int64) if delayed is None else delayed.steps
+    return Offer(
+        lengths=at_hand.lengths,
+        draws=np.concatenate((np.zeros_like(waited), draw.draws)),
+        steps_delayed=np.concatenate((waited, np.zeros_like(draw.draws))),
+        num_loss_tokens=at_hand.num_loss_tokens,
+        form=at_hand.form,
+        num_dropped=draw.num_dropped,
+        num_cut=draw.num_cut,
+        ended=draw.ended,
+        error=draw.error,
+    )
 
 
-def _decode_all(words: Tensor, plan: StepPlan) -> Sequence[Sample]:
-    pieces = words.split(plan.num_words.tolist())
-    return [decode(int(length), int(kind), piece) for length, kind, piece in zip(plan.length, plan.kind, pieces)]
+def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:
+    """All offers on the first drawing rank, which decides; None on the others."""
+    if drawing.size() == 1:
+        return [offer]
+    offers: list[Any] | None = [None] * drawing.size() if drawing.rank() == 0 else None
+    dist.gather_object(offer, offers, dst=dist.get_global_rank(drawing, 0), group=drawing)
+    return offers
 
 
-def _pack_lengths(owned: Scheduled) -> list[list[list[int]]]:
-    lengths = owned.table.length
-    return [
-        [lengths[members].tolist() for members in owned.schedule.packs_of(rank)]
-        for rank in range(owned.schedule.num_ranks)
-    ]
+def _broadcast(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+    """`value` of group rank `source`, on every rank of the group."""
+    if group.size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, source), group=group)
+    return values[0]
+
+
+def _left_behind(decision: Decision, delayed: Delayed, at_hand: Samples, rank: int) -> Delayed:
+    stays = np.flatnonzero(decision.rank[decision.source_rank == rank] < 0)
+    steps = np.zeros(at_hand.lengths.size, np.int64)
+    steps[: delayed.steps.size] = delayed.steps
+    return Delayed(at_hand.take(stays), steps[stays] + 1)
+
+
+def _move(samples: Samples, decision: Decision, drawing: dist.ProcessGroup) -> tuple[Samples, npt.NDArray[np.int32]]:
+    """Send each sample to the rank that trains it; what is this rank's then, and its microbatches."""
+    rank, size = drawing.rank(), drawing.size()
+    target = decision.rank[decision.source_rank == rank]
+    order = np.argsort(target, kind="stable")[int((target < 0).sum()) :]
+    outgoing = samples.take(order)
+    mine = decision.rank == rank
+    if size == 1:
+        return outgoing, decision.microbatch[mine]
+    parts = outgoing.split(np.bincount(target[order], minlength=size))
+    words = [part.to_words() for part in parts]
+    lengths = np.split(decision.lengths[mine], np.cumsum(np.bincount(decision.source_rank[mine], minlength=size))[:-1])
+    receive = [num_words(part.size, int(part.sum()), decision.form) for part in lengths]
+    incoming = torch.empty(sum(receive), dtype=torch.int32)
+    dist.all_to_all_single(
+        incoming, torch.from_numpy(np.concatenate(words)), receive, [part.size for part in words], group=drawing
+    )
+    received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
+    arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, lengths)]
+    return joined(arrived), decision.microbatch[mine]
+
+
+def _tell(part: _Part, road: RoadGroups) -> tuple[StepPlan | str | None, Samples]:
+    """The plan and the samples of this replica, on each of its ranks."""
+    group = road.replica
+    if group.size() == 1:
+        return part.plan, part.samples
+    source = dist.get_group_rank(group, road.drawing_rank)
+    plan = _broadcast(part.plan, source, group)
+    if not isinstance(plan, StepPlan):
+        return plan, part.samples
+    if road.drawing is not None:
+        words = torch.from_numpy(part.samples.to_words())
+    else:
+        words = torch.empty(num_words(len(plan.lengths), int(plan.lengths.sum()), plan.form), dtype=torch.int32)
+    dist.broadcast(words, src=road.drawing_rank, group=group)
+    if road.drawing is not None:
+        return plan, part.samples
+    return plan, Samples.from_words(words.numpy(), plan.lengths, plan.form)

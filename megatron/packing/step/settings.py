@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.step.delay import DelayQueue
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingOptions:
+    """What packing may be told beside the fields that Megatron-LM has for it; `config.sequence_packing_options` holds
+    one (see `of`).
+    """
+
+    over_length_policy: OverLengthPolicy = "error"
+    """What happens to a sample that no pack can hold."""
+    cost: PackCost | None = None
+    """What packs cost; None: FLOPs."""
+    delay_queue: DelayQueue | None = None
+    """Where outliers are delayed; its state belongs in a script's checkpoints. None: nothing is delayed."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> PackingOptions:
+        """Returns those of a config, the defaults where it has none."""
+        return getattr(config, "sequence_packing_options", None) or cls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +43,7 @@ class PackingSettings:
     alignment: Alignment
     capacity: int
     """Tokens that a pack may hold, whole alignment units."""
-    over_length_policy: Literal["error", "truncate", "drop"]
+    over_length_policy: OverLengthPolicy
     """What happens to a sample that no pack can hold."""
     microbatch_multiple: int
     """The number of microbatches must be a multiple of it (interleaved pipelines)."""
@@ -50,6 +70,7 @@ class PackingSettings:
                 f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}; "
                 "set it to the tokens of the longest sequence over the context-parallel size"
             )
+        options = PackingOptions.of(config)
         multiple = 1
         if config.virtual_pipeline_model_parallel_size is not None:
             multiple = config.microbatch_group_size_per_vp_stage or groups.pp.size()
@@ -57,9 +78,9 @@ class PackingSettings:
             scheduler=scheduler or getattr(config, "sequence_packing_scheduler", None) or "default",
             alignment=alignment,
             capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
-            over_length_policy=getattr(config, "sequence_packing_over_length", "error"),
+            over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
-            cost=getattr(config, "pack_cost", None) or cost_of(config),
+            cost=options.cost or cost_of(config),
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,

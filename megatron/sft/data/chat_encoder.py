@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-OverLengthPolicy = Literal["error", "truncate", "drop"]
+from megatron.packing.batch.layout import OverLengthPolicy
+
 DropReason = Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
@@ -28,9 +29,7 @@ ROLES: Mapping[str, str] = {
 }
 """Every accepted name of a role -> the name that tokenizers get. ShareGPT says human and gpt."""
 
-_ACCEPTED_KEYS = (
-    "messages | conversations | instruction [input] output | instruction [context] response | text | tokens"
-)
+_ACCEPTED_KEYS = "messages | conversations | instruction [input|context] output|response | text | tokens"
 _UNREAD_MESSAGE_KEYS: Mapping[str, Any] = {"tool_calls": [], "function_call": {}, "reasoning_content": "", "weight": 1}
 """Keys of a message that change what is trained on, and that are refused as they are not read -> what says nothing."""
 
@@ -124,9 +123,8 @@ class ChatEncoder:
 
         The shape of the record is told by the first of these keys that it has (a key that is None counts as absent):
         `messages` or `conversations`: a list of {role, content} (OpenAI) or {from, value} (ShareGPT), where content is
-        a string or a list of {"type": "text", "text": ...}; `instruction` + `output`, perhaps `input` (Alpaca);
-        `instruction` + `response`, perhaps `context` (Dolly); `text`; `tokens`, ids as they are. A number in
-        `weight` scales the loss of any.
+        a string or a list of {"type": "text", "text": ...}; `instruction` + `output` (Alpaca) or `response` (Dolly),
+        perhaps `input` or `context`; `text`; `tokens`, ids as they are. A number in `weight` scales the loss of any.
         """
         ids, is_assistant = self._tokens(record)
         loss_mask = is_assistant[1:].astype(np.float32) * np.float32(_weight(record) * weight)
@@ -151,9 +149,8 @@ class ChatEncoder:
         for key in ("messages", "conversations"):
             if key in keys:
                 return self.tokenizer.encode_chat(_conversation(record, key))
-        for context, response in (("input", "output"), ("context", "response")):
-            if {"instruction", response} <= keys:
-                return self.tokenizer.encode_chat(_instruction(record, context, response))
+        if "instruction" in keys and keys & {"output", "response"}:
+            return self.tokenizer.encode_chat(_instruction(record))
         if "text" in keys:
             ids = np.array([*self.tokenizer.encode(_text(record["text"], "text")), self.tokenizer.eod], np.int64)
             return ChatTokens(ids, np.ones(len(ids), np.bool_))
@@ -198,13 +195,18 @@ def _content(content: Any, where: str) -> str:
     return "".join(_text(part.get("text"), f"{where} part") for part in content)
 
 
-def _instruction(record: Mapping[str, Any], context_key: str, response_key: str) -> list[Message]:
+def _instruction(record: Mapping[str, Any]) -> list[Message]:
     question = _text(record["instruction"], "instruction")
-    context = _text(record.get(context_key) or "", context_key)
-    return [
-        Message("user", f"{question}\n\n{context}" if context else question),
-        Message("assistant", _text(record[response_key], response_key)),
-    ]
+    context, response = _either(record, "input", "context"), _either(record, "output", "response")
+    return [Message("user", f"{question}\n\n{context}" if context else question), Message("assistant", response)]
+
+
+def _either(record: Mapping[str, Any], *names: str) -> str:
+    """The text that a record holds under one of two names, "" where it holds none."""
+    said = [name for name in names if record.get(name) not in (None, "")]
+    if len(said) > 1:
+        raise SampleError(f"record has {' and '.join(said)}, of which one would be lost; keep one")
+    return _text(record[said[0]], said[0]) if said else ""
 
 
 def _text(text: Any, where: str) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 
 from megatron.blending.encoding.leaves import Reading, open_leaf
 from megatron.blending.encoding.loads import TypedLoad
-from megatron.blending.encoding.samples import SkipSample, TextSample
+from megatron.blending.encoding.samples import TextSample
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.decode import decode_part
 from megatron.blending.metadatasets.metadataset import Join, Leaf
-from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.failures import Failures, FatalSampleError, SkipSample
+from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 
 SAMPLE_WEIGHT = "sample_weight"
@@ -63,7 +63,7 @@ class ChatSource:
     """
 
     def __init__(
-        self, leaf: LeafDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
+        self, leaf: SourceDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
     ) -> None:
         """`first_record`: where the leaf begins in the whole source, for keys."""
         self.name = name
@@ -101,10 +101,10 @@ class ChatSource:
         return self._leaf.source.fingerprint()
 
 
-def open_chats(leaf: Leaf | Join, task: ChatTask) -> LeafDataset:
+def open_chats(leaf: Leaf | Join, task: ChatTask) -> SourceDataset:
     """Open a source; ValueError, starting with where it is named, if its samples cannot be text."""
     source_weight(leaf.subflavors, f"{leaf.where}: subflavors: ")
-    opened: LeafDataset = open_leaf(leaf, Reading(encoder=task))
+    opened: SourceDataset = open_leaf(leaf, Reading(encoder=task))
     kind = opened.load.kind if isinstance(opened.load, TypedLoad) else None
     if kind is not None and not issubclass(kind, TextSample):
         raise ValueError(

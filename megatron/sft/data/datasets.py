@@ -7,11 +7,14 @@ they have (metadatasets and prepared folders); a part of the data by --split.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.encoding.token_weights import by_tokens
+from megatron.blending.formats.paths import is_metadataset
+from megatron.blending.formats.sources import SOURCES
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     LoadedDataset,
@@ -19,17 +22,15 @@ from megatron.blending.loading.dataset_loader import (
     loaded_for_training,
     split_names,
 )
+from megatron.blending.loading.token_weights import by_tokens
 from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
-from megatron.blending.metadatasets.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
-from megatron.blending.streams.leaf import LeafDataset
-from megatron.blending.streams.weights import WeightSchedule
-from megatron.sft.data.blend_schedule import parse_schedule
+from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, Tokenizer
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.data.mixture import Blended, Concatenation, Mixture
 from megatron.sft.data.mock_dataset import MockSFTDataset
-from megatron.sft.data.source_names import short_names
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
@@ -52,17 +53,15 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
-    """Open the files, or make up the data, that the options name. Reads indices, not the records, but for weights by
-    tokens. ValueError, one line that names the file, for anything that cannot be read.
+    """Opens the files, or makes up the data, that the options name: indices are read, and records for weights by tokens
+    only. ValueError, one line that names the file, for anything that cannot be read.
     """
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size)
     task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
-    written = data.blend_weight_schedule
-    schedule = None if written is None else parse_schedule(written, config.training.global_batch_size)
-    builder = _Builder(data, task, config.training.seed, schedule)
+    builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
     is_blend = any(map(is_metadataset, data.data_path))
     train, valid, test = builder.build_blend() if is_blend else builder.build_files()
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
@@ -89,7 +88,7 @@ class _Builder:
         self._held_out = self._splits_of_data()
 
     def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
-        """Sources one after the other."""
+        """Returns the sources one after the other."""
         data = self._data
         sources = self._sources([leaf for path in data.data_path for leaf in leaves(load_metadataset(path, "train"))])
         total = sum(map(len, sources))
@@ -103,7 +102,7 @@ class _Builder:
         )
 
     def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
-        """Sources in the proportions of a metadataset."""
+        """Returns the sources in the proportions of a metadataset."""
         path = self._data.data_path[0]
         kind, shares = flattened(load_metadataset(path, "train"))
         opened = [(open_chats(leaf, self._task), share, leaf) for leaf, share in shares]
@@ -130,7 +129,7 @@ class _Builder:
         )
 
     def _splits_of_data(self) -> set[str]:
-        """Which splits to hold out the data themselves have."""
+        """Returns which splits to hold out the data themselves have."""
         if self._data.valid_data_path:
             return set()
         found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.data_path}
@@ -144,7 +143,7 @@ class _Builder:
         return set().union(*found.values())
 
     def _all_of(self, split: str) -> Mixture:
-        """What is held out, unshuffled."""
+        """Returns what is held out, unshuffled."""
         paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.data_path if split in split_names(path)]
@@ -153,8 +152,8 @@ class _Builder:
     def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
         return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
 
-    def _chats(self, opened: Sequence[tuple[LeafDataset, Leaf | Join, int]]) -> list[ChatSource]:
-        """Opened sources with their names; the number is the record at which they begin."""
+    def _chats(self, opened: Sequence[tuple[SourceDataset, Leaf | Join, int]]) -> list[ChatSource]:
+        """Returns opened sources with their names; the number is the record at which they begin."""
         names = short_names([_path_of(leaf) for _, leaf, _ in opened])
         return [
             ChatSource(dataset, name, self._task, self._failures(), first)
@@ -179,7 +178,7 @@ class _Builder:
         return Blended(sources, weighted, shares, self._seed, self._data.blend_mode, schedule)
 
     def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
-        """Records for training, validation and test."""
+        """Returns the records for training, validation and test."""
         shares = self._data.split_shares
         train_end = round(shares[0] * num_records)
         valid_end = round((shares[0] + shares[1]) * num_records)
@@ -191,8 +190,37 @@ class _Builder:
         return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
 
 
-def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDataset:
-    return LeafDataset(
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Returns as much of each path as tells it from the others, for logs:
+    `["data/a/chats.jsonl", "data/b/chats.jsonl", "web/"] -> ["a/chats", "b/chats", "web"]`.
+
+    Without the suffix of a kind of file where that leaves them apart; equal paths are numbered: `chats`, `chats#2`.
+    """
+    parts = [PurePosixPath(path).parts or (path,) for path in paths]
+    levels = [[_ending(part, count, has_suffix) for part in parts] for count, has_suffix in _levels(parts)]
+    names = []
+    for number in range(len(paths)):
+        column = [level[number] for level in levels]
+        names.append(next((name for name, level in zip(column, levels) if level.count(name) == 1), column[0]))
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(names):
+        seen[name] += 1
+        names[number] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+    return names
+
+
+def _levels(parts: Sequence[tuple[str, ...]]) -> list[tuple[int, bool]]:
+    longest = max(map(len, parts), default=1)
+    return [(count, has_suffix) for count in range(1, longest + 1) for has_suffix in (False, True)]
+
+
+def _ending(parts: tuple[str, ...], count: int, has_suffix: bool) -> str:
+    path = PurePosixPath(*parts[-count:])
+    return str(path if has_suffix or path.suffix not in SOURCES else path.with_suffix(""))
+
+
+def _part(dataset: SourceDataset, leaf: Leaf | Join, records: range) -> SourceDataset:
+    return SourceDataset(
         SourcePart(dataset.source, records),
         load=dataset.load,
         multiplier=leaf.shuffle_over_epochs_multiplier,
@@ -200,7 +228,7 @@ def _part(dataset: LeafDataset, leaf: Leaf | Join, records: range) -> LeafDatase
     )
 
 
-def _leaf_of(loaded: LoadedDataset) -> LeafDataset:
+def _leaf_of(loaded: LoadedDataset) -> SourceDataset:
     node = loaded.dataset
     while node.children:
         node = node.children[0]

@@ -23,10 +23,9 @@ from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
-from megatron.sft.data.plain_tokenizer import build_plain_tokenizer
-from megatron.sft.report.json_lines import read_jsonl
-from megatron.sft.report.metrics_file import METRICS_FILE
-from megatron.sft.report.report import PACKS_FILE
+from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.options.data import tokenizer_type_of
+from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, read_jsonl
 
 IntArray = npt.NDArray[np.int64]
 
@@ -35,7 +34,7 @@ LONGEST = 2**24
 
 
 def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None, seed: int, needed: int) -> Lengths:
-    """The lengths that `source` names (see the module); mock data gives `needed` of them.
+    """Returns the lengths that `source` names (see the module); mock data gives `needed` of them.
 
     ValueError, naming file and line, for what cannot be read.
     """
@@ -102,7 +101,7 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """The object that a file holds; None for a list, which is one of records, and for what is no JSON."""
+    """Returns the object that a file holds; None for a list, which is one of records, and for what is no JSON."""
     try:
         return _parsed(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError):
@@ -127,9 +126,8 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 
 def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     source = open_source(path)
-    tokenizer = build_plain_tokenizer(
-        tokenization.tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size
-    )
+    tokenizer_type = tokenizer_type_of(tokenization.tokenizer_type, tokenization.tokenizer_model)
+    tokenizer = build_tokenizer(tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
     lengths, dropped = [], 0
     for index in range(len(source)):
@@ -147,12 +145,12 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
             dropped += 1
     if not lengths:
         raise ValueError(f"{path}: holds no sample with a token to train on; give another file")
-    described = f"{path}, {tokenization.tokenizer_type}"
+    described = f"{path}, {tokenizer_type}"
     return Lengths(lengths=np.array(lengths, np.int64), described=described, dropped=dropped)
 
 
 def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
-    """Errors of mock data name its flag, which is not the planner's, and a --seq-length, which may not be given."""
+    """Puts errors in the planner's words: mock data's name its flag, and a --seq-length, which may not be given."""
     try:
         return read()
     except ValueError as error:

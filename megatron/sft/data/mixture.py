@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.order.permutation import permute_indices
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BlendDataset, ChoicePlan
-from megatron.blending.streams.dataset import Binding, Block
-from megatron.blending.streams.permutation import permute_indices
-from megatron.blending.streams.weights import WeightSchedule
+from megatron.blending.streams.node import Binding, Block
 from megatron.sft.data.chat_encoder import Dropped, EncodedSample
 
 

@@ -92,7 +92,7 @@ class MockSFTDataset:
         return self._num_samples
 
     def lengths(self, indices: IntArray) -> IntArray:
-        """Tokens of each of these samples (int64, same shape), without making them."""
+        """Returns the tokens of each of these samples (int64, same shape), without making them."""
         return self._lengths(self._seed, indices)
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
@@ -176,7 +176,7 @@ class IndexedTokens:
 
 
 def read_lengths(path: Path, seq_length: int) -> IntArray:
-    """The lengths in a text file, int64, one per line; ValueError with file and line for a bad one.
+    """Reads the lengths in a text file, int64, one per line; ValueError with file and line for a bad one.
 
     A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the end are ignored.
     """
@@ -200,7 +200,7 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
 
 
 def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
-    """The configuration, and the folder that relative paths in it are relative to."""
+    """Returns the configuration, and the folder that relative paths in it are relative to."""
     if config_json is None:
         return {"mode": "distribution"}, Path()
     folder, text, where = Path(), config_json, "the JSON"
@@ -241,7 +241,7 @@ def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribut
 
 
 def _random_bits(seed: int, indices: IntArray, streams: UintArray | np.uint64) -> UintArray:
-    """64 random bits as a function of (seed, index, stream); indices and streams broadcast.
+    """Returns 64 random bits as a function of (seed, index, stream); indices and streams broadcast.
 
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), chained over the three.
     """
@@ -258,5 +258,5 @@ def _mixed(state: UintArray) -> UintArray:
 
 
 def _uniform(bits: UintArray) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) from the upper 53 bits."""
+    """Returns numbers in [0, 1) from the upper 53 bits."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

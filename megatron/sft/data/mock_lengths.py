@@ -44,7 +44,7 @@ class LengthDistribution(Protocol):
         ...
 
     def quantile(self, uniform: FloatArray) -> IntArray:
-        """The length (int64) that each number in [0, 1) (float64) draws."""
+        """Returns the length (int64) that each number in [0, 1) (float64) draws."""
         ...
 
 
@@ -142,7 +142,7 @@ class MixtureLengths:
 
 
 def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistribution:
-    """The distribution that a JSON object names by "type" and describes by its other keys.
+    """Returns the distribution that a JSON object names by "type" and describes by its other keys.
 
     ValueError naming flag and key. `path` stands before keys in errors, for an object inside another.
     """
@@ -157,7 +157,7 @@ def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistr
 def read_keys(
     config: Mapping[str, Any], required: Mapping[str, type], optional: Mapping[str, type] | None = None, path: str = ""
 ) -> dict[str, Any]:
-    """`config` when its keys and their types are those declared; ValueError naming flag, key and the nearest right key.
+    """Returns `config` if its keys and their types are those declared; else ValueError with flag, key and the nearest.
 
     An int passes where a float is declared. Numbers are finite, integers at least 1 and floats above 0.
     """
@@ -173,7 +173,7 @@ def read_keys(
 
 
 def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") -> tuple[Any, dict[str, Any]]:
-    """The value of `key`, and the other keys; ValueError if it is missing or of another type."""
+    """Returns the value of `key`, and the other keys; ValueError if it is missing or of another type."""
     if key not in config:
         raise config_error(f"key {path}{key} is missing" + _nearest(key, config, "; is it"))
     rest = dict(config)

@@ -1,11 +1,18 @@
-"""mcore. megatron-core's own tokenizers behind the one small interface that `chat_encoder` knows.
+"""pure. The tokenizers that `chat_encoder` knows behind one small interface: bytes, numbers, and those of transformers.
 
-megatron-core takes seconds to import, so this file imports it only when a tokenizer is built.
+megatron-core has classes for all three, too. They only pass calls on, and change what an id means from one version to
+the next (0.19 gives NullTokenizer one id less, and begins every text of a Hugging Face tokenizer with its start token),
+so ids here come from no megatron-core. Nothing here imports torch: the planner counts tokens with it.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +50,8 @@ def build_tokenizer(
 class MarkedTokenizer:
     """A tokenizer without a template: each turn is a start token for its role, its content, an end-of-turn token."""
 
-    wrapped: Any
-    """megatron-core's tokenizer."""
+    text: _Bytes | _Numbers
+    """What turns text into ids."""
     vocab_size: int
     eod: int
     pad: int
@@ -55,15 +62,15 @@ class MarkedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
-            ids = self.wrapped.text_to_ids(text)
+            ids = self.text.encode(text)
         except ValueError as error:
-            raise SampleError(f"{type(self.wrapped).__name__} cannot read {text!r:.60}: {error}") from error
+            raise SampleError(f"{self.text.name} cannot read {text!r:.60}: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise SampleError(f"token ids must be in range({self.vocab_size}), but span {min(ids)} to {max(ids)}")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.wrapped.ids_to_text(ids)
+        return self.text.decode(ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
         ids: list[int] = []
@@ -90,18 +97,18 @@ class TemplateTokenizer:
     more renderings per assistant turn.
     """
 
-    wrapped: Any
-    """megatron-core's tokenizer, whose `tokenizer` is the one of transformers."""
+    tokenizer: Any
+    """transformers' fast tokenizer."""
     vocab_size: int
     eod: int
     pad: int
     chat_template: str | None
 
     def encode(self, text: str) -> list[int]:
-        return self.wrapped.text_to_ids(text)
+        return self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.wrapped.ids_to_text(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
         if self.chat_template is None:
@@ -117,7 +124,7 @@ class TemplateTokenizer:
         spans = [
             self._span(messages, turn, text) for turn, message in enumerate(messages) if message.role == "assistant"
         ]
-        encoded = self.wrapped.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         is_assistant = np.zeros(len(starts), np.bool_)
         for start, end in spans:
@@ -148,29 +155,44 @@ class TemplateTokenizer:
 
         conversation = [message._asdict() for message in messages]
         try:
-            return self.wrapped.apply_chat_template(conversation, self.chat_template, **options)
+            return self.tokenizer.apply_chat_template(conversation, chat_template=self.chat_template, **options)
         except TemplateError as error:
             raise SampleError(f"the chat template refuses the conversation: {error}") from error
 
 
-def _build_byte_level() -> Tokenizer:
-    from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
+class _Bytes:
+    """UTF-8."""
 
-    wrapped = ByteLevelTokenizer(
-        # Numbered from the end of the vocabulary downwards. Left out, decoding would take ids above 255 for bytes.
-        special_tokens=list(reversed(BYTE_LEVEL_SPECIAL_TOKENS)),
-        vocab_size=256,
-        # By default 0 and 1, which are bytes.
-        _eos_id=256 + BYTE_LEVEL_SPECIAL_TOKENS.index("<eod>"),
-        _pad_id=256 + BYTE_LEVEL_SPECIAL_TOKENS.index("<pad>"),
-    )
+    name = "ByteLevelTokenizer"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(number for number in ids if number < 256).decode(errors="ignore")
+
+
+class _Numbers:
+    """Ids in decimal, a single space between them."""
+
+    name = "NullTokenizer"
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split(" ")]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def _build_byte_level() -> Tokenizer:
+    ids = {token: 256 + place for place, token in enumerate(BYTE_LEVEL_SPECIAL_TOKENS)}
     return MarkedTokenizer(
-        wrapped=wrapped,
-        vocab_size=wrapped.vocab_size,
-        eod=wrapped.eod,
-        pad=wrapped.pad_id,
-        start_of_turn={role: wrapped.token_to_id(f"<{role}>") for role in ("system", "user", "assistant", "tool")},
-        end_of_turn=wrapped.token_to_id("<end>"),
+        text=_Bytes(),
+        vocab_size=256 + len(ids),
+        eod=ids["<eod>"],
+        pad=ids["<pad>"],
+        start_of_turn={role: ids[f"<{role}>"] for role in ("system", "user", "assistant", "tool")},
+        end_of_turn=ids["<end>"],
     )
 
 
@@ -180,34 +202,57 @@ def _build_hugging_face(tokenizer_model: str | None) -> Tokenizer:
             "--tokenizer-model must be the directory of a Hugging Face tokenizer for --tokenizer-type "
             f"HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
         )
-    from megatron.core.tokenizers.text.libraries import HuggingFaceTokenizer
-
-    wrapped = HuggingFaceTokenizer(tokenizer_model, use_fast=True)
-    if wrapped.eod is None:
-        raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
-    if not wrapped.tokenizer.is_fast:
+    with _without_torch():
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True)
+        except Exception as error:  # of many kinds, by what is wrong with the files
+            raise ValueError(f"--tokenizer-model {tokenizer_model} cannot be read: {error}") from error
+    if not tokenizer.is_fast:
         raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
     return TemplateTokenizer(
-        wrapped=wrapped,
-        vocab_size=wrapped.vocab_size,
-        eod=wrapped.eod,
-        pad=wrapped.eod if wrapped.pad_id is None else wrapped.pad_id,
-        chat_template=wrapped.tokenizer.get_chat_template() if wrapped.chat_template else None,
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        eod=tokenizer.eos_token_id,
+        pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
     )
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """transformers imports torch, in seconds, wherever it finds it, and works without; what is imported is left."""
+    if "torch" in sys.modules:
+        yield
+        return
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that torch is missing
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = find_spec
+        if verbosity is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        else:
+            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity
 
 
 def _build_null(vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 1:
         raise ValueError(f"--vocab-size must be at least 1 for --tokenizer-type NullTokenizer, but is {vocab_size}")
-    from megatron.core.tokenizers.text.libraries import NullTokenizer
-
-    wrapped = NullTokenizer(vocab_size)
-    # It has one token beyond its ids, which ends documents and turns and fills up.
+    # One token beyond the ids ends documents and turns, and fills up.
     return MarkedTokenizer(
-        wrapped=wrapped,
-        vocab_size=wrapped.vocab_size,
-        eod=wrapped.eod,
-        pad=wrapped.eod,
+        text=_Numbers(),
+        vocab_size=vocab_size + 1,
+        eod=vocab_size,
+        pad=vocab_size,
         start_of_turn={},
-        end_of_turn=wrapped.eod,
+        end_of_turn=vocab_size,
     )

@@ -5,6 +5,7 @@ learning-rate schedule.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.step.settings import cost_of, measured_cost
+from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
 from megatron.sft.model.hf_read import Pretrained, read_weights
 from megatron.sft.options.config import SFTConfig
@@ -45,10 +46,11 @@ class Training(NamedTuple):
 def build_training(
     config: SFTConfig, vocab_size: int, device: torch.device, pretrained: Pretrained | None = None
 ) -> Training:
-    """Build model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
+    """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    transformer_config.pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost  # type: ignore[attr-defined]  # read by PackingSettings
+    pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
+    transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
@@ -56,7 +58,7 @@ def build_training(
 
 
 def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost | None:
-    """Seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
+    """Returns the seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
 
     ValueError where the file was measured for another model, or differs between ranks: they would schedule apart.
     """
@@ -72,8 +74,8 @@ def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout where it need
-    not.
+    """Returns the rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout
+    where it need not.
     """
     unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
     return -(-vocab_size // unit) * unit
@@ -82,19 +84,14 @@ def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
 def build_transformer_config(
     config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
 ) -> TransformerConfig:
-    """megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
+    """Returns megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
     transformer_config = TransformerConfig(
         **architecture(model),
         layernorm_epsilon=model.norm_epsilon,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.num_virtual_stages,
@@ -115,9 +112,9 @@ def build_transformer_config(
     )
     prepare_config(transformer_config, model)
     if packing.sequence_packing:
-        # Not fields of megatron-core's dataclass yet; read by name, as later Megatron-LM has them.
+        # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
         transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
-        transformer_config.sequence_packing_over_length = packing.over_length_policy  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_options = PackingOptions(over_length_policy=packing.over_length_policy)  # type: ignore[attr-defined]
     return transformer_config
 
 
@@ -186,7 +183,7 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
+    """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
     training = config.training
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -208,7 +205,7 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
 
 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
+    """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
     training = config.training
     return OptimizerParamScheduler(
         optimizer,
@@ -233,7 +230,7 @@ def connect(
     optimizer: MegatronOptimizer,
     config: SFTConfig,
 ) -> None:
-    """Tell megatron-core's schedules how gradients are finished, and when they may travel."""
+    """Tells megatron-core's schedules how gradients are finished, and when they may travel."""
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = optimizer.scale_loss
     if config.parallel.overlap_grad_reduce:

@@ -19,19 +19,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import common as common_strategy
 from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
+from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.hf_companions import COMPANIONS, Companions
+from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
+from megatron.sft.options.packing import PackingConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
 # Options that are younger than some checkpoints, which were saved at their defaults.
 _UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
 
@@ -44,7 +46,38 @@ class Progress(NamedTuple):
     evaluation_due: bool
     """Whether the step was one to evaluate after, and the run was stopped before that."""
     waiting: Sequence[dict[str, Any]] = ()
-    """Samples consumed but not trained on yet, as each data-parallel rank's `DelayQueue` tells; empty if none waits."""
+    """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
+
+
+def restored_queue(
+    packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
+) -> DelayQueue | None:
+    """Returns the queue of outliers on data-parallel rank `rank`, with its part of what is `delayed` in a loaded
+    checkpoint; None if nothing can be delayed and nothing is.
+
+    ValueError on every rank where something is and packing is off: nothing would give it back.
+    """
+    if delayed and not packing.sequence_packing:
+        raise ValueError("the checkpoint holds sequences that wait for a later step; pass --sequence-packing")
+    if not packing.outlier_delay_steps and not delayed:
+        return None
+    queue = DelayQueue(packing.outlier_delay_steps)
+    if delayed:
+        queue.load_state_dict(delayed, rank, num_ranks)
+    return queue
+
+
+def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
+    """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is. Collective, with a queue.
+
+    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to each of them.
+    """
+    if queue is None:
+        return []
+    group = parallel_state.get_data_parallel_group()
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, queue.state_dict(), group=group)
+    return states if any(len(state["steps"]) for state in states) else []
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -121,18 +154,39 @@ def load_checkpoint(
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model, or of another blend, unless `allow_changed_data`. Random states (of
-    dropout) continue only in the same layout.
+    Raises ValueError if it is of another model, of another blend, unless `allow_changed_data`, or of a later
+    megatron-core, and if it holds objects that could run code. Random states (of dropout) continue only in the same
+    layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    common = read_common(path)
     _check_same_model(path, common["model_options"], model_options)
     _check_same_blend(path, common["data"], data, allow_changed_data)
-    state = _load_state(path, training, with_random_states=_layout() == common["layout"])
+    with only_weights(path / "*.distcp"):
+        state = _load_state(path, training, with_random_states=_layout() == common["layout"])
     return Progress(**state["progress"])
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside tensors; ValueError where it is of a later megatron-core, or where it or
+    what tells of the tensors could run code.
+    """
+    check_metadata(path)
+    _check_readable(path)
+    common_file = path / "common.pt"
+    with only_weights(common_file if common_file.exists() else path / "*.distcp"):
+        return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def _check_readable(path: Path) -> None:
+    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19 reads both kinds.
+    if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
+        raise ValueError(
+            f"{path} was saved under a later megatron-core than this one; continue it on Python 3.12 or later"
+        )
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:

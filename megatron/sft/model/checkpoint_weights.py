@@ -17,14 +17,18 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.sft.model.unpickling import only_weights
+
 
 class CheckpointWeights:
     """Fills a model's parameters layer by layer, and frees the layer before: host memory holds one.
 
-    The model is on the CPU, without initial weights: memory that was only allocated is not touched yet.
+    The model is on the CPU, without initial weights: memory that was only allocated is not touched yet. The checkpoint
+    has passed `read_common`.
     """
 
-    def __init__(self, checkpoint: str | Path, gpt: GPTModel) -> None:
+    def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
+        self._path = checkpoint
         self._parameters = dict(gpt.named_parameters())
         state = dict(gpt.sharded_state_dict())
         apply_factories(state)
@@ -59,7 +63,8 @@ class CheckpointWeights:
             if num_read != values.numel() and not block.allow_shape_mismatch:  # the vocabulary's padding may differ
                 raise ValueError(f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}")
             items += found
-        self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+        with only_weights(self._path / "*.distcp"):
+            self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
 
 
 def _tensors_in(entry: object) -> list[ShardedTensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron.packing.batch.sample import samples_of
+from megatron.packing.batch.reading import read_samples
+from megatron.packing.batch.samples import spread
 from megatron.packing.model.get_batch import (
     Batch,
     get_batch_on_this_rank_for_sequence_packing,
@@ -28,7 +30,7 @@ Loss = tuple[Tensor, Tensor, dict[str, Any]]
 def forward_step(
     data_iterator: Iterator[Any], model: torch.nn.Module, num_sources: int = 1
 ) -> tuple[Tensor, Callable[[Tensor], Loss]]:
-    """megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
+    """Runs megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
 
     num_sources: where there are several, the loss of each is kept apart; one addition per token on the last stage.
     """
@@ -66,7 +68,7 @@ def forward_step(
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
-    """What experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
+    """Returns what experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
     if is_first or not config.sequence_parallel:
         return padding_mask
     shards = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
@@ -74,8 +76,9 @@ def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool
 
 
 def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
-    """(sum of weight * cross entropy, number of unmasked tokens, both for the log), of this rank's shard; nothing is
-    divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
+    """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this rank's shard.
+
+    Nothing is divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
     losses = output.to(torch.promote_types(output.dtype, torch.float32)) * loss_mask
@@ -106,7 +109,7 @@ class PaddedBatch(NamedTuple):
 def padded_batches(
     draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
 ) -> Iterator[PaddedBatch]:
-    """Pad each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
+    """Pads each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
     masked.
     """
     size, rank = (
@@ -122,11 +125,13 @@ def padded_batches(
         tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
-        for row, sample in enumerate(samples_of(draw)):
-            real = slice(len(sample))
-            tokens[row, real], labels[row, real] = sample.tokens, sample.labels
-            loss_mask[row, real], position_ids[row, real] = sample.loss_mask, sample.position_ids
-            padding_mask[row, real], sources[row] = False, sample.source
+        samples = read_samples(draw)
+        real = torch.from_numpy(spread(np.arange(samples.lengths.size) * seq_length, samples.lengths))
+        whole = (tokens, labels, loss_mask, position_ids)
+        for padded, values in zip(whole, samples.fields()):
+            padded.view(-1)[real] = torch.from_numpy(values)
+        padding_mask.view(-1)[real] = False
+        sources[: samples.sources.size] = torch.from_numpy(samples.sources.astype(np.int64)).unsqueeze(1)
         yield PaddedBatch(
             tokens=shard(tokens),
             labels=shard(labels),

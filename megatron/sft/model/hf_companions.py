@@ -119,9 +119,9 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> None:
-    if config.data.tokenizer_type == "ByteLevelTokenizer":
+    if config.data.resolved_tokenizer_type == "ByteLevelTokenizer":
         _write_byte_level(folder)
-    elif config.data.tokenizer_type == "HuggingFaceTokenizer":
+    elif config.data.resolved_tokenizer_type == "HuggingFaceTokenizer":
         assert config.data.tokenizer_model is not None
         source = Path(config.data.tokenizer_model)
         for name in _TOKENIZER_FILES:

@@ -1,4 +1,7 @@
-"""mcore. Faults of megatron-core 0.16.1 without Transformer Engine, on CUDA as much as on CPU, mended from outside."""
+"""mcore. Faults of megatron-core without Transformer Engine, on CUDA as much as on CPU, mended from outside.
+
+Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 0.16.1 has no other keys of groups.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from typing import Any
 
 import torch
 
-from megatron.packing.model import load_balancing
+from megatron.packing.model import auxiliary_losses
 
 
 def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
     _load_distributed_adam()
-    load_balancing.install()
+    _tell_parameter_groups_apart_by_what_they_are()
+    auxiliary_losses.install()
 
 
 def _define_te_general_gemm() -> None:
@@ -55,3 +59,16 @@ def _load_distributed_adam() -> None:
     DistributedOptimizer.load_state_dict = load_with_own_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
     DistributedOptimizer.restores_steps = True  # type: ignore[attr-defined]
+
+
+def _tell_parameter_groups_apart_by_what_they_are() -> None:
+    """A checkpoint's parameter groups are found by what their parameters are, not by the learning rate they had.
+
+    0.19 compares limits of the learning rate and of weight decay, too, and refuses a run that continues with its own.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    kinds = {"wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"}
+    for module in (optimizer, distrib_optimizer):
+        keys = module.param_group_identifier_keys
+        module.param_group_identifier_keys = tuple(key for key in keys if key in kinds)  # type: ignore[attr-defined]

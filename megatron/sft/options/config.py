@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError, parse_flags
+from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
@@ -35,7 +36,7 @@ class SFTConfig:
 
     @property
     def alignment(self) -> Alignment:
-        """What the layout asks of packs."""
+        """What the layout demands of packs."""
         return Alignment.for_layout(
             context_parallel_size=self.parallel.context_parallel_size,
             tensor_parallel_size=self.parallel.tensor_model_parallel_size,
@@ -62,7 +63,7 @@ class SFTConfig:
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // per_stage
 
     def check(self, world_size: int) -> None:
-        """Raise FlagError for options that contradict one another or the number of processes."""
+        """Raises FlagError for options that contradict one another or the number of processes."""
         try:
             data_parallel_size = self.parallel.data_parallel_size(world_size)
             self._check_batch(data_parallel_size)
@@ -91,33 +92,32 @@ class SFTConfig:
 
     def _check_model(self) -> None:
         model, parallel = self.model, self.parallel
-        tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        for name, value in (
-            ("--num-attention-heads", model.num_attention_heads),
-            ("--ffn-hidden-size", model.resolved_ffn_hidden_size),
-            ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or tensor),
-            ("--num-query-groups", model.num_query_groups or tensor),
+        tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        check_splits(
+            model,
+            stages=Split("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
+            virtual=Split(
+                "--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage or 1
+            ),
+            tensor=Split("--tensor-model-parallel-size", tensor),
+            experts=Split("--expert-model-parallel-size", experts),
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        shared = model.moe_shared_expert_intermediate_size
+        for name, width in (
+            ("--moe-shared-expert-intermediate-size", shared),
+            ("--ffn-hidden-size", model.resolved_ffn_hidden_size if 0 in model.moe_layer_freq else None),
         ):
-            shares_groups = name == "--num-query-groups" and tensor % value == 0
-            if value % tensor and not shares_groups:
-                raise ValueError(f"{name} {value} must be a multiple of --tensor-model-parallel-size {tensor}")
-        per_stage = parallel.num_layers_per_virtual_pipeline_stage or 1
-        if model.num_layers % (stages * per_stage):
-            raise ValueError(
-                f"--num-layers {model.num_layers} must be a multiple of --pipeline-model-parallel-size {stages}"
-                + (f" times --num-layers-per-virtual-pipeline-stage {per_stage}" if per_stage > 1 else "")
-            )
+            if width is not None and width % tensor:
+                raise ValueError(
+                    f"{name} {width} must be a multiple of --tensor-model-parallel-size {tensor}; lower it"
+                )
         if self.num_virtual_stages == 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"
             )
-        experts = parallel.expert_model_parallel_size
-        if experts > 1 and (model.num_experts is None or model.num_experts % experts):
-            raise ValueError(
-                f"--num-experts {model.num_experts} must be a multiple of --expert-model-parallel-size {experts}"
-            )
-        if model.num_experts is not None and tensor > 1 and not parallel.sequence_parallel:
-            raise ValueError("--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel")
+        if experts > 1 and model.num_experts is None:
+            raise ValueError(f"--expert-model-parallel-size {experts} needs --num-experts")
         if model.num_experts is not None and tensor > 1 and experts == 1:
             raise ValueError(
                 "--num-experts with --tensor-model-parallel-size above 1 needs --expert-model-parallel-size above 1: "
@@ -154,12 +154,12 @@ class SFTConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for logs and checkpoints."""
+        """Returns plain values, for logs and checkpoints."""
         return json.loads(json.dumps(asdict(self)))
 
 
 def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
-    """The run's options from the command line; FlagError for anything wrong in them."""
+    """Returns the run's options from the command line; FlagError for anything wrong in them."""
     groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
     model, parallel, packing, data, training, output = parse_flags(
         groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", imply=implied_options

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from megatron.blending.metadatasets.paths import is_metadataset
-from megatron.packing.flags import flag_of
-from megatron.sft.options.ranges import check_range
+from megatron.blending.formats.paths import is_metadataset
+from megatron.blending.order.weights import WeightSchedule
+from megatron.packing.flags import check_range, flag_of
+from megatron.planner.lengths import TokenizerType
+
+
+def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
+    """The tokenizer that is meant where its type is not given; ValueError for a model that it would not read."""
+    if tokenizer_type is None:
+        return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
+    if tokenizer_model is not None and tokenizer_type != "HuggingFaceTokenizer":
+        raise ValueError(f"--tokenizer-model {tokenizer_model} is not read by {tokenizer_type}; drop --tokenizer-type")
+    return tokenizer_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +46,8 @@ class DataConfig:
     """Train on made-up tokens."""
     sft_mock_dataset_config_json: str | None = None
     """Lengths of made-up samples: JSON, or a path to it."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = "ByteLevelTokenizer"
-    """Byte-level needs no files."""
+    tokenizer_type: TokenizerType | None = None
+    """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no files."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     vocab_size: int | None = None
@@ -62,7 +74,12 @@ class DataConfig:
                 raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, None, "max_bad_samples_in_a_row")
-        _ = self.split_shares
+        _ = self.split_shares, self.resolved_tokenizer_type
+
+    @property
+    def resolved_tokenizer_type(self) -> TokenizerType:
+        """--tokenizer-type, or what --tokenizer-model says."""
+        return tokenizer_type_of(self.tokenizer_type, self.tokenizer_model)
 
     @property
     def split_shares(self) -> tuple[float, float, float]:
@@ -75,3 +92,29 @@ class DataConfig:
             raise ValueError(f"--split must be up to three shares such as 969,30,1, but is {self.split!r}")
         shares += [0.0] * (3 - len(shares))
         return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
+
+    def weight_schedule(self, samples_per_step: int) -> WeightSchedule | None:
+        """Returns what --blend-weight-schedule says, as JSON or in a file; ValueError for what is no schedule.
+
+            {"kind": "linear", "points": [[0, [5, 3, 2]], [1000, [1, 1, 1]]]}
+
+        At each point stand the step and a weight for every source, in the order of the metadataset; `kind` is linear
+        between points, or step. Before the first point there is none: it is at step 0.
+        """
+        if self.blend_weight_schedule is None:
+            return None
+        flag, text = "--blend-weight-schedule", self.blend_weight_schedule
+        form = '{"kind": "step" or "linear", "points": [[step, [weight of each source]], ...]}'
+        try:
+            written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as failure:
+            raise ValueError(f"{flag} must be {form}, or a file with it, but: {failure}") from None
+        try:
+            points = tuple((step, tuple(weights)) for step, weights in written["points"])
+            if not set(written) <= {"kind", "points"} or any(type(step) is not int for step, _ in points):
+                raise TypeError
+            return WeightSchedule(points, samples_per_step, written.get("kind", "step"))
+        except (KeyError, TypeError):
+            raise ValueError(f"{flag} must be {form}, but is {json.dumps(written):.100}") from None
+        except ValueError as failure:
+            raise ValueError(f"{flag}: {failure}") from None

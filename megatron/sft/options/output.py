@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from megatron.sft.options.ranges import check_range
+from megatron.packing.flags import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

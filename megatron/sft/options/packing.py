@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
-from megatron.packing.flags import flag_of
+from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.flags import check_range, flag_of
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
-from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.sft.options.ranges import check_range
+from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +17,19 @@ class PackingConfig:
 
     sequence_packing: bool = False
     """Pack sequences into microbatches without padding between them (THD)."""
-    sequence_packing_scheduler: str | None = None
-    """How sequences are given to ranks and microbatches: default, empty, dp_balanced, or a function of yours as
-    module:function (default: default, the least modelled step time)."""
+    sequence_packing_scheduler: str | None = field(default=None, metadata={"names": SCHEDULERS})
+    """How sequences are given to ranks and microbatches: NAMES, or a function of yours as module:function (default:
+    default, the least modelled step time)."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
-    over_length_policy: Literal["error", "truncate", "drop"] = "error"
+    over_length_policy: OverLengthPolicy = "error"
     """What happens to a sample longer than --seq-length."""
     pack_cost: str | None = None
     """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
     FLOPs)."""
     outlier_delay_steps: int = 0
-    """Steps that a sequence may wait for others of its kind if it alone costs more than a fair share of a step
-    (default: 0, none waits)."""
+    """Steps that a sequence may be delayed, for others of its kind to come, if it alone costs more than a fair share
+    of a step (default: 0, none is)."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):

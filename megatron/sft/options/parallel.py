@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.sft.options.ranges import check_range
+from megatron.packing.flags import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ParallelConfig:
             raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model; ValueError where the world does not divide."""
+        """Returns the number of replicas of the model; ValueError where the world does not divide."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if world_size % model:
             raise ValueError(

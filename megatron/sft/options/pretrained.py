@@ -34,9 +34,9 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{where} has a sliding window of {window} tokens, which is exact only for --seq-length up to that, but "
             f"it is {seq_length}; lower it"
         )
+    own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"
     defaults = {
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": folder,
+        "tokenizer_model": None if own_tokenizer else folder,
         "attention_dropout": config.get("attention_dropout") or 0.0,
         "mask_vocab_padding": True,
     }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.packing.flags import flag_of
-from megatron.sft.options.ranges import check_range
+from megatron.packing.flags import check_range, flag_of
 
 
 @dataclass(frozen=True, kw_only=True)

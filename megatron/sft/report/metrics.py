@@ -1,11 +1,33 @@
-"""pure. What a training step and an evaluation measured, and the line of a log that it becomes."""
+"""pure. What a training step and an evaluation measured, and the line of a log that it becomes.
+
+A field of `StepMetrics` is a column of `metrics.jsonl`. A new one needs its value in `step_account`, and a default, so
+that older files can be read.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from megatron.sft.report.json_lines import json_line
-from megatron.sft.report.source_metrics import SourceMetrics, dropped_line, sources_line
+_MOST_IN_A_LINE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceMetrics:
+    """One source's part of a step or an evaluation, summed over all ranks. Counts are exact integers."""
+
+    sequences: int
+    tokens: int
+    """Real tokens: sum of the sequences' lengths."""
+    num_loss_tokens: int
+    """Tokens that the loss is taken on."""
+    loss: float
+    """Per-token mean; NaN where it has no such token."""
+
+    def described(self, name: str) -> str:
+        """Returns `"chats 2.3141 (6 samples, 3,012 tokens)"`."""
+        loss = "" if math.isnan(self.loss) and not self.num_loss_tokens else f" {self.loss:.4f}"
+        return f"{name}{loss} ({self.sequences} samples, {self.tokens:,} tokens)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +37,7 @@ class StepMetrics:
     iteration: int
     """Steps done, this one included."""
     consumed_samples: int
-    """Samples taken from the data since the run's first step, those that wait for a later one among them; the learning
+    """Samples taken from the data since the run's first step, delayed ones among them; the learning
     rate's schedule goes by it.
     """
     loss: float
@@ -44,7 +66,7 @@ class StepMetrics:
     padded_tokens: int
     """Tokens computed: real ones and padding."""
     capacity_tokens: int
-    """Tokens that the packs had room for: microbatches * capacity * data-parallel size."""
+    """Tokens that the packs could hold: microbatches * capacity * data-parallel size."""
     microbatches: int
     """Microbatches of each data-parallel rank."""
     num_ranks: int
@@ -67,9 +89,9 @@ class StepMetrics:
     cut_samples: int
     """Samples of this step that were cut."""
     delays: list[int] = field(default_factory=list)
-    """Sequences of this step that have waited 0, 1, 2 ... steps for others of their kind; empty where none may wait."""
+    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
     waiting: int = 0
-    """Sequences drawn that wait for a later step."""
+    """Sequences drawn that are delayed to a later step."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
@@ -77,7 +99,7 @@ class StepMetrics:
 
     @property
     def fill(self) -> float:
-        """Share of the packs' room that real tokens take."""
+        """Share of the packs' capacity that real tokens take."""
         return self.tokens / self.capacity_tokens
 
     @property
@@ -101,7 +123,7 @@ class StepMetrics:
         return self.predicted_seconds / self.passes_seconds - 1 if self.passes_seconds else math.nan
 
     def to_line(self, train_iters: int) -> str:
-        """The step as one line of a log."""
+        """Returns the step as one line of a log."""
         parts = [
             f"step {self.iteration:>{len(str(train_iters))}}/{train_iters}",
             f"loss {self.loss:.4f}",
@@ -142,16 +164,17 @@ class StepMetrics:
         return parts if self.num_ranks == 1 else [*parts, f"moved {self.moved:.0%}"]
 
     def to_postfix(self) -> str:
-        """What stands behind a progress bar."""
+        """Returns what stands behind a progress bar."""
         return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
 
-    def to_json(self) -> str:
-        """The step as its line of `metrics.jsonl`."""
-        values = asdict(self)
-        if not self.delays:
-            del values["delays"], values["waiting"]
-        names = ("fill", "padding", "balance", "moved", "prediction_error")
-        return json_line("train", **values, **{name: getattr(self, name) for name in names})
+
+DERIVED = ("fill", "padding", "balance", "moved", "prediction_error")
+"""Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
+TENSORBOARD = (
+    *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
+    *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
+)
+"""Columns that are drawn by TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +196,30 @@ class Evaluation:
     """As in a step."""
 
     def to_line(self) -> str:
-        """The evaluation as one line of a log."""
+        """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
         line = f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
 
-    def to_json(self) -> str:
-        """The evaluation as its line of `metrics.jsonl`."""
-        return json_line("evaluation", **asdict(self))
+
+def sources_line(sources: Mapping[str, SourceMetrics]) -> str:
+    """Returns the sources of most tokens, `"chats 2.3141 (6 samples, 3,012 tokens), code 1.9020 (2 samples, ...)"`."""
+    most = sorted(sources, key=lambda name: -sources[name].tokens)
+    parts = [sources[name].described(name) for name in most[:_MOST_IN_A_LINE]]
+    if len(most) > _MOST_IN_A_LINE:
+        parts.append(f"{len(most) - _MOST_IN_A_LINE} more")
+    return ", ".join(parts)
+
+
+def dropped_line(dropped: Mapping[str, Mapping[str, int]]) -> str:
+    """`{"chats": {"over length": 2}} -> "2 over length of chats"`."""
+    return ", ".join(
+        f"{number:,} {reason} of {name}" for name, reasons in dropped.items() for reason, number in reasons.items()
+    )
+
+
+def mean_of_finite(values: Iterable[float]) -> float:
+    """Returns the mean of those that are finite: one step that overflowed shall not hide the others."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan

@@ -10,27 +10,26 @@ Lines stand in the order of their steps, and each is written when its call retur
 leaves the same steps as one that was never stopped. NaN and infinity are null, so that every line is valid JSON.
 """
 
+import json
 import math
+import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron.sft.report.json_lines import json_line, read_jsonl, truncate_after
-from megatron.sft.report.metrics import Evaluation, StepMetrics
-from megatron.sft.report.source_metrics import sources_of_record
+from megatron.sft.report.metrics import DERIVED, TENSORBOARD, Evaluation, SourceMetrics, StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_SCALARS = (
-    *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
-    *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
-)
+PACKS_FILE = "packs.jsonl"
+"""A line per step with the lengths of its sequences, by data-parallel rank and microbatch:
+{"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}"""
 
 T = TypeVar("T", StepMetrics, Evaluation)
 
 
 def open_tensorboard(tensorboard_dir: Path | str, first_step: int) -> Any:
-    """A SummaryWriter that hides what the folder has of `first_step` and later ones, left by a run that was killed."""
+    """Returns a SummaryWriter that hides what a killed run left in the folder of `first_step` and later ones."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -73,9 +72,12 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
-        self._file.write(metrics.to_json() + "\n")
+        values = {**asdict(metrics), **{name: getattr(metrics, name) for name in DERIVED}}
+        if not metrics.delays:
+            del values["delays"], values["waiting"]
+        self._file.write(json_line("train", **values))
         if self._tensorboard is not None:
-            for name in TENSORBOARD_SCALARS:
+            for name in TENSORBOARD:
                 self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
             for name, source in metrics.sources.items():
                 self._tensorboard.add_scalar(f"train/loss of {name}", source.loss, metrics.iteration)
@@ -87,7 +89,7 @@ class MetricsWriter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
-        self._file.write(evaluation.to_json() + "\n")
+        self._file.write(json_line("evaluation", **asdict(evaluation)))
         if self._tensorboard is not None:
             self._tensorboard.add_scalar(f"{evaluation.split}/loss", evaluation.loss, evaluation.iteration)
         if self._bar is not None:
@@ -100,7 +102,7 @@ class MetricsWriter:
 
         With an `iteration` the line lasts or falls with that step when the run is resumed.
         """
-        self._file.write(json_line("event", event=name, **fields) + "\n")
+        self._file.write(json_line("event", event=name, **fields))
 
     def close(self) -> None:
         """Closes the files and the progress bar."""
@@ -112,14 +114,14 @@ class MetricsWriter:
 
 
 def progress_bar(train_iters: int, done: int) -> Any:
-    """A bar over the run's steps on stderr."""
+    """Returns a bar over the run's steps on stderr."""
     from tqdm import tqdm
 
     return tqdm(total=train_iters, initial=done, unit="step", dynamic_ncols=True)
 
 
 class Metrics(NamedTuple):
-    """All that `metrics.jsonl` holds."""
+    """What `metrics.jsonl` holds."""
 
     steps: list[StepMetrics]
     evaluations: list[Evaluation]
@@ -143,8 +145,50 @@ def read_metrics(run_dir: Path | str) -> Metrics:
 
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
-    """The dataclass instance that a line was written from, null as NaN."""
-    values: dict[str, Any] = {one.name: record[one.name] for one in fields(kind) if one.name in record}
-    values.update({name: math.nan for name, value in values.items() if value is None})
-    values["sources"] = sources_of_record(values.get("sources", {}))
-    return kind(**values)
+    """Returns the dataclass instance that a line was written from, null as NaN."""
+
+    def read(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+        known = [one.name for one in fields(cls) if one.name in values]
+        return {name: math.nan if values[name] is None else values[name] for name in known}
+
+    sources = {name: SourceMetrics(**read(SourceMetrics, one)) for name, one in record.get("sources", {}).items()}
+    return kind(**{**read(kind, record), "sources": sources})
+
+
+def json_line(kind: str, **values: Any) -> str:
+    """Returns a line of JSON, its newline included; a number that JSON doesn't have becomes null."""
+
+    def valid(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: valid(part) for name, part in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({"kind": kind, **valid(values)}, allow_nan=False) + "\n"
+
+
+def truncate_after(path: Path, iteration: int) -> None:
+    """Cuts a file of JSON lines behind its lines of steps up to `iteration`; a file that isn't there is left so.
+
+    Lines without "iteration" stay with the step that follows them. What a killed run left half-written goes too. The
+    cut is one system call, so it happens whole or not at all.
+    """
+    if not path.exists():
+        return
+    keep = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            line_iteration = json.loads(line).get("iteration")
+            if line_iteration is None:
+                continue
+            if line_iteration > iteration:
+                break
+            keep = end
+    os.truncate(path, keep)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Reads the lines of a file that may still be written to: what stands after its last newline is left out."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

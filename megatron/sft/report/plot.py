@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from megatron.sft.report.metrics import Evaluation, StepMetrics
+from megatron.sft.report.metrics import Evaluation, StepMetrics, mean_of_finite
 from megatron.sft.report.metrics_file import Metrics
-from megatron.sft.report.summary import Summary, mean_of_finite
 
 PACKS_DRAWN = 64
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito's, for colour-blind eyes too
@@ -35,20 +35,21 @@ STYLE: Any = {
 }
 
 
-def plot(path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], summary: Summary) -> None:
-    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none."""
+def plot(path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], padding_without_packing: float) -> None:
+    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none. Shares are in 0..1."""
     with rc_context(STYLE):
         figure = Figure(figsize=(11, 7.6 if packs else 3.8), dpi=130, layout="constrained")
         rows = figure.add_gridspec(2 if packs else 1, 2, width_ratios=(3, 2))
         plot_loss(figure.add_subplot(rows[0, 0]), metrics.steps, metrics.evaluations)
-        plot_waste(figure.add_subplot(rows[0, 1]), metrics.steps, summary)
+        plot_waste(figure.add_subplot(rows[0, 1]), metrics.steps, padding_without_packing)
         if packs:
-            plot_packs(figure.add_subplot(rows[1, :]), packs, summary)
+            fill = sum(step.tokens for step in metrics.steps) / sum(step.capacity_tokens for step in metrics.steps)
+            plot_packs(figure.add_subplot(rows[1, :]), packs, fill)
         figure.savefig(path)
 
 
-def plot_series(axes: Any, steps: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
-    """A line over steps; where they are many, its running mean over the faint line itself."""
+def plot_series(axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
+    """Draws a line over steps; where they are many, its running mean over the faint line itself."""
     last, reach = len(values) - 1, len(values) // 50
     smooth = []
     for at in range(len(values)):
@@ -56,11 +57,11 @@ def plot_series(axes: Any, steps: Sequence[int], values: Sequence[float], color:
         smooth.append(mean_of_finite(values[at - near : at + near + 1]))
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth, color=color, linewidth=1.8, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
 
 
-def plot_loss(axes: Any, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
-    """Training loss, smoothed where there are many steps, and the held-out points."""
+def plot_loss(axes: Axes, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
+    """Draws the training loss, smoothed where there are many steps, and the held-out points."""
     plot_series(axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training")
     splits = dict.fromkeys(evaluation.split for evaluation in evaluations)
     for split, color, marker in zip(splits, (ORANGE, GREEN, PURPLE), "osD"):
@@ -70,24 +71,27 @@ def plot_loss(axes: Any, steps: Sequence[StepMetrics], evaluations: Sequence[Eva
     axes.legend()
 
 
-def plot_waste(axes: Any, steps: Sequence[StepMetrics], summary: Summary) -> None:
-    """What a step computed in vain, and how much longer than it must its schedule takes; in pipelines, the bubble."""
+def plot_waste(axes: Axes, steps: Sequence[StepMetrics], padding_without_packing: float) -> None:
+    """Draws what a step computed in vain, and how much longer than it must its schedule takes; or a pipeline's bubble.
+
+    Another curve is another line of `plot_series`.
+    """
     iterations = [step.iteration for step in steps]
-    if summary.num_stages == 1:
+    if steps[-1].num_stages == 1:
         over_bound = [100 * (step.balance - 1) for step in steps]
         plot_series(axes, iterations, over_bound, ORANGE, "modelled time, over lower bound")
     else:
         plot_series(axes, iterations, [100 * step.bubble for step in steps], ORANGE, "bubble, of modelled time")
     plot_series(axes, iterations, [100 * step.padding for step in steps], BLUE, "padding, of tokens computed")
     axes.set(
-        xlabel="step", ylabel="percent", title=f"Waste  (without packing, {summary.baseline_padding:.0%} is padding)"
+        xlabel="step", ylabel="percent", title=f"Waste  (without packing, {padding_without_packing:.0%} is padding)"
     )
     axes.set_ylim(0, 1.35 * max(*axes.get_ylim(), 1))
     axes.legend(loc="upper left")
 
 
-def plot_packs(axes: Any, lines: Sequence[dict[str, Any]], summary: Summary) -> None:
-    """The packs of a few steps as stacks of sequences under the capacity."""
+def plot_packs(axes: Axes, lines: Sequence[dict[str, Any]], fill: float) -> None:
+    """Draws the packs of a few steps as stacks of sequences under the capacity."""
     drawn = packs_to_draw(lines)
     at = [pack.at for pack in drawn]
     axes.bar(at, [pack.capacity for pack in drawn], width=1, color="#E8E8E8")
@@ -111,12 +115,12 @@ def plot_packs(axes: Any, lines: Sequence[dict[str, Any]], summary: Summary) -> 
         ticks.setdefault(pack.iteration, []).append(pack.at)
     axes.set_xticks([statistics.fmean(places) for places in ticks.values()], [f"step {step}" for step in ticks])
     axes.tick_params(axis="x", length=0)
-    axes.set(ylabel="tokens", title=f"Packs, rank by rank  ({summary.fill:.0%} filled over the run; grey is room left)")
+    axes.set(ylabel="tokens", title=f"Packs, rank by rank  ({fill:.0%} filled over the run; grey is free capacity)")
     axes.margins(x=0.01, y=0.02)
 
 
 class DrawnPack(NamedTuple):
-    """One bar of the picture."""
+    """A pack as a bar of the picture."""
 
     iteration: int
     at: float
@@ -126,7 +130,7 @@ class DrawnPack(NamedTuple):
 
 
 def packs_to_draw(lines: Sequence[dict[str, Any]]) -> list[DrawnPack]:
-    """About `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part the ranks, wider ones the steps."""
+    """Returns about `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part ranks, wider ones the steps."""
     packs_per_step = max(sum(len(rank) for rank in line["packs"]) for line in lines)
     count = min(len(lines), max(1, PACKS_DRAWN // packs_per_step))
     drawn: list[DrawnPack] = []

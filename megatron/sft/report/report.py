@@ -1,102 +1,197 @@
 """pure. What a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
 
-Reads `metrics.jsonl`, and `packs.jsonl` where there is one: a line per step with the lengths of the sequences, by
-data-parallel rank and microbatch.
-
-    {"iteration": 1, "capacity": 1024, "packs": [[[700, 300], [512]], [[1000], [600, 424]]]}
+It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in one of the functions
+that end in `_rows`. "Without packing" means the same sequences, each padded to `seq_length`.
 """
 
 import argparse
 import importlib.util
 import math
+import statistics
+from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
-from megatron.sft.report.json_lines import read_jsonl
-from megatron.sft.report.metrics_file import read_metrics
-from megatron.sft.report.source_metrics import dropped_line
-from megatron.sft.report.summary import Summary, ratio, summarize
+from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics, dropped_line, mean_of_finite
+from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, Metrics, read_jsonl, read_metrics
 
-PACKS_FILE = "packs.jsonl"
 PLOT_FILE = "report.png"
+STEPS_PER_MEAN = 5
 MOST_SOURCES = 10
 
+Rows = list[tuple[str, str]]
+"""(what, how much); a row without a name belongs to the one before it."""
 
-def source_rows(summary: Summary) -> list[tuple[str, str]]:
-    """A row for each of the largest sources."""
+
+def report(run_dir: Path | str) -> None:
+    """Draws `RUN_DIR/report.png`, where matplotlib is, and prints the table; ValueError without a training step."""
+    run_dir = Path(run_dir)
+    metrics = read_metrics(run_dir)
+    rows = table(metrics, run_dir)
+    if importlib.util.find_spec("matplotlib") is None:
+        print_rows([*rows, files_row(run_dir)])
+        print("no plot: matplotlib is missing; do pip install matplotlib")
+        return
+    from megatron.sft.report.plot import plot
+
+    lines = read_jsonl(run_dir / PACKS_FILE) if (run_dir / PACKS_FILE).is_file() else []
+    packs = [line for line in lines if any(any(rank) for rank in line["packs"])]
+    plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
+    print_rows([*rows, files_row(run_dir)])
+    print(f"plot: {run_dir / PLOT_FILE}")
+
+
+def table(metrics: Metrics, run_dir: Path) -> Rows:
+    """Returns the report of a run in `run_dir`; ValueError if its metrics hold no training step."""
+    steps, evaluations, _ = metrics
+    runs = [event for event in metrics.events if event["event"] in ("run", "resumed")]
+    if not steps or not runs:
+        missing = "training step" if runs else '"run" event'
+        raise ValueError(f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train first")
+    return [
+        *loss_rows(steps, evaluations),
+        *source_rows(steps),
+        *speed_rows(steps),
+        *padding_rows(metrics),
+        *schedule_rows(steps),
+        *sample_rows(steps),
+    ]
+
+
+def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> Rows:
+    """Returns how much was trained, and the losses before and after."""
+    sequences, tokens = sum(step.sequences for step in steps), sum(step.tokens for step in steps)
+    count = steps_of_mean(len(steps))
+    before, after = (mean_of_finite(step.loss for step in part) for part in (steps[:count], steps[-count:]))
     rows = [
-        (
-            f"source {name}",
-            f"{source.num_sequences:,} samples, {source.num_tokens:,} tokens "
-            f"({ratio(source.num_tokens, summary.num_tokens):.1%}), loss {source.before:.4f} -> {source.after:.4f}",
-        )
-        for name, source in list(summary.sources.items())[:MOST_SOURCES]
+        ("trained", f"{len(steps):,} steps, {sequences:,} sequences, {tokens:,} tokens"),
+        ("training loss", f"{before:.4f} -> {after:.4f}   (means of the first and the last steps)"),
     ]
-    left = len(summary.sources) - len(rows)
-    return [*rows, ("", f"and {left} sources more")] if left else rows
-
-
-def table(summary: Summary) -> list[tuple[str, str]]:
-    """The report as (what, how much)."""
-    loss = summary.training_loss
-    rows = [
-        ("trained", f"{summary.num_steps:,} steps, {summary.num_sequences:,} sequences, {summary.num_tokens:,} tokens"),
-        ("training loss", f"{loss.before:.4f} -> {loss.after:.4f}   (means of the first and the last steps)"),
-    ]
-    for split, change in summary.held_out_loss.items():
-        steps = f"(after step {change.first_step} and step {change.last_step})"
-        rows.append((f"{split} loss", f"{change.before:.4f} -> {change.after:.4f}   {steps}"))
-    rows += source_rows(summary)
-    left_out = f"{summary.dropped_samples:,} dropped" + (
-        f" ({dropped_line(summary.dropped)})" if summary.dropped else ""
-    )
-    rows += [
-        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s   (median step)"),
-        ("", f"{summary.tflops_per_device:.3g} TFLOP/s per device   (median step)"),
-        ("", f"{summary.data_share:.1%} of the time waiting for data"),
-        ("padding", f"{summary.padding:.1%} of the tokens computed, {summary.baseline_padding:.1%} without packing"),
-        (
-            "padding removed",
-            "none to remove"
-            if math.isnan(summary.padding_removed)
-            else f"{summary.padding_removed:.1%}, for {summary.fewer_tokens:.2f}x fewer tokens computed",
-        ),
-        *schedule_rows(summary),
-        ("fill", f"{summary.fill:.1%} of the packs' capacity"),
-        ("samples", f"{left_out}, {summary.cut_samples:,} cut"),
-    ]
-    if math.isfinite(summary.prediction_error):
-        share = f"which were {summary.passes_share:.0%} of the time"
-        rows.append(("prediction", f"{summary.prediction_error:.1%} mean absolute error of the passes, {share}"))
-    if summary.delays:
-        rows.append(("delay", f"{delay_histogram(summary.delays)}; {summary.waiting:,} still wait"))
-    if summary.skipped_steps:
-        rows.append(("optimizer", f"{summary.skipped_steps:,} steps skipped, as gradients overflowed"))
-    names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in summary.files)
-    return [*rows, ("files", f"{summary.run_dir}: {names}")]
-
-
-def schedule_rows(summary: Summary) -> list[tuple[str, str]]:
-    """How good the schedules were, as (what, how much)."""
-    mean, worst = summary.balance_mean, summary.balance_worst
-    if summary.num_stages == 1:
-        rows = [("balance", f"{mean:.4f} mean, {worst:.4f} worst   (modelled step time / lower bound)")]
-    else:
-        even = "modelled step time / least of even packs"
-        rows = [("balance", f"{mean:.3f} mean, {worst:.3f} worst   ({even})"), ("bubble", f"{summary.bubble:.1%} mean")]
-    if summary.num_ranks > 1:
-        rows.append(("moved", f"{summary.moved:.1%} of the tokens, between data-parallel ranks"))
+    for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
+        first, *_, last = [each for each in evaluations if each.split == split] * 2
+        when = f"(after step {first.iteration} and step {last.iteration})"
+        rows.append((f"{split} loss", f"{first.loss:.4f} -> {last.loss:.4f}   {when}"))
     return rows
 
 
-def delay_histogram(delays: Sequence[int]) -> str:
-    """`[90, 0, 8] -> "sequences by steps waited: 0: 90, 2: 8"`."""
-    return "sequences by steps waited: " + ", ".join(f"{i}: {count:,}" for i, count in enumerate(delays) if count)
+def source_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns a row for each of the largest sources, where there were several."""
+    parts: dict[str, list[SourceMetrics]] = {}
+    for step in steps:
+        for name, source in step.sources.items():
+            parts.setdefault(name, []).append(source)
+    tokens = {name: sum(part.tokens for part in parts[name]) for name in parts}
+    rows = []
+    for name in sorted(parts, key=lambda name: -tokens[name])[:MOST_SOURCES]:
+        with_loss = [part for part in parts[name] if math.isfinite(part.loss)]
+        count = steps_of_mean(len(with_loss))
+        before, after = mean_of_tokens(with_loss[:count]), mean_of_tokens(with_loss[-count:])
+        samples = sum(part.sequences for part in parts[name])
+        share = ratio(tokens[name], sum(step.tokens for step in steps))
+        told = f"{samples:,} samples, {tokens[name]:,} tokens ({share:.1%}), loss {before:.4f} -> {after:.4f}"
+        rows.append((f"source {name}", told))
+    left = len(parts) - len(rows)
+    return [*rows, ("", f"and {left} sources more")] if left else rows
 
 
-def print_report(summary: Summary) -> None:
+def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns how quick the steps were."""
+    waited = ratio(sum(step.data_seconds for step in steps), sum(step.step_seconds for step in steps))
+    return [
+        ("speed", f"{statistics.median(step.tokens_per_second for step in steps):,.0f} tokens/s   (median step)"),
+        ("", f"{statistics.median(step.tflops_per_device for step in steps):.3g} TFLOP/s per device   (median step)"),
+        ("", f"{waited:.1%} of the time waiting for data"),
+    ]
+
+
+def padding_rows(metrics: Metrics) -> Rows:
+    """Returns what was computed in vain, and what packing saved of it."""
+    tokens, padded = (sum(getattr(step, name) for step in metrics.steps) for name in ("tokens", "padded_tokens"))
+    baseline = tokens_without_packing(metrics)
+    removed = "none to remove"
+    if baseline != tokens:
+        share = 1 - (padded - tokens) / (baseline - tokens)
+        removed = f"{share:.1%}, for {ratio(baseline, padded):.2f}x fewer tokens computed"
+    without = padding_without_packing(metrics)
+    return [
+        ("padding", f"{1 - ratio(tokens, padded):.1%} of the tokens computed, {without:.1%} without packing"),
+        ("padding removed", removed),
+    ]
+
+
+def tokens_without_packing(metrics: Metrics) -> int:
+    """Returns how many tokens training without packing would have computed."""
+    lengths = [event["seq_length"] for event in metrics.events if event["event"] in ("run", "resumed")]
+    return sum(step.sequences for step in metrics.steps) * lengths[-1]
+
+
+def padding_without_packing(metrics: Metrics) -> float:
+    """Returns which share of them would have been padding."""
+    return 1 - ratio(sum(step.tokens for step in metrics.steps), tokens_without_packing(metrics))
+
+
+def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns how good the schedules were; layout and capacity are those of the last step."""
+    mean, worst = statistics.fmean(step.balance for step in steps), max(step.balance for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    if steps[-1].num_stages == 1:
+        rows = [("balance", f"{mean:.4f} mean, {worst:.4f} worst   (modelled step time / lower bound)")]
+    else:
+        bubble = statistics.fmean(step.bubble for step in steps)
+        even = "modelled step time / least of even packs"
+        rows = [("balance", f"{mean:.3f} mean, {worst:.3f} worst   ({even})"), ("bubble", f"{bubble:.1%} mean")]
+    if steps[-1].num_ranks > 1:
+        moved = ratio(sum(step.moved_tokens for step in steps), tokens)
+        rows.append(("moved", f"{moved:.1%} of the tokens, between data-parallel ranks"))
+    fill = ratio(tokens, sum(step.capacity_tokens for step in steps))
+    return [*rows, ("fill", f"{fill:.1%} of the packs' capacity")]
+
+
+def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
+    """Returns what went otherwise than planned: samples left out or late, steps mispredicted or skipped."""
+    reasons: dict[str, Counter[str]] = {}
+    for step in steps:
+        for name, numbers in step.dropped.items():
+            reasons.setdefault(name, Counter()).update(numbers)
+    dropped, cut = sum(step.dropped_samples for step in steps), sum(step.cut_samples for step in steps)
+    rows = [("samples", f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, {cut:,} cut")]
+    error = mean_of_finite(abs(step.prediction_error) for step in steps)
+    if math.isfinite(error):
+        share = ratio(sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps))
+        told = f"{error:.1%} mean absolute error of the passes, which were {share:.0%} of the time"
+        rows.append(("prediction", told))
+    delays = [sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)]
+    if delays:
+        histogram = ", ".join(f"{waited}: {count:,}" for waited, count in enumerate(delays) if count)
+        rows.append(("delay", f"sequences by steps delayed: {histogram}; {steps[-1].waiting:,} still wait"))
+    skipped = sum(step.skipped for step in steps)
+    return [*rows, ("optimizer", f"{skipped:,} steps skipped, as gradients overflowed")] if skipped else rows
+
+
+def files_row(run_dir: Path) -> tuple[str, str]:
+    """Returns what lies in the folder of the run."""
+    names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.iterdir()))
+    return "files", f"{run_dir}: {names}"
+
+
+def steps_of_mean(num_steps: int) -> int:
+    """Returns over how many steps at each end of a run a mean is taken: fewer where they would overlap."""
+    return max(1, min(STEPS_PER_MEAN, num_steps // 2))
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """Returns NaN rather than an error over zero."""
+    return numerator / denominator if denominator else math.nan
+
+
+def mean_of_tokens(parts: Sequence[SourceMetrics]) -> float:
+    """Returns the mean loss per token: a small step counts for little."""
+    return ratio(sum(part.loss * part.num_loss_tokens for part in parts), sum(part.num_loss_tokens for part in parts))
+
+
+def print_rows(rows: Rows) -> None:
     """Prints the table on stdout."""
-    rows = table(summary)
     width = max(len(name) for name, _ in rows)
     rule = "-" * max(len(value) + width + 3 for _, value in rows)
     print(rule)
@@ -105,25 +200,8 @@ def print_report(summary: Summary) -> None:
     print(rule)
 
 
-def report(run_dir: Path | str) -> None:
-    """Draws `RUN_DIR/report.png`, where matplotlib is, and prints the table. ValueError as in `summarize`."""
-    run_dir = Path(run_dir)
-    summary = summarize(run_dir)
-    if importlib.util.find_spec("matplotlib") is None:
-        print_report(summary)
-        print("no plot: matplotlib is missing; do pip install matplotlib")
-        return
-    from megatron.sft.report.plot import plot
-
-    lines = read_jsonl(run_dir / PACKS_FILE) if (run_dir / PACKS_FILE).is_file() else []
-    packs = [line for line in lines if any(any(rank) for rank in line["packs"])]
-    plot(run_dir / PLOT_FILE, read_metrics(run_dir), packs, summary)
-    print_report(summarize(run_dir))
-    print(f"plot: {run_dir / PLOT_FILE}")
-
-
 def main() -> None:
-    """`python -m megatron.sft.report RUN_DIR`."""
+    """Runs `python -m megatron.sft.report RUN_DIR`."""
     parser = argparse.ArgumentParser(description="Prints what a run achieved and draws RUN_DIR/report.png.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that holds metrics.jsonl")
     try:

@@ -1,7 +1,8 @@
-"""mcore. The folders of a run: made before any work, and written to by rank 0."""
+"""mcore. The folders of a run: they are made before any work, and rank 0 writes to them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,19 +11,18 @@ import torch.distributed as dist
 
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.planner.plan_run import OPTIONS_FILE
+from megatron.planner.step_page import page
+from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.model.checkpoint import Progress, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
-from megatron.sft.report.json_lines import json_line, truncate_after
 from megatron.sft.report.metrics import StepMetrics
-from megatron.sft.report.metrics_file import METRICS_FILE, MetricsWriter
-from megatron.sft.report.report import PACKS_FILE
-from megatron.sft.report.schedule_file import dump_schedule
+from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, json_line, truncate_after
 
 
 def prepare_output(output: OutputConfig) -> None:
-    """Make the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
+    """Makes the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
     for path in (output.save, output.run_dir):
         if path is not None:
             try:
@@ -40,13 +40,14 @@ def prepare_output(output: OutputConfig) -> None:
 
 
 def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
-    """The packs of a batch, with all that it takes to account for them and to draw them; on an owner of data.
+    """Returns the packs of a batch, with all that it takes to account for and draw them; on the rank that decided.
 
     in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
     """
-    settings = batch.settings
+    settings, decision = batch.settings, batch.decision
+    assert decision is not None, "only the rank that decided knows all packs"
     layout = StepLayout(
-        num_ranks=len(batch.pack_lengths),
+        num_ranks=decision.stats.num_ranks,
         capacity=settings.capacity,
         alignment=settings.alignment,
         cost=settings.cost,
@@ -54,11 +55,26 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         model=settings.model,
         seconds_per_unit=1.0 if in_seconds else None,
     )
-    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=batch.pack_lengths)
+    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=decision.pack_lengths())
+
+
+def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
+    """Writes `stem`.json, which the planner reads, .html and, where matplotlib is, .png; returns their paths."""
+    paths = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html")]
+    paths[0].write_text(record.to_json() + "\n", encoding="utf-8")
+    picture = picture_of(record)
+    lead = "as it ran; python -m megatron.packing.plan compares it with other schedules"
+    paths[1].write_text(page(record.title, lead, [picture], None, []), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is not None:
+        from megatron.planner.step_plot import figure_of
+
+        paths.append(stem.with_name(f"{stem.name}.png"))
+        figure_of([picture]).savefig(paths[-1])
+    return paths
 
 
 class RunLog:
-    """What rank 0 writes: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
+    """Writes what rank 0 leaves of a run: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
 
     def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
         resumed = progress.iteration if progress.iteration else None
@@ -89,13 +105,13 @@ class RunLog:
         )
 
     def step(self, metrics: StepMetrics, batch: GlobalBatch | None) -> None:
-        """Write one step and, of a packed `batch`, the packs at every `log_interval`-th and the schedules asked for."""
+        """Writes one step and, of a packed `batch`, its packs at every `log_interval`-th and schedules asked for."""
         self.writer.step(metrics)
-        if batch is None or not batch.pack_lengths:
+        if batch is None or batch.decision is None:
             return
         if metrics.iteration % self._log_interval == 0:
-            packs = {"capacity": batch.settings.capacity, "packs": batch.pack_lengths}
-            self._packs.write(json_line("packs", iteration=metrics.iteration, **packs) + "\n")
+            packs = {"capacity": batch.settings.capacity, "packs": batch.decision.pack_lengths()}
+            self._packs.write(json_line("packs", iteration=metrics.iteration, **packs))
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self._run_dir}"
             record = record_of(batch, title, in_seconds=self._in_seconds)
@@ -103,10 +119,10 @@ class RunLog:
             self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
 
     def say(self, text: str) -> None:
-        """One line for the user."""
+        """Prints one line for the user."""
         print(text, flush=True)
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files."""
         self.writer.close()
         self._packs.close()

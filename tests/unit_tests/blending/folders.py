@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.blending.formats.files import open_file
-from megatron.blending.formats.sample_index import SampleIndexWriter
-from megatron.blending.formats.tar import scan_tar
+from megatron.blending.formats.prepared.sample_index import SampleIndexWriter
+from megatron.blending.formats.prepared.tar import scan_tar
 
 Samples = Sequence[tuple[str, Mapping[str, bytes]]]
 

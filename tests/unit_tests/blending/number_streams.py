@@ -5,9 +5,9 @@ import json
 from megatron.blending.formats.record import RecordError, read_each
 from megatron.blending.loading.loader import WorkerConfig, get_savable_loader
 from megatron.blending.loading.server import END, Server
-from megatron.blending.streams.dataset import Binding
-from megatron.blending.streams.datasets import LeafDataset, RepeatDataset
+from megatron.blending.streams.datasets import RepeatDataset, SourceDataset
 from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.node import Binding
 
 NUM_LANES = 12
 
@@ -39,7 +39,7 @@ class Numbers:
 
 
 def leaf(name="a", count=50, bad=(), **options):
-    return LeafDataset(Numbers(name, count, bad), name=name, **options)
+    return SourceDataset(Numbers(name, count, bad), name=name, **options)
 
 
 def endless(name="a", count=50, bad=(), **options):

@@ -1,6 +1,5 @@
 """Streams of every kind of node, for what must hold of all of them."""
 
-from megatron.blending.encoding.samples import SkipSample
 from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
@@ -15,6 +14,7 @@ from megatron.blending.streams.datasets import (
     RepeatDataset,
     ShuffleBufferDataset,
 )
+from megatron.blending.streams.failures import SkipSample
 from tests.unit_tests.blending.number_streams import endless, leaf
 
 

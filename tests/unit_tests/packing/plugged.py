@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import torch
-from megatron.core import datasets, pipeline_parallel
+from megatron.core import pipeline_parallel
+from megatron.core.datasets import data_schedule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,7 +43,5 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 def state_of_megatron_core() -> dict[str, dict[str, int]]:
     """The identity of everything in the modules that the plug-in touches."""
-    modules = {"schedules": schedules, "pipeline_parallel": pipeline_parallel, "datasets": datasets}
-    if plugin.EXPOSED_IN in sys.modules:
-        modules["data_schedule"] = sys.modules[plugin.EXPOSED_IN]
+    modules = {"schedules": schedules, "pipeline_parallel": pipeline_parallel, "data_schedule": data_schedule}
     return {name: {key: id(value) for key, value in vars(module).items()} for name, module in modules.items()}

@@ -10,13 +10,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.pack import pack
-from megatron.packing.batch.sample import Sample
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.batch.microbatches import FIELDS
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
 from megatron.sft.model.forward import loss_sum
+from tests.unit_tests.packing.batch.test_samples import samples_of
+from tests.unit_tests.packing.model.test_get_batch import packed
 from tests.unit_tests.packing.stubs import Ranks
 
 DEVICE = torch.device("meta")
@@ -30,12 +31,10 @@ def on_a_device_without_values(monkeypatch):
 
 
 def batch_on_device(context_parallel_size: int, **options: Any) -> Batch:
-    samples = [
-        Sample(torch.arange(n), torch.arange(n), torch.ones(n), torch.arange(n))  # tokens, labels, mask, positions
-        for n in LENGTHS
-    ]
+    parts = [([*range(n)], [*range(n)], [1.0] * n, [*range(n)]) for n in LENGTHS]
     unit = 2 * context_parallel_size if context_parallel_size > 1 else 1
-    microbatch = pack(samples, PackLayout.of(LENGTHS, Alignment(sequence=unit, pack=unit)), DEVICE)
+    microbatch = packed(samples_of(parts), Alignment(sequence=unit, pack=unit))
+    microbatch |= {name: microbatch[name].to(DEVICE) for name in FIELDS}
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), Ranks(context_parallel_size, 0), Ranks()
     return get_batch_on_this_rank_for_sequence_packing(iter([microbatch]), pg_collection=groups, **options)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.datasets import data_schedule as home
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.moe import router
 
 from megatron.packing import data_schedule, plugin
 from megatron.packing.data_schedule import PackedIterator
 from megatron.packing.model import get_batch, pipeline
-from megatron.packing.model.load_balancing import AtLeastOneToken
+from megatron.packing.model.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
-from megatron.packing.step.settings import model_of
+from megatron.packing.step.settings import PackingOptions, model_of
 from tests.unit_tests.packing.plugged import Model, forward_step, make_config, parse, state_of_megatron_core
 
 pytestmark = pytest.mark.usefixtures("taken_back")
@@ -57,10 +57,9 @@ def test_install_writes_what_the_arguments_say() -> None:
     """An option that does not reach the config is ignored without a word."""
     config = make_config()
     plugin.install(config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop"))
-    assert not hasattr(config, "pack_cost")
     assert config.sequence_packing_scheduler == "default"
     assert config.max_seqlen_per_dp_cp_rank == 32
-    assert config.sequence_packing_over_length == "drop"
+    assert config.sequence_packing_options == PackingOptions(over_length_policy="drop")
     other = make_config()
     plugin.install(other)
     assert (other.sequence_packing_scheduler, other.max_seqlen_per_dp_cp_rank) == ("default", 64)
@@ -73,7 +72,7 @@ def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
     fit = Fit(PackCost(linear=2e-5, quadratic=4e-9, fixed=6e-3), 0.0, 0.0)
     write_fitted_cost(path, fit, [], {**model_of(config), "vocab_size": 384}, {})
     plugin.install(config, parse(f"--sequence-packing --pack-cost {path}"))
-    assert config.pack_cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
+    assert config.sequence_packing_options.cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
     with pytest.raises(
         ValueError, match=r"cost\.json was measured for another model: num_layers is 2 there, but 3 here"
     ):
@@ -88,9 +87,9 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     """A queue that is not used saves nothing; one that evaluation uses mixes held-out samples into training."""
     config = make_config()
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
-    queue = config.outlier_delay_queue
+    queue = config.sequence_packing_options.delay_queue
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
-    assert config.outlier_delay_queue is queue
+    assert config.sequence_packing_options.delay_queue is queue
     assert queue.max_steps == 3
     stats = SimpleNamespace(num_microbatches=1, num_tokens=0, square_sum=0)
     used = []
@@ -116,7 +115,7 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     assert [call["forward_only"] for call in calls] == [False, True]
     plain = make_config()
     plugin.install(plain, parse("--sequence-packing"))
-    assert not hasattr(plain, "outlier_delay_queue")
+    assert plain.sequence_packing_options.delay_queue is None
     with pytest.raises(ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"):
         plugin.install(config, parse("--sequence-packing --sequence-packing-scheduler empty"))
 
@@ -132,13 +131,11 @@ def test_install_without_packing_leaves_the_config_alone() -> None:
 def test_uninstall_leaves_megatron_core_as_it_was() -> None:
     """One attribute left behind packs the next model of the process, or hides a later megatron-core's own."""
     plugin.uninstall()
-    plugin._home()  # imported, where megatron-core has it; that is no change of the plug-in's
-    plugin.uninstall()
     before = state_of_megatron_core()
     plugin.install(make_config())
     during = state_of_megatron_core()
     assert all(during["schedules"][name] != before["schedules"][name] for name in plugin.SCHEDULES)
-    assert during["data_schedule"].keys() - before.get("data_schedule", {}).keys() >= set(NAMES)
+    assert during["data_schedule"].keys() - before["data_schedule"].keys() >= set(NAMES)
     plugin.uninstall()
     assert state_of_megatron_core() == before
     plugin.uninstall()
@@ -174,9 +171,8 @@ def test_uninstall_refuses_to_drop_somebody_elses_change(monkeypatch: pytest.Mon
 def test_names_are_where_megatron_lm_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is there already is megatron-core's own and means something else to its callers."""
     own = object()
-    monkeypatch.setattr(plugin._home(), "wrap_data_iterator", own, raising=False)
+    monkeypatch.setattr(home, "wrap_data_iterator", own, raising=False)
     plugin.install(make_config())
-    home: Any = sys.modules[plugin.EXPOSED_IN]
     assert home.wrap_dataloader is data_schedule.wrap_dataloader
     assert home.wrap_iterator_helper is data_schedule.wrap_iterator_helper
     name = "get_batch_on_this_rank_for_sequence_packing"
@@ -204,7 +200,7 @@ def test_empty_packs_are_balanced_while_a_step_runs(calls: list[dict[str, Any]])
     plain = getattr(router, name)
 
     def forward_step_of_experts(data_iterator: Any, model: Any) -> Any:
-        found.append(isinstance(getattr(router, name), AtLeastOneToken))
+        found.append(isinstance(getattr(router, name), TokenCounts))
         return forward_step(data_iterator, model)
 
     config = make_config()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -56,22 +55,6 @@ def test_refuses_configs_that_cannot_work(calls: list[dict[str, Any]], settings:
             data_iterator=None, model=Model(config), forward_step_func=forward_step, num_microbatches=1
         )
     assert calls == []
-
-
-@pytest.mark.parametrize("version", ["0.14.0", "0.16.2", "0.17.0"])
-def test_refuses_other_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Another release may call its schedules otherwise, and drop what it does not know."""
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    with pytest.raises(RuntimeError, match=rf"checked with megatron-core 0\.15\.3 or 0\.16\.1, but this is {version}"):
-        plugin.install(make_config())
-
-
-@pytest.mark.parametrize("setting", ["num_moe_experts", "mtp_num_layers"])
-def test_refuses_what_only_the_newer_version_can(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    """The older router balances its experts over padding, and nothing tells."""
-    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
-    with pytest.raises(ValueError, match=r"pip install megatron-core==0\.16\.1"):
-        plugin.install(make_config(**{setting: 2}))
 
 
 def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> None:

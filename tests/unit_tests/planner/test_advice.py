@@ -90,7 +90,7 @@ def test_fixed_cost_asks_for_capacity():
 
 def test_nothing_to_gain_says_so():
     said = advice([64] * 8, ranks=2, capacity=64)
-    assert "More capacity is not worth its memory: up to 128 tokens per rank" in said
+    assert "its memory: up to 128 tokens per rank" in said
     assert "It is 0.00% above the lower bound" in said
     assert "--cp" not in said
     assert "Devices wait" not in said

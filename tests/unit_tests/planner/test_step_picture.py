@@ -8,7 +8,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.step_blocks import Block, joined, merged
-from megatron.planner.step_picture import MAX_LANES, picture_of, ticks
+from megatron.planner.step_picture import MAX_LINES, picture_of, ticks
 from megatron.planner.step_record import StepLayout, StepRecord
 
 COST = PackCost(1.0, 0.0, 0.0)
@@ -21,16 +21,16 @@ def record(packs, **model):
     return StepRecord(title="step", scheduler="default", layout=layout, packs=packs)
 
 
-def spans(lane):
-    return [(round(block.start, 3), round(block.end, 3)) for block in lane.blocks]
+def times(line):
+    return [(round(block.start, 3), round(block.end, 3)) for block in line.blocks]
 
 
 def test_ranks_over_time():
     """Rank 1 ends at half of the step; the packs of each follow one another."""
     picture = picture_of(record([[[4, 2], [4]], [[1], [4]]]))
-    assert [lane.name for lane in picture.ranks] == ["rank 0", "rank 1"]
-    assert spans(picture.ranks[0]) == [(0, 0.6), (0.6, 1)]
-    assert spans(picture.ranks[1]) == [(0, 0.1), (0.1, 0.5)]
+    assert [line.name for line in picture.ranks] == ["rank 0", "rank 1"]
+    assert times(picture.ranks[0]) == [(0, 0.6), (0.6, 1)]
+    assert times(picture.ranks[1]) == [(0, 0.1), (0.1, 0.5)]
     assert picture.ranks[0].blocks[0].cuts == (pytest.approx(2 / 3),)
     assert picture.ranks[0].blocks[0].shade == 0.6
     assert picture.ranks[0].blocks[0].text == (
@@ -48,8 +48,8 @@ def picture_bubble(picture):
 
 def test_ranks_that_meet_wait_at_every_microbatch():
     picture = picture_of(record([[[6], [1]], [[2], [4]]], ranks_meet=True))
-    assert spans(picture.ranks[0]) == [(0, 0.6), (0.6, 0.7)]
-    assert spans(picture.ranks[1]) == [(0, 0.2), (0.6, 1)]
+    assert times(picture.ranks[0]) == [(0, 0.6), (0.6, 0.7)]
+    assert times(picture.ranks[1]) == [(0, 0.2), (0.6, 1)]
     assert picture.notes == ["ranks wait for one another at every microbatch"]
     assert picture.busy.mean() == pytest.approx(13 / 20, abs=0.001)
 
@@ -58,12 +58,12 @@ def test_pipeline_stages_show_bubbles():
     """Two equal packs in two stages: forward 1, backward 2, the last stage runs them one after the other."""
     picture = picture_of(record([[[3], [3]]], num_stages=2))
     ninth = [round(place / 9, 3) for place in range(10)]
-    assert [lane.name for lane in picture.stages] == ["stage 0", "stage 1"]
-    assert spans(picture.stages[0]) == [
+    assert [line.name for line in picture.stages] == ["stage 0", "stage 1"]
+    assert times(picture.stages[0]) == [
         (ninth[0], ninth[1]), (ninth[1], ninth[2]), (ninth[4], ninth[6]), (ninth[7], ninth[9]),
     ]  # fmt: skip
     assert [block.kind for block in picture.stages[0].blocks] == ["forward", "forward", "backward", "backward"]
-    assert spans(picture.ranks[0]) == [(ninth[1], ninth[4]), (ninth[4], ninth[7])]
+    assert times(picture.ranks[0]) == [(ninth[1], ninth[4]), (ninth[4], ninth[7])]
     assert picture.busy.mean() == pytest.approx(12 / 18, abs=0.001)
 
 
@@ -80,7 +80,7 @@ def test_the_bound_has_the_name_that_the_log_gives_it(stages, name, said):
 def test_many_ranks_are_thinned_out_and_told():
     """4096 lines of a pixel's fraction show nothing; those left must hold the slowest and the quickest."""
     picture = picture_of(record([[[1 + rank % 10]] for rank in range(500)]))
-    assert len(picture.ranks) == MAX_LANES
+    assert len(picture.ranks) == MAX_LINES
     assert picture.ranks[0].blocks[0].end == 1
     assert picture.ranks[-1].blocks[0].end == pytest.approx(0.1)
     assert picture.notes == ["48 of 500 ranks are drawn, from the slowest to the quickest at even distances"]

@@ -1,46 +1,70 @@
-"""The metrics of a run small enough to check by hand."""
+"""A step's metrics, a source's, and those of a run small enough to check by hand."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from megatron.sft.report.metrics import Evaluation, StepMetrics
+from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics
 from megatron.sft.report.metrics_file import MetricsWriter
 
+STEP = StepMetrics(
+    iteration=7,
+    consumed_samples=112,
+    loss=2.34567,
+    lr=3e-4,
+    grad_norm=0.5,
+    skipped=False,
+    step_seconds=0.5,
+    data_seconds=0.0125,
+    passes_seconds=0.4,
+    predicted_seconds=math.nan,
+    sequences=16,
+    tokens=6000,
+    square_sum=3_000_000,
+    num_loss_tokens=4000,
+    padded_tokens=6400,
+    capacity_tokens=8000,
+    microbatches=4,
+    num_ranks=1,
+    num_stages=1,
+    step_cost=20.4,
+    step_cost_bound=20.0,
+    bubble=0.02,
+    moved_tokens=750,
+    tokens_per_second=12_000.0,
+    tflops_per_device=0.0312,
+    dropped_samples=0,
+    cut_samples=0,
+)
 
-def step(iteration, **changes):
+SOURCE = SourceMetrics(sequences=3, tokens=40, num_loss_tokens=30, loss=1.25)
+
+
+def step(iteration: int, **changes: Any) -> StepMetrics:
     """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256."""
-    values = {
+    values: dict[str, Any] = {
         "iteration": iteration,
-        "consumed_samples": 8 * iteration,
         "loss": 10.0 - iteration,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "skipped": False,
         "step_seconds": 2.0,
         "data_seconds": 0.1,
         "passes_seconds": 1.5,
-        "predicted_seconds": math.nan,
         "sequences": 8,
         "tokens": 2000,
-        "square_sum": 500_000,
-        "num_loss_tokens": 1600,
         "padded_tokens": 2048,
         "capacity_tokens": 4000,
-        "microbatches": 2,
         "num_ranks": 2,
-        "num_stages": 1,
         "step_cost": 10.0,
         "step_cost_bound": 10.0,
         "bubble": 0.0,
         "moved_tokens": 250,
         "tokens_per_second": 1000.0,
         "tflops_per_device": 0.5,
-        "dropped_samples": 0,
-        "cut_samples": 0,
     }
-    return StepMetrics(**{**values, **changes})
+    return replace(STEP, **{**values, **changes})
 
 
-def write_run(folder):
+def write_run(folder: Path) -> None:
     """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
     writer = MetricsWriter(folder, train_iters=4, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)

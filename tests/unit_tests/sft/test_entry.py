@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.packing.scheduling.schedulers import SCHEDULERS
+
 ROOT = Path(__file__).parents[3]
 GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
 GOOD_ARGUMENTS = [*GOOD.split(), "--lr", "1e-3", "--mock-data"]
@@ -61,6 +63,8 @@ def test_help_ends_with_status_zero():
     done = run(["pretrain_sft.py", "--help"])
     assert done.returncode == 0
     assert "--sequence-packing" in done.stdout
+    assert "NAMES" not in done.stdout
+    assert all(name in done.stdout for name in SCHEDULERS)
 
 
 def test_wrong_options_import_neither_torch_nor_megatron_core():

@@ -15,16 +15,15 @@ from megatron.blending.encoding.leaves import Reading, file_of, open_records
 from megatron.blending.encoding.samples import (
     CaptioningSample,
     CrudeSample,
-    SkipSample,
     TextSample,
     VQASample,
     basic_sample_keys,
 )
 from megatron.blending.encoding.seeding import stateless
-from megatron.blending.formats.webdataset import WebDataset
+from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
-from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.failures import FatalSampleError, SkipSample
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
 from tests.unit_tests.blending.formats.test_indexed import write as write_sequences
 

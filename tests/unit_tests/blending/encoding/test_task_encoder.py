@@ -1,6 +1,7 @@
 """Encoders: what makes no pipeline is refused by name, and what marks and cookers ask for is done."""
 
 import random
+from types import GeneratorType
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.samples import TextSample
-from megatron.blending.encoding.seeding import failure_tolerance_of, stateless, with_seeds
+from megatron.blending.encoding.seeding import stateless, with_seeds
 from megatron.blending.encoding.task_encoder import check_encoder
 from megatron.blending.loading.load import call_hook
+from megatron.blending.streams.failures import failure_tolerance_of
 
 
 def test_misuse_is_named_before_anything_runs():
@@ -68,6 +70,34 @@ def test_stateless_marks():
     first, again, other = (encode(TextSample(__key__="k", __restore_key__=("x", n), text="")) for n in (1, 1, 2))
     assert first == again
     assert all(a != b for a, b in zip(first, other))
+
+
+def test_seeds_of_a_generator_function():
+    """The body runs after the call: it would draw from the generators of whoever takes its values."""
+
+    @stateless(restore_seeds=True)
+    def draw(sample):
+        first = random.random()
+        for _ in range(2):
+            yield first, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def drawn(restore_key):
+        values = with_seeds(draw)(TextSample(__key__="k", __restore_key__=restore_key, text=""))
+        assert type(values) is GeneratorType  # what streams know as several outputs
+        found = []
+        for value in values:
+            found.append(value)
+            random.random(), np.random.rand(), torch.rand(())
+        return found
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = [random.random() for _ in range(3)][2]
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    found = drawn(("x", 1))
+    assert random.random() == expected  # the two draws here, and none of those in there
+    assert len({value for values in found for value in values}) == 7
+    assert drawn(("x", 1)) == found
+    assert all(a != b for pair, other in zip(found, drawn(("x", 2))) for a, b in zip(pair, other))
 
 
 def test_seeds_do_not_leak():

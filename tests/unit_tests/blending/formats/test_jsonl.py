@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.blending.formats import jsonl
 from megatron.blending.formats.files import open_file
 from megatron.blending.formats.jsonl import JsonlSource, index_lines
-from megatron.blending.formats.prepare import prepare_jsonl
+from megatron.blending.formats.prepared.prepare import prepare_jsonl
 from megatron.blending.formats.record import RecordError
 
 

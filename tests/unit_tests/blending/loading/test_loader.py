@@ -8,6 +8,7 @@ import pytest
 
 from megatron.blending.loading.compact import expanded
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
@@ -20,7 +21,6 @@ from megatron.blending.streams.datasets import (
     MixBatchDataset,
     PackingDataset,
 )
-from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
@@ -35,10 +35,10 @@ MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)),
 @pytest.fixture(autouse=True)
 def _small_plans(monkeypatch):
     """What is planned at once ends within a test, as it does many times within a run."""
-    monkeypatch.setattr("megatron.blending.streams.lane._SAMPLES_PER_BLOCK", 24)
+    monkeypatch.setattr("megatron.blending.streams.shard._SAMPLES_PER_BLOCK", 24)
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
-    monkeypatch.setattr("megatron.blending.streams.blend._TABLE_LENGTH", 60)
+    monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -801,8 +801,8 @@ def test_state_of_open_buffers_is_small():
     loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
     for _ in range(700):
         next(loader)
-    held = [lane[2][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
-    num_held = sum(len(columns[0]) for _, columns, *_ in held)
+    held = [lane[3][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
+    num_held = sum(len(origins) for _, _, _, (origins, *_) in held)
     assert len(held) == 320
     assert num_held > 25_000
     assert len(json.dumps(loader.state_dict())) < 2 * num_held

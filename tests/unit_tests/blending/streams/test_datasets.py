@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.blending.loading.loader import get_loader
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.datasets import (
     BatchDataset,
     BlendDataset,
@@ -23,7 +24,6 @@ from megatron.blending.streams.datasets import (
     ShuffleBufferDataset,
 )
 from megatron.blending.streams.failures import FatalSampleError
-from megatron.blending.streams.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import Numbers, config, endless, leaf, listed, servers
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, halves, is_odd, parity, several
 
@@ -123,6 +123,52 @@ def test_limit_counts_what_comes_out():
         many = LimitDataset(MapDataset(leaf("a", 200), several), 20)
         assert len(listed(many, num_lanes=num_lanes)) == 20
     assert len(LimitDataset(leaf("a", 3), 5)) == 3
+
+
+def passes(tree, count, **options):
+    loader = get_loader(tree, **options)
+    return [list(loader) for _ in range(count)]
+
+
+def test_limit_begins_again_if_told_to():
+    """Of an endless data set every pass would go on behind the one before, and each validation read other records."""
+    told: dict[str, Any] = {"reset_after_epoch": True}
+    assert [numbers(found) for found in passes(LimitDataset(RepeatDataset(in_order("a", 9)), 4), 2)] == [
+        [0, 1, 2, 3], [4, 5, 6, 7],
+    ]  # fmt: skip
+    trees = {
+        "endless": lambda: LimitDataset(RepeatDataset(leaf("a", 9)), 4, **told),
+        "epochs": lambda: LimitDataset(EpochizeDataset(leaf("a", 9), 6), 4, **told),
+        "filtered": lambda: LimitDataset(FilterDataset(RepeatDataset(leaf("a", 9)), is_odd), 4, **told),
+        "filtered epochs": lambda: LimitDataset(FilterDataset(EpochizeDataset(leaf("a"), 9000), is_odd), 4, **told),
+    }
+    for name, tree in trees.items():
+        first, second, third = passes(tree(), 3)
+        assert first == second == third, name
+        assert len(first) == 4, name
+    finite = LimitDataset(leaf("a", 9), 9, **told)
+    first, second = passes(finite, 2)
+    assert sorted(first) == sorted(second) == sorted(listed(in_order("a", 9)))
+    assert first != second  # as without the limit
+
+
+def test_limit_that_begins_again_is_resumed():
+    """A state of one that goes on means other records."""
+
+    def tree(**options):
+        return LimitDataset(FilterDataset(RepeatDataset(leaf("a", 90)), is_odd), 6, **options)
+
+    for before in range(6):
+        loader = get_loader(tree(reset_after_epoch=True))
+        whole = list(loader)
+        iterator = iter(loader)
+        taken = [next(iterator) for _ in range(before)]
+        again = get_loader(tree(reset_after_epoch=True))
+        again.restore_state_rank(loader.save_state_rank())
+        assert len(whole) == 6
+        assert taken + list(again) == whole
+    with pytest.raises(ValueError, match="saved of another stream"):
+        get_loader(tree()).restore_state_rank(loader.save_state_rank())
 
 
 def test_shuffle_buffer_mixes_within_windows():

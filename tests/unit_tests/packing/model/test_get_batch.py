@@ -2,16 +2,18 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.pack import layout_microbatch, pack
-from megatron.packing.batch.sample import Sample
+from megatron.packing.batch.microbatches import layout_microbatch, pack
+from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
 from megatron.packing.model.zigzag import shard_index
+from tests.unit_tests.packing.batch.test_samples import Sequence, samples_of
 from tests.unit_tests.packing.stubs import Ranks
 
 CPU = torch.device("cpu")
@@ -27,11 +29,17 @@ def on_cpu(monkeypatch):
 
 def microbatch(lengths=(3, 5), sequence=4, unit=8) -> dict[str, Any]:
     """Segments of 4, 8 and, as tail, 4 tokens; token t, label 100 + t, weight t / 8."""
-    samples: list[Sample] = []
+    parts: list[Sequence] = []
     for length in lengths:
-        tokens = torch.arange(1, length + 1) + sum(len(sample) for sample in samples)
-        samples.append(Sample(tokens, tokens + 100, tokens / 8, torch.arange(length)))
-    return pack(samples, PackLayout.of(lengths, Alignment(sequence=sequence, pack=unit)), CPU)
+        tokens = [1 + sum(len(part[0]) for part in parts) + i for i in range(length)]
+        parts.append((tokens, [token + 100 for token in tokens], [token / 8 for token in tokens], [*range(length)]))
+    return packed(samples_of(parts), Alignment(sequence=sequence, pack=unit))
+
+
+def packed(samples: Samples, alignment: Alignment) -> dict[str, Any]:
+    """All samples in one microbatch."""
+    (only,) = pack(samples, np.array([samples.lengths.size]), [PackLayout.of(samples.lengths, alignment)])
+    return only
 
 
 def get_batch(source: dict[str, Any], *, cp=None, pp=None, **options) -> Batch:
@@ -74,10 +82,10 @@ def test_sources_stand_where_their_tokens_do(cp):
     """Losses would be added up under another source's name, and still sum to the right whole."""
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), cp, Ranks()
-    samples = [Sample(torch.full((n,), n), torch.zeros(n), torch.ones(n), torch.arange(n), source=n) for n in (3, 5)]
-    packed = pack(samples, PackLayout.of((3, 5), Alignment(sequence=4, pack=8)), CPU)
-    sources = sources_of_tokens(packed, groups)
-    tokens = get_batch(packed, cp=cp).tokens
+    parts = [([n] * n, [0] * n, [1.0] * n, [*range(n)]) for n in (3, 5)]
+    source = packed(samples_of(parts, sources=[3, 5]), Alignment(sequence=4, pack=8))
+    sources = sources_of_tokens(source, groups)
+    tokens = get_batch(source, cp=cp).tokens
     assert tokens is not None
     assert sources.shape == tokens.shape == (1, 16 // cp.size())
     assert torch.equal(sources[tokens != 0], tokens[tokens != 0])
@@ -132,53 +140,35 @@ def test_shards_make_up_the_pack(size):
             again[shard_index(lengths, size, rank)] = getattr(batch, name).squeeze(0)
         assert torch.equal(again, whole), name
     for batch in batches:
-        assert batch.packed_seq_params.cu_seqlens_q_padded.tolist() == source["cu_seqlens_padded"].tolist()
+        assert batch.packed_seq_params.cu_seqlens_q.tolist() == source["cu_seqlens_padded"].tolist()
 
 
-def test_packed_seq_params():
-    """On the host, int32 and of padded lengths: a device tensor is one sync per layer, real lengths would shift RoPE
-    and attention against the tokens, and a tensor as `max_seqlen` breaks its comparison in megatron-core.
+@pytest.mark.parametrize("has_transformer_engine", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mtp_on_this_rank": True}])
+def test_packed_seq_params(monkeypatch, has_transformer_engine, options):
+    """Padded lengths alone: Transformer Engine that is given both overlooks padding after the last sequence, and with
+    context parallelism leaves a token unattended; multi-token prediction cuts the pack by `cu_seqlens_q`.
+
+    int32, and on the host where megatron-core's RoPE reads them; a tensor as `max_seqlen` breaks its comparison.
     """
-    params = get_batch(microbatch()).packed_seq_params
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    params = get_batch(microbatch(), **options).packed_seq_params
     assert params.qkv_format == "thd"
-    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
-        value = getattr(params, name)
-        assert value.tolist() == [0, 4, 12, 16], name
+    for value in (params.cu_seqlens_q, params.cu_seqlens_kv):
+        assert value.tolist() == [0, 4, 12, 16]
         assert value.dtype == torch.int32
         assert value.device == CPU
+    assert params.cu_seqlens_q_padded is params.cu_seqlens_kv_padded is None
     assert params.max_seqlen_q == params.max_seqlen_kv == 8
     assert type(params.max_seqlen_q) is type(params.max_seqlen_kv) is int
 
 
-def test_packed_seq_params_for_transformer_engine(monkeypatch):
-    """Transformer Engine is told real and padded lengths apart; with the two swapped it attends to padding."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
-    params = get_batch(microbatch()).packed_seq_params
-    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8, 8]
-    assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_transformer_engine_before_1_10_gets_padded_lengths_only(monkeypatch, caplog, is_new):
-    """It drops the padded ones: with real ones alone each sequence would be read from the wrong place."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "is_te_min_version", lambda version: is_new)
-    get_batch_module.transformer_engine_takes_padding.cache_clear()
-    try:
-        params = get_batch(microbatch()).packed_seq_params
-    finally:
-        get_batch_module.transformer_engine_takes_padding.cache_clear()
-    assert params.cu_seqlens_q.tolist() == ([0, 3, 8, 8] if is_new else [0, 4, 12, 16])
-    assert ("before 1.10" in caplog.text) != is_new
-
-
-def test_multi_token_prediction_cuts_by_padded_lengths(monkeypatch):
-    """megatron-core rolls labels within `cu_seqlens_q` as if packs had no padding: real lengths would cut elsewhere."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: True)
-    monkeypatch.setattr(get_batch_module, "transformer_engine_takes_padding", lambda: True)
-    params = get_batch(microbatch(), mtp_on_this_rank=True).packed_seq_params
-    assert params.cu_seqlens_q.tolist() == [0, 4, 12, 16]
+@pytest.mark.parametrize(("has_transformer_engine", "device"), [(False, "cpu"), (True, "meta")])
+def test_device_of_packed_seq_params(monkeypatch, has_transformer_engine, device):
+    """Transformer Engine reads them in kernels; without it a device tensor is one host sync per layer."""
+    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    params = get_batch_module.packed_seq_params(microbatch(), torch.device("meta"))
+    assert params.cu_seqlens_q.device.type == params.cu_seqlens_kv.device.type == device
 
 
 def test_each_call_draws_one_microbatch():

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from megatron.blending.encoding.samples import CrudeSample, SkipSample, TextSample
+from megatron.blending.encoding.samples import CrudeSample, TextSample
 from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
-from megatron.blending.streams.failures import Failures
+from megatron.blending.streams.failures import Failures, SkipSample
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
 from megatron.sft.data.mixture import Concatenation

@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.sft.data.chat_encoder import EncodedSample
-from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.datasets import build_datasets, short_names
 from megatron.sft.data.mixture import Blended
 from megatron.sft.options.config import parse_config
 from tests.unit_tests.blending.folders import write_folder, write_jsonl
@@ -50,6 +52,12 @@ def data_path(tmp_path):
         return str(path)
 
     return write
+
+
+def test_tokenizer_model_alone_is_read(data_path):
+    """Left unread, the model would be trained on bytes."""
+    with pytest.raises(ValueError, match=r"--tokenizer-model must be the directory .* but is 'absent'"):
+        build("--data-path", data_path(".jsonl"), "--tokenizer-model", "absent")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -317,3 +325,26 @@ def test_metadataset_among_other_paths_is_refused(sources):
     path = metadataset(sources, blend(), {"path": "texts"})
     with pytest.raises(ValueError, match="must be the only one; name the others in it"):
         build("--data-path", str(sources / "docs"), path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["data/chats.jsonl"], ["chats"]),
+        (["data/a/chats.jsonl", "data/b/chats.jsonl", "web/"], ["a/chats", "b/chats", "web"]),
+        (["chats.jsonl", "chats.parquet", "v1.2"], ["chats.jsonl", "chats.parquet", "v1.2"]),
+        (["/x/chats.jsonl", "/x/chats.jsonl"], ["chats", "chats#2"]),
+        (["s3://bucket/a/docs.bin", "docs/b/docs"], ["docs.bin", "docs"]),
+        ([], []),
+    ],
+)
+def test_short_names(paths, names):
+    """Names that nobody can tell apart, or whole paths in every log line."""
+    assert short_names(paths) == names
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", "a.jsonl", "b.json"]), min_size=1, max_size=3), max_size=6))
+def test_no_two_names_alike(parts):
+    """Two sources under one name would be one source in the metrics."""
+    names = short_names(["/".join(path) for path in parts])
+    assert len(set(names)) == len(names) == len(parts)

@@ -5,13 +5,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.unit_tests.sft.data.test_stream import Numbered
 
 from megatron.blending.loading.dataset_loader import LoadedDataset
 from megatron.blending.metadatasets.metadataset import Leaf
 from megatron.blending.streams.datasets import RepeatDataset
-from megatron.blending.streams.leaf import LeafDataset
+from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.mixture import Blended, Concatenation, Place, blend_changes
+from tests.unit_tests.sft.data.test_stream import Numbered
 
 LEAF = Leaf(path="some", split_part="train")
 
@@ -19,7 +19,7 @@ LEAF = Leaf(path="some", split_part="train")
 def blended(weights, sizes=(10, 7, 4), seed=1, mode="exact", names="abc"):
     sources = [Numbered(size, name) for size, name in zip(sizes, names)]
     loaded = [
-        LoadedDataset(RepeatDataset(LeafDataset(source, name=source.name)), weight, LEAF)  # type: ignore[arg-type]
+        LoadedDataset(RepeatDataset(SourceDataset(source, name=source.name)), weight, LEAF)  # type: ignore[arg-type]
         for source, weight in zip(sources, weights)
     ]
     return Blended(sources, loaded, weights, seed, mode)

@@ -1,7 +1,9 @@
-"""megatron-core's tokenizers behind our interface: ids that do not collide, and whose turn each token is."""
+"""Tokenizers: ids that do not collide, and whose turn each token is."""
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -58,7 +60,7 @@ def save_tokenizer(tmp_path_factory):
 
 
 def test_byte_level_ids_do_not_collide():
-    """megatron-core's defaults end documents with byte 0 and pad with byte 1: text would hold ends and padding."""
+    """Were documents ended with a byte, or padded with one, text would hold ends and padding."""
     tokenizer = build_tokenizer("ByteLevelTokenizer")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.chat_template) == (264, 256, 257, None)
     assert tokenizer.encode("h\x00é") == [104, 0, 195, 169]
@@ -178,6 +180,19 @@ def test_wrong_flags(save_tokenizer, tmp_path):
             build_tokenizer("HuggingFaceTokenizer", model)
     with pytest.raises(ValueError, match="has no eos_token; set it in tokenizer_config"):
         build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN, eos_token=None))
+    with pytest.raises(ValueError, match=r"--tokenizer-model .* cannot be read"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_tokens_are_counted_without_torch(save_tokenizer):
+    """transformers imports torch wherever it finds it: seconds for the planner, for nothing."""
+    command = (
+        "import sys; from megatron.sft.data.tokenizer import build_tokenizer as build; "
+        "build('HuggingFaceTokenizer', sys.argv[1]).encode('how are you'); "
+        "assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", command, save_tokenizer(PLAIN)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_pickles(save_tokenizer):

@@ -61,7 +61,7 @@ def test_config_of_every_layout_suits_packing(arguments, device):
     check_config(built, torch.device(device))
     assert built.max_seqlen_per_dp_cp_rank == 128 // config.parallel.context_parallel_size
     assert built.sequence_packing_scheduler == "default"
-    assert built.sequence_packing_over_length == "error"
+    assert built.sequence_packing_options.over_length_policy == "error"
     assert built.virtual_pipeline_model_parallel_size == config.num_virtual_stages
 
 
@@ -122,8 +122,8 @@ def test_options_reach_the_config():
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "max_seqlen_per_dp_cp_rank": 200,
-        "sequence_packing_over_length": "drop",
     }
+    assert built.sequence_packing_options.over_length_policy == "drop"
     assert {name: getattr(built, name) for name in expected} == expected
 
 

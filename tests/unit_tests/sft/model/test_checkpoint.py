@@ -1,8 +1,21 @@
 """Which checkpoint a run continues from."""
 
-import pytest
+from typing import Any
 
-from megatron.sft.model.checkpoint import TRACKER, checkpoint_path, latest_iteration
+import pytest
+from megatron.core.dist_checkpointing.strategies import common as common_strategy
+
+from megatron.packing.step.delay import DelayQueue
+from megatron.sft.model.checkpoint import (
+    TRACKER,
+    checkpoint_path,
+    gather_delayed,
+    latest_iteration,
+    load_checkpoint,
+    restored_queue,
+)
+from megatron.sft.options.packing import PackingConfig
+from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
 
 
 def test_no_folder_and_no_tracker_is_none(tmp_path):
@@ -49,3 +62,54 @@ def test_names_are_megatrons(tmp_path):
     assert checkpoint_path(tmp_path, 100) == tmp_path / "iter_0000100"
     assert checkpoint_path(tmp_path, 12345678) == tmp_path / "iter_12345678"
     assert TRACKER == "latest_checkpointed_iteration.txt"
+
+
+def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch):
+    """megatron-core 0.16.1 ends in an AttributeError of its own."""
+    monkeypatch.setattr(common_strategy, "TorchCommonLoadStrategy", object, raising=False)
+    checkpoint_path(tmp_path, 5).mkdir()
+    (tmp_path / TRACKER).write_text("5")
+    training: Any = None
+    with pytest.raises(ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"):
+        load_checkpoint(tmp_path, training, model_options={}, data={})
+
+
+OFF = PackingConfig(sequence_packing=True)
+ON = PackingConfig(sequence_packing=True, outlier_delay_steps=4)
+
+
+@pytest.fixture
+def delayed():
+    """A sequence of 3 tokens on the first rank, one of 5 on the second."""
+    states = []
+    for length in (3, 5):
+        queue = DelayQueue(4)
+        queue.finish(delayed_step(length))
+        states.append(queue.state_dict())
+    return states
+
+
+def test_without_waiting():
+    """A queue where none was asked for would add to logs and checkpoints of all runs."""
+    assert restored_queue(OFF, (), 0, 2) is None
+    assert restored_queue(PackingConfig(), (), 0, 2) is None
+    assert gather_delayed(None) == []
+    queue = restored_queue(ON, (), 0, 2)
+    assert queue is not None
+    assert (queue.max_steps, len(queue)) == (4, 0)
+
+
+@pytest.mark.parametrize(("packing", "max_steps"), [(OFF, 0), (ON, 4)])
+def test_what_waits_is_taken_over(delayed, packing, max_steps):
+    """Also by a run that lets nothing wait any more: it would leave out what an earlier one drew."""
+    for rank, length in enumerate((3, 5)):
+        queue = restored_queue(packing, delayed, rank, 2)
+        assert queue is not None
+        assert queue.max_steps == max_steps
+        assert queue.begin(is_repeated=False).samples.lengths.tolist() == [length]
+
+
+def test_padded_training_refuses_to_forget_what_waits(delayed):
+    """Without packs there is no queue that would give it back."""
+    with pytest.raises(ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"):
+        restored_queue(PackingConfig(), delayed, 0, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.sft.model import cpu_support
-from megatron.sft.model.cpu_support import CHECKED_VERSIONS, _functions_of, rewrite
+from megatron.sft.model.cpu_support import _functions_of, rewrite
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -57,18 +57,9 @@ def test_unknown_version_is_refused_untouched(monkeypatch, not_installed):
 
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
     monkeypatch.setattr(cpu_support, "rewrite", pytest.fail)
-    with pytest.raises(RuntimeError, match=r"0\.99\.0.*pip install megatron-core==") as failure:
+    with pytest.raises(RuntimeError, match=r"0\.99\.0.*, or run where CUDA is available"):
         cpu_support.install()
-    assert all(version in str(failure.value) for version in CHECKED_VERSIONS)
     assert cpu_support.report() == "nothing changed"
-
-
-@needs_no_cuda
-def test_module_without_cuda_is_refused(monkeypatch, not_installed):
-    """A list that names modules that need nothing is not the list of what needs something."""
-    monkeypatch.setattr(cpu_support, "_MODULES", ("transformer.enums",))
-    with pytest.raises(RuntimeError, match=r"transformer\.enums no longer mentions CUDA"):
-        cpu_support.install()
 
 
 # What it does.

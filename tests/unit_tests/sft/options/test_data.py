@@ -14,15 +14,16 @@ CONTRADICTIONS = [
     (
         "--no-mock-data --data-path a.jsonl --sft-mock-dataset-config-json x.json",
         1,
-        ["--sft-mock-dataset-config-json needs --mock-data"],
+        ["--sft-mock-dataset-config-json", "--mock-data"],
     ),
-    ("--valid-data-path a.jsonl", 1, ["--valid-data-path needs --data-path", "--mock-data"]),
+    ("--valid-data-path a.jsonl", 1, ["--valid-data-path", "--data-path", "--mock-data"]),
     ("--split 1,2,3,4", 1, ["--split", "969,30,1", "'1,2,3,4'"]),
     ("--split a,b", 1, ["--split", "969,30,1", "'a,b'"]),
     ("--split 1,-1", 1, ["--split", "'1,-1'"]),
     ("--split 0,1", 1, ["--split", "'0,1'"]),
     ("--split nan", 1, ["--split", "'nan'"]),
     ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
+    ("--tokenizer-type NullTokenizer --tokenizer-model t", 1, ["--tokenizer-model t", "NullTokenizer", "drop"]),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
 
@@ -31,6 +32,21 @@ CONTRADICTIONS = [
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
     """Other records would be trained on than the user believes."""
     assert_refused(arguments, world_size, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "ByteLevelTokenizer"),
+        ("--tokenizer-model t", "HuggingFaceTokenizer"),
+        ("--tokenizer-type HuggingFaceTokenizer", "HuggingFaceTokenizer"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t", "HuggingFaceTokenizer"),
+        ("--tokenizer-type ByteLevelTokenizer", "ByteLevelTokenizer"),
+    ],
+)
+def test_tokenizer_model_says_which_tokenizer(arguments, expected):
+    """A folder that is named and not read: the model would be trained on bytes."""
+    assert parse(arguments).data.resolved_tokenizer_type == expected
 
 
 def test_mock_data_and_data_path_are_accepted():
@@ -70,3 +86,42 @@ def test_split_shares_sum_to_one(shares):
     result = DataConfig(mock_data=True, split=",".join(map(str, shares))).split_shares
     assert sum(result) == pytest.approx(1)
     assert min(result) >= 0
+
+
+WRITTEN = '{"kind": "linear", "points": [[0, [5, 3]], [100, [1, 1]]]}'
+
+
+def schedule_of(text):
+    return DataConfig(data_path=("blend.yaml",), blend_weight_schedule=str(text)).weight_schedule(samples_per_step=16)
+
+
+def test_text_and_file_are_the_same(tmp_path):
+    """A schedule counted in samples where steps are meant ends a hundred times too early."""
+    (tmp_path / "schedule.json").write_text(WRITTEN)
+    schedule = schedule_of(WRITTEN)
+    assert schedule_of(tmp_path / "schedule.json") == schedule
+    assert schedule.points == ((0, (5, 3)), (100, (1, 1)))
+    assert (schedule.kind, schedule.outputs_per_step) == ("linear", 16)
+    assert schedule.segments()[-1] == (1600, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("none.json", "or a file with it"),
+        ("{", "must be"),
+        ('{"points": 5}', "must be"),
+        ('{"point": []}', "must be"),
+        ('{"points": [[0.5, [1, 1]]]}', "must be"),
+        ('{"points": [[5, [1, 1]]]}', "start at step 0"),
+        ('{"points": [[0, [1, -1]]]}', "weight 1 must be at least 0"),
+        ('{"points": [[0, [1, 1]], [9, [1]]]}', "as many weights"),
+        ('{"kind": "cosine", "points": [[0, [1, 1]]]}', "'cosine'"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(text, words):
+    """The weights would stay as they are, without a word."""
+    with pytest.raises(ValueError, match=words) as failure:
+        schedule_of(text)
+    assert str(failure.value).startswith("--blend-weight-schedule")
+    assert "\n" not in str(failure.value)

@@ -8,7 +8,7 @@ CONTRADICTIONS = [
     (
         "--num-layers-per-virtual-pipeline-stage 2",
         1,
-        ["--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size", "at least 2"],
+        ["--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size"],
     ),
     ("--overlap-param-gather", 1, ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"]),
     (
@@ -26,12 +26,12 @@ CONTRADICTIONS = [
     (
         "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4",
         2,
-        ["number of processes, 2", "multiple of --expert-model-parallel-size", "4; lower them or start more"],
+        ["number of processes, 2", "--expert-model-parallel-size", "4;"],
     ),
     (
         "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
         4,
-        ["number of processes, 4", "times --pipeline-model-parallel-size, 8; lower them or start more"],
+        ["number of processes, 4", "--pipeline-model-parallel-size, 8;"],
     ),
 ]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.sft.report import metrics_file
-from megatron.sft.report.metrics import Evaluation
-from megatron.sft.report.metrics_file import TENSORBOARD_SCALARS, MetricsWriter, read_metrics
-from tests.unit_tests.sft.steps import SOURCE, STEP
+from megatron.sft.report.metrics import TENSORBOARD, Evaluation
+from megatron.sft.report.metrics_file import MetricsWriter, read_jsonl, read_metrics, truncate_after
+from tests.unit_tests.sft.runs import SOURCE, STEP
 
 
 def write_steps(run_dir, iterations, resume_iteration=None):
@@ -28,7 +28,8 @@ def write_steps(run_dir, iterations, resume_iteration=None):
 
 def test_lines_of_runs_from_before_there_were_sources(tmp_path):
     """A report of an older run would end with a missing key."""
-    record = json.loads(STEP.to_json())
+    write_steps(tmp_path, [7])
+    (record,) = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if line["kind"] == "train"]
     for name in ("sources", "dropped"):
         del record[name]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -76,12 +77,12 @@ def test_file_reads_back_exactly(tmp_path):
 def test_delays_stand_where_sequences_may_wait(tmp_path):
     """Without it the histogram could be lost, or the files of runs without delay change."""
     delayed = replace(STEP, iteration=8, delays=[14, 0, 2], waiting=3)
-    assert delayed.to_line(200).endswith(" | 2 delayed, 3 waiting")
-    assert not {"delays", "waiting"} & set(json.loads(STEP.to_json()))
+    assert " | 2 delayed, 3 waiting" in delayed.to_line(200)
     writer = MetricsWriter(tmp_path, train_iters=10, log_interval=1)
     writer.step(STEP)
     writer.step(delayed)
     writer.close()
+    assert not {"delays", "waiting"} & set(read_jsonl(tmp_path / "metrics.jsonl")[0])
     assert read_metrics(tmp_path).steps == [STEP, delayed]
 
 
@@ -164,7 +165,7 @@ def test_tensorboard_scalars(tmp_path):
         writer.evaluation(Evaluation(iteration=4, split="valid", loss=2.0, num_tokens=10))
         writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {*(f"train/{name}" for name in TENSORBOARD_SCALARS), "valid/loss"}
+    assert set(events.Tags()["scalars"]) == {*(f"train/{name}" for name in TENSORBOARD), "valid/loss"}
     assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 1), (2, 1), (3, 3), (4, 3)]
 
 
@@ -183,3 +184,13 @@ def test_import_is_pure():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "[]\n"
+
+
+def test_truncate_keeps_lines_without_iteration_before_the_cut(tmp_path):
+    """Without it the description of the run, written before its first step, could be cut off."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"event": "a"}\n{"iteration": 1}\n{"event": "b"}\n{"iteration": 2}\n')
+    truncate_after(path, 1)
+    assert read_jsonl(path) == [{"event": "a"}, {"iteration": 1}]
+    truncate_after(tmp_path / "absent.jsonl", 1)
+    assert not (tmp_path / "absent.jsonl").exists()

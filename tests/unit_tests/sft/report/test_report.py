@@ -6,12 +6,20 @@ import sys
 import pytest
 
 from megatron.sft.report import report
-from megatron.sft.report.metrics_file import MetricsWriter
+from megatron.sft.report.metrics import SourceMetrics
+from megatron.sft.report.metrics_file import MetricsWriter, read_metrics
 from megatron.sft.report.plot import packs_to_draw
-from megatron.sft.report.report import print_report
-from megatron.sft.report.source_metrics import SourceMetrics
-from megatron.sft.report.summary import summarize
 from tests.unit_tests.sft.runs import step
+
+
+def rows_of(run_dir):
+    """The report as {what: how much}, rows without a name under that of the row before."""
+    rows: dict[str, str] = {}
+    name = ""
+    for what, how_much in report.table(read_metrics(run_dir), run_dir):
+        name = what or name
+        rows[name] = f"{rows[name]}; {how_much}" if name in rows else how_much
+    return rows
 
 
 def write_packs(run_dir, num_steps, packs):
@@ -19,7 +27,7 @@ def write_packs(run_dir, num_steps, packs):
     (run_dir / "packs.jsonl").write_text("".join(lines))
 
 
-def test_sources_by_hand(tmp_path, capsys):
+def test_sources_by_hand(tmp_path):
     """A source that was hardly read, or that got worse, is what one looks for in the report of a blend."""
     writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
@@ -29,37 +37,57 @@ def test_sources_by_hand(tmp_path, capsys):
         dropped = {"few": {"bad sample": 2}} if iteration < 3 else {}
         writer.step(step(iteration, sources={"few": few, "most": most}, dropped=dropped, dropped_samples=2))
     writer.close()
-    summary = summarize(tmp_path)
-    assert summary.sources == {"most": (28, 7600, 8.0, 8.0), "few": (4, 400, 4.0, 2.0)}
-    print_report(summary)
-    lines = capsys.readouterr().out.splitlines()
-    assert "source few        4 samples, 400 tokens (5.0%), loss 4.0000 -> 2.0000" in lines
-    assert "samples           8 dropped (4 bad sample of few), 0 cut" in lines
+    rows = rows_of(tmp_path)
+    assert [name for name in rows if name.startswith("source")] == ["source most", "source few"]
+    assert rows["source most"] == "28 samples, 7,600 tokens (95.0%), loss 8.0000 -> 8.0000"
+    assert rows["source few"] == "4 samples, 400 tokens (5.0%), loss 4.0000 -> 2.0000"
+    assert rows["samples"] == "8 dropped (4 bad sample of few), 0 cut"
 
 
-def test_printed_report(run_dir, capsys):
-    """Without it a row could be lost from the page that `make run` ends with."""
-    print_report(summarize(run_dir))
-    assert capsys.readouterr().out.splitlines()[1:-1] == [
-        "trained           4 steps, 32 sequences, 8,000 tokens",
-        "training loss     8.5000 -> 6.0000   (means of the first and the last steps)",
-        "valid loss        9.5000 -> 6.5000   (after step 0 and step 4)",
-        "test loss         6.0000 -> 6.0000   (after step 4 and step 4)",
-        "speed             1,000 tokens/s   (median step)",
-        "                  0.5 TFLOP/s per device   (median step)",
-        "                  5.0% of the time waiting for data",
-        "padding           2.3% of the tokens computed, 75.0% without packing",
-        "padding removed   99.2%, for 3.91x fewer tokens computed",
-        "balance           1.0500 mean, 1.2000 worst   (modelled step time / lower bound)",
-        "moved             12.5% of the tokens, between data-parallel ranks",
-        "fill              50.0% of the packs' capacity",
-        "samples           2 dropped, 1 cut",
-        "optimizer         1 steps skipped, as gradients overflowed",
-        f"files             {run_dir}: metrics.jsonl",
-    ]
+def test_rows_by_hand(run_dir):
+    """The numbers that a user judges packing by could be wrong, and nothing else would notice."""
+    expected = {
+        "trained": "4 steps, 32 sequences, 8,000 tokens",
+        "training loss": "8.5000 -> 6.0000   (means of the first and the last steps)",
+        "valid loss": "9.5000 -> 6.5000   (after step 0 and step 4)",
+        "test loss": "6.0000 -> 6.0000   (after step 4 and step 4)",
+        "speed": "1,000 tokens/s   (median step); 0.5 TFLOP/s per device   (median step); "
+        "5.0% of the time waiting for data",
+        "padding": "2.3% of the tokens computed, 75.0% without packing",
+        "padding removed": "99.2%, for 3.91x fewer tokens computed",
+        "balance": "1.0500 mean, 1.2000 worst   (modelled step time / lower bound)",
+        "moved": "12.5% of the tokens, between data-parallel ranks",
+        "fill": "50.0% of the packs' capacity",
+        "samples": "2 dropped, 1 cut",
+        "optimizer": "1 steps skipped, as gradients overflowed",
+    }
+    assert expected.items() <= rows_of(run_dir).items()
 
 
-def test_printed_report_of_a_pipeline_with_a_prediction(tmp_path, capsys):
+def test_the_padded_run_itself_removes_nothing(tmp_path):
+    """The baseline could claim a gain over itself."""
+    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=100)
+    writer.event("run", iteration=0, seq_length=1000)
+    writer.step(step(1, padded_tokens=8000))
+    writer.close()
+    rows = rows_of(tmp_path)
+    assert rows["padding removed"] == "0.0%, for 1.00x fewer tokens computed"
+    assert rows["training loss"].startswith("9.0000 -> 9.0000")
+
+
+def test_nothing_to_report_on_is_one_clear_error(tmp_path):
+    """A mistyped folder would end in a stack trace, or in a report full of nan."""
+    with pytest.raises(ValueError, match=r"absent.metrics\.jsonl .*no such file; give the folder of a run"):
+        report.report(tmp_path / "absent")
+    writer = MetricsWriter(tmp_path, train_iters=1, log_interval=1)
+    with pytest.raises(ValueError, match='at least one "run" event'):
+        report.report(tmp_path)
+    writer.event("run", iteration=0, seq_length=1000)
+    with pytest.raises(ValueError, match="at least one training step"):
+        report.report(tmp_path)
+
+
+def test_rows_of_a_pipeline_with_a_prediction(tmp_path):
     """A balance below 1 needs its bubble beside it, and a prediction its error: signs must not cancel in the mean."""
     writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000)
@@ -67,23 +95,21 @@ def test_printed_report_of_a_pipeline_with_a_prediction(tmp_path, capsys):
     writer.step(step(1, **pipeline, step_cost=9.0, bubble=0.1, predicted_seconds=1.8))
     writer.step(step(2, **pipeline, step_cost=9.5, bubble=0.2, predicted_seconds=1.35))
     writer.close()
-    print_report(summarize(tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert "balance           0.925 mean, 0.950 worst   (modelled step time / least of even packs)" in lines
-    assert "bubble            15.0% mean" in lines
-    assert "prediction        15.0% mean absolute error of the passes, which were 75% of the time" in lines
-    assert not any(line.startswith("moved") for line in lines)
+    rows = rows_of(tmp_path)
+    assert rows["balance"].startswith("0.925 mean, 0.950 worst")
+    assert rows["bubble"] == "15.0% mean"
+    assert rows["prediction"].startswith("15.0% mean absolute error of the passes, which were 75% of the time")
+    assert "moved" not in rows
 
 
-def test_delays_are_summed_over_the_steps(tmp_path, capsys):
+def test_delays_are_summed_over_the_steps(tmp_path):
     """Without it nobody would see how late outliers are, or that some are still to come."""
     writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000)
     writer.step(step(1, delays=[7], waiting=2))
     writer.step(step(2, delays=[900, 0, 1], waiting=1))
     writer.close()
-    print_report(summarize(tmp_path))
-    assert "delay             sequences by steps waited: 0: 907, 2: 1; 1 still wait" in capsys.readouterr().out
+    assert rows_of(tmp_path)["delay"].endswith(": 0: 907, 2: 1; 1 still wait")
 
 
 def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
@@ -119,7 +145,9 @@ def test_command_line(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report", str(run_dir)])
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     report.main()
-    assert capsys.readouterr().out.endswith("no plot: matplotlib is missing; do pip install matplotlib\n")
+    printed = capsys.readouterr().out
+    assert printed.endswith("no plot: matplotlib is missing; do pip install matplotlib\n")
+    assert f"\nfiles             {run_dir}: metrics.jsonl\n" in printed
     monkeypatch.setattr(sys, "argv", ["report", str(run_dir / "absent")])
     with pytest.raises(SystemExit) as exit_info:
         report.main()

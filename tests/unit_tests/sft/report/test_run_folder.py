@@ -1,6 +1,8 @@
 """The folders of a run: what is refused before any work, and what a step leaves in them."""
 
+import importlib.util
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,13 +10,15 @@ import pytest
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.planner.lengths import Tokenization
 from megatron.planner.plan import plan
+from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.data.length_sources import lengths_from
 from megatron.sft.model.checkpoint import Progress
 from megatron.sft.options.output import OutputConfig
-from megatron.sft.report.run_folder import prepare_output
+from megatron.sft.report.run_folder import dump_schedule, prepare_output
 from tests.unit_tests.sft.command_line import parse
-from tests.unit_tests.sft.steps import STEP
+from tests.unit_tests.sft.runs import STEP
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
@@ -55,8 +59,9 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
     packs = [[[10]], [[4, 2]]]
     unread: Any = None
+    decision: Any = SimpleNamespace(stats=SimpleNamespace(num_ranks=2), pack_lengths=lambda: packs)
     batch = GlobalBatch(
-        microbatches=[], stats=unread, pack_lengths=packs, settings=settings, delays=[], num_waiting=0, seconds=0.0
+        microbatches=[], stats=unread, decision=decision, settings=settings, delays=[], num_delayed=0, seconds=0.0
     )  # fmt: skip
     log.step(STEP, batch)
     log.close()
@@ -68,3 +73,19 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     row = next(line.split() for line in printed.splitlines() if line.startswith("as it ran (default)"))
     assert head in printed
     assert row[9] == time
+
+
+def test_a_dumped_step_is_read_by_the_planner(tmp_path):
+    """And its page opens in a browser, its picture where matplotlib is."""
+    layout = StepLayout(
+        num_ranks=2, capacity=9, alignment=Alignment(), cost=PackCost(1.0, 0.1), model=StepModel()
+    )  # fmt: skip
+    record = StepRecord(title="step 7", scheduler="default", layout=layout, packs=[[[3, 4], [9]], [[8], []]])
+    names = [path.name for path in dump_schedule(tmp_path / "schedule_7", record)]
+    plotted = importlib.util.find_spec("matplotlib") is not None
+    assert names == ["schedule_7.json", "schedule_7.html", *["schedule_7.png"] * plotted]
+    assert all((tmp_path / name).stat().st_size > 100 for name in names)
+    tokenization = Tokenization(
+        tokenizer_type="ByteLevelTokenizer", tokenizer_model=None, vocab_size=None, skip_bad_samples=False
+    )  # fmt: skip
+    assert lengths_from(str(tmp_path / "schedule_7.json"), tokenization, None, 0, 1).record == record

@@ -1,0 +1,1 @@
+"""Images, video and audio. What reads text imports none of it."""

@@ -1,0 +1,60 @@
+"""pure. Paths as files name one another: local or URL, relative to the file that names them."""
+
+import os
+import posixpath
+
+from megatron.blending.formats.yaml_place import nearest
+
+URL = "://"
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def resolve_path(path: str, beside: str) -> str:
+    """Return `path` as named in the file `beside`: absolute paths and URLs are kept, others start at its folder."""
+    if URL in path or os.path.isabs(path):
+        return path
+    if URL in beside:
+        scheme, rest = beside.split(URL, 1)
+        return scheme + URL + posixpath.normpath(posixpath.join(posixpath.dirname(rest), path))
+    return os.path.normpath(os.path.join(os.path.dirname(beside), path))
+
+
+def is_metadataset(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).lower().endswith(_YAML_SUFFIXES)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a local path is a folder; a URL is taken for one if its last part has no suffix."""
+    return os.path.isdir(path) if URL not in path else not posixpath.splitext(path)[1]
+
+
+def check_exists(path: str, where: str) -> None:
+    """ValueError naming what is most like it, if nothing is at a local path. A .bin may be named without suffix."""
+    if URL in path or os.path.exists(path) or os.path.exists(path + ".bin"):
+        return
+    missing, folder = path, os.path.dirname(path) or "."
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        missing, folder = folder, os.path.dirname(folder) or "."
+    there = sorted(os.listdir(folder))[:20] if os.path.isdir(folder) else []
+    hint = nearest(os.path.basename(missing), there, f"in {folder} there")
+    raise ValueError(f"{where}: {path}: no such file or folder; {hint}".removeprefix(": "))
+
+
+def read_text(path: str, where: str) -> str:
+    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be read."""
+    check_exists(path, where)
+    try:
+        if URL in path:
+            import fsspec
+
+            with fsspec.open(path, "rb") as file:
+                content = file.read()
+        else:
+            with open(path, "rb") as file:
+                content = file.read()
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        fault = f"not UTF-8 at byte {error.start + 1}; convert the file"
+    except (OSError, ImportError, ValueError) as error:
+        fault = f"cannot be read: {error}"
+    raise ValueError(f"{where}: {path}: {fault}".removeprefix(": "))

@@ -1,0 +1,211 @@
+"""pure. The `.nv-meta` folder of a prepared WebDataset: which shards there are, how they are split, what a sample is.
+
+.info.json, or .info.yaml   shards and their numbers of samples
+split.yaml, or split.json   the shards of each part, and what is left out
+dataset.yaml                the kind of sample and where its fields come from
+
+Written by `python -m megatron.blending prepare` and by energon. Nothing that a file names is imported or executed here.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.blending.formats.files import is_file, join_location, read_file
+from megatron.blending.formats.prepared.braces import expand_braces
+from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
+
+FOLDER = ".nv-meta"
+SQLITE = "index.sqlite"
+CRUDE = "CrudeWebdataset"
+
+_OUR_MODULES = re.compile(r"megatron\.(energon|blending)(\..*)?")
+_LEGACY_CLASS = re.compile(r"(\w+)Webdataset")
+_DATASET_KEYS = "__module__ __class__ sample_type field_map sample_loader part_filter subflavors subflavor".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleType:
+    """What the samples of a data set are: `name` is the class, and exactly one of what follows says how to make it."""
+
+    module: str
+    name: str
+    is_crude: bool = False
+    """Samples are the parts themselves, for a cooker."""
+    field_map: Mapping[str, str] = field(default_factory=dict)
+    """Field -> where it comes from: `{"text": "txt", "label": "json[class]"}`."""
+    sample_loader: str | None = None
+    """`file.py:function` beside the YAML file."""
+    part_filter: str | tuple[str, ...] | None = None
+    """`file.py:function`, or the names of the parts that are read; None: all."""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """One part of a data set: its shards in order with their numbers of samples, and what of them is left out."""
+
+    shards: tuple[tuple[str, int], ...]
+    excluded: tuple[tuple[str, str], ...]
+    """(shard, key) of samples."""
+    name: str = ""
+
+
+def read_info(root: str) -> dict[str, int]:
+    """Return the number of samples of each shard, in the order of their ids in the index; ValueError if unprepared."""
+    path = join_location(root, f"{FOLDER}/.info.json")
+    if is_file(path):
+        content = _read_json(path)
+    else:
+        path = join_location(root, f"{FOLDER}/.info.yaml")
+        if not is_file(path):
+            raise ValueError(f"{root}: is not prepared; run python -m megatron.blending prepare {root}")
+        content = read_yaml(path, _text(path))
+    counts = content.get("shard_counts") if isinstance(content, dict) else None
+    if not isinstance(counts, dict) or not all(type(count) is int and count >= 0 for count in counts.values()):
+        raise ValueError(f"{path}: shard_counts must map shards to numbers of samples; prepare the data set again")
+    return dict(counts)
+
+
+def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
+    """Return part `part` of the data set; ValueError naming file and key if there is no such part."""
+    counts = read_info(root)
+    path, content = _read_splits(root, split_config)
+    parts = content["split_parts"]
+    if part not in parts:
+        raise ValueError(f"{path}: split_parts has no {part!r}; {nearest(part, parts, 'the parts')}")
+    shards = _expanded(parts[part], f"{path}: split_parts.{part}")
+    excluded = set(_expanded(content.get("exclude"), f"{path}: exclude"))
+    for shard in shards:
+        if shard not in counts:
+            raise ValueError(
+                f"{path}: split_parts.{part}: shard {shard!r} is not in .info.json; "
+                f"{nearest(shard, counts) if len(counts) < 1000 else 'prepare the data set again'}"
+            )
+    kept = {shard: counts[shard] for shard in shards if shard not in excluded}
+    return SplitPart(
+        tuple((shard, counts[shard]) for shard in shards if shard in kept),
+        tuple(sample for entry in sorted(excluded) if (sample := _excluded_sample(entry, kept))),
+        part,
+    )
+
+
+def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
+    """Return the parts of the data set that have shards."""
+    return [part for part, shards in _read_splits(root, split_config)[1]["split_parts"].items() if shards]
+
+
+def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
+    """Return the path of the file that says how the shards are split, and its content."""
+    path = join_location(root, f"{FOLDER}/{split_config}")
+    if split_config == "split.yaml" and not is_file(path):
+        path = join_location(root, f"{FOLDER}/split.json")
+    if not is_file(path):
+        raise ValueError(f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set again")
+    content = _read_json(path) if path.endswith(".json") else read_yaml(path, _text(path))
+    if not isinstance(content, dict) or not isinstance(content.get("split_parts"), dict):
+        raise ValueError(f"{path}: split_parts must map names of parts to lists of shards; fix the file")
+    for key in content:
+        if key not in ("split_parts", "exclude"):
+            raise ValueError(
+                f"{path}: unknown key {key!r}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
+            )
+    return path, content
+
+
+def _excluded_sample(entry: str, shards: Mapping[str, int]) -> tuple[str, str] | None:
+    """Split an entry at the slash behind a shard: `"a/b.tar/c/d" -> ("a/b.tar", "c/d")`."""
+    at = entry.find("/")
+    while at >= 0:
+        if entry[:at] in shards:
+            return entry[:at], entry[at + 1 :]
+        at = entry.find("/", at + 1)
+    return None
+
+
+def _expanded(patterns: Any, where: str) -> list[str]:
+    if patterns is None:
+        return []
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{where}: must be a list of names; fix the file")
+    return [name for pattern in patterns for name in expand_braces(pattern)]
+
+
+def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tuple[SampleType, dict[str, Any]]:
+    """Return the kind of sample and the subflavors; ValueError naming file, line and key."""
+    path = join_location(root, f"{FOLDER}/{dataset_config}")
+    if not is_file(path):
+        raise ValueError(
+            f"{path}: no such file; write one, or run python -m megatron.blending prepare with --sample-type and "
+            "--field-map"
+        )
+    content = read_yaml(path, _text(path))
+    place = Place(path, 1, "")
+    table = place.table(content)
+    place.check_keys(table, _DATASET_KEYS)
+    subflavors = dict(place.at("subflavors", table).table(table["subflavors"])) if table.get("subflavors") else {}
+    return _sample_type(table, place), subflavors
+
+
+def _sample_type(table: Table, place: Place) -> SampleType:
+    module, name = _class_of(table, place)
+    part_filter = _part_filter(table, place)
+    where = str(place)
+    if name == CRUDE:
+        for key in ("sample_type", "field_map", "sample_loader"):
+            if key in table:
+                raise place.at(key, table).error(f"has no meaning for a {CRUDE}; remove it")
+        return SampleType(module=module, name=name, is_crude=True, part_filter=part_filter, where=where)
+    loader = place.text(table, "sample_loader")
+    if ("field_map" in table) == (loader is not None):
+        raise place.error("exactly one of field_map and sample_loader must be there")
+    if loader is not None:
+        return SampleType(module=module, name=name, sample_loader=loader, part_filter=part_filter, where=where)
+    field_map = place.at("field_map", table).table(table["field_map"])
+    if not field_map:
+        raise place.at("field_map", table).error("must say where fields come from, but is empty; write text: txt")
+    for key, source in field_map.items():
+        if not isinstance(source, str):
+            raise place.at("field_map", table).error(f"{key} must be the name of a part, but is {described(source)}")
+    return SampleType(module=module, name=name, field_map=dict(field_map), part_filter=part_filter, where=where)
+
+
+def _class_of(table: Table, place: Place) -> tuple[str, str]:
+    """Return module and name of the sample class, of the crude data set, or of what a legacy data set class holds."""
+    if "sample_type" in table:
+        place = place.at("sample_type", table)
+        table = place.table(table["sample_type"])
+        place.check_keys(table, ("__module__", "__class__"))
+    module, name = place.text(table, "__module__") or "megatron.energon", place.text(table, "__class__")
+    if name is None:
+        raise place.error("__class__ is missing; name the class of the samples, such as TextSample")
+    legacy = _LEGACY_CLASS.fullmatch(name)
+    if legacy and name != CRUDE and _OUR_MODULES.fullmatch(module):
+        name = f"{legacy[1]}Sample"
+    return module, name
+
+
+def _part_filter(table: Table, place: Place) -> str | tuple[str, ...] | None:
+    given = table.get("part_filter")
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, Items) or not all(isinstance(part, str) for part in given):
+        raise place.at("part_filter", table).error("must be file.py:function, or a list of names of parts")
+    return tuple(given)
+
+
+def _text(path: str) -> str:
+    try:
+        return read_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}; fix the file") from error

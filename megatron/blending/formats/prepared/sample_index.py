@@ -1,0 +1,136 @@
+"""pure. `index.sqlite` of a prepared WebDataset: where each key and each part stands.
+
+Reading in order of index needs none of it; it serves what asks by key, here and in energon.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from megatron.blending.formats.files import join_location, local_path
+from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
+from megatron.blending.formats.prepared.tar import TarScan
+
+_TABLES = (
+    "CREATE TABLE samples (tar_file_id INTEGER NOT NULL, sample_key TEXT NOT NULL UNIQUE, "
+    "sample_index INTEGER NOT NULL, byte_offset INTEGER, byte_size INTEGER)",
+    "CREATE TABLE sample_parts (tar_file_id INTEGER, sample_index INTEGER, part_name TEXT, "
+    "content_byte_offset INTEGER, content_byte_size INTEGER)",
+)
+_INDEXES = (
+    "CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
+    "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
+    "CREATE INDEX idx_sample_parts_full ON sample_parts(tar_file_id, sample_index, part_name, content_byte_offset, "
+    "content_byte_size)",
+)
+_KEYS_PER_QUERY = 500
+
+
+class DuplicateKeyError(ValueError):
+    """Two samples of one data set have the same key."""
+
+    def __init__(self, key: str, shard_ids: tuple[int, int]) -> None:
+        super().__init__(f"key {key!r} is there twice")
+        self.key = key
+        self.shard_ids = shard_ids
+
+
+class SampleIndexWriter:
+    """Writes an index beside the one that is there, and puts it in its place when all went well.
+
+    About 6 microseconds per sample of two parts.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._temporary = path + ".tmp"
+
+    def __enter__(self) -> "SampleIndexWriter":
+        if os.path.exists(self._temporary):
+            os.remove(self._temporary)
+        # What is half written when the power fails is thrown away: no journal, no syncing.
+        self._connection = sqlite3.connect(self._temporary, isolation_level=None)
+        for statement in ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", *_TABLES, "BEGIN"):
+            self._connection.execute(statement)
+        return self
+
+    def add(self, shard_id: int, scan: TarScan) -> None:
+        """Add the samples of a shard; DuplicateKeyError if one is there already."""
+        ends = [*(sample.start for sample in scan.samples[1:]), scan.end]
+        rows = (
+            (shard_id, _storable(sample.key), number, sample.start, end - sample.start)
+            for number, (sample, end) in enumerate(zip(scan.samples, ends))
+        )
+        try:
+            self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", rows)
+        except sqlite3.IntegrityError as error:
+            raise self._duplicate(shard_id, scan) from error
+        self._connection.executemany(
+            "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)",
+            (
+                (shard_id, number, _storable(part.name), part.start, part.size)
+                for number, sample in enumerate(scan.samples)
+                for part in sample.parts
+            ),
+        )
+
+    def _duplicate(self, shard_id: int, scan: TarScan) -> DuplicateKeyError:
+        seen: set[str] = set()
+        for sample in scan.samples:
+            query = "SELECT tar_file_id FROM samples WHERE sample_key = ? AND tar_file_id != ?"
+            row = self._connection.execute(query, (_storable(sample.key), shard_id)).fetchone()
+            if row or sample.key in seen:
+                return DuplicateKeyError(sample.key, (row[0] if row else shard_id, shard_id))
+            seen.add(sample.key)
+        raise AssertionError("a duplicate key was refused, but there is none")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            for statement in (*_INDEXES, "COMMIT"):
+                self._connection.execute(statement)
+        self._connection.close()
+        if kind is None:
+            os.replace(self._temporary, self._path)
+        else:
+            os.remove(self._temporary)
+
+
+def find_samples(root: str, keys: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return (number of the shard in .info.json, number of the sample in it) of each key that the index has.
+
+    About 10 microseconds per key. ValueError if there is no index.
+    """
+    path = local_path(join_location(root, f"{FOLDER}/{SQLITE}"))
+    if path is None or not os.path.isfile(path):
+        raise ValueError(f"{root}: samples cannot be found by key without a local {FOLDER}/{SQLITE}; prepare it here")
+    found: dict[str, tuple[int, int]] = {}
+    # A connection for each call: they must not be carried over to a forked process.
+    with closing(sqlite3.connect(f"file:{_quoted(path)}?mode=ro", uri=True)) as connection:
+        for some in _portions(keys):
+            query = f"SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key IN ({_marks(some)})"
+            originals = {_storable(key): key for key in some}
+            for key, shard_id, number in connection.execute(query, list(originals)):
+                found[originals[key]] = (shard_id, number)
+    return found
+
+
+def _portions(keys: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(keys)
+    while some := list(islice(rest, _KEYS_PER_QUERY)):
+        yield some
+
+
+def _marks(some: list[str]) -> str:
+    return ", ".join("?" * len(some))
+
+
+def _storable(name: str) -> str:
+    """Names that are not UTF-8 are kept by their bytes' escapes, which sqlite would refuse."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _quoted(path: str) -> str:
+    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")

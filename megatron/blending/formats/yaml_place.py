@@ -1,0 +1,78 @@
+"""pure. Where in which YAML file: the start of every message about it, and the checks that make the messages."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.blending.formats.yaml_reader import Items, Table
+
+_MOST_LISTED = 50
+
+
+def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
+    """Say which of `words` was probably meant, or else what there is: the first 50."""
+    words = list(words)
+    close = difflib.get_close_matches(word, words, 1, 0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
+    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in which file: what errors start with, and what a value is checked against."""
+
+    path: str
+    line: int
+    keys: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.keys}".removesuffix(": ")
+
+    def error(self, fault: str) -> ValueError:
+        return ValueError(f"{self}: {fault}")
+
+    def at(self, key: str | int, parent: Table | Items) -> "Place":
+        if isinstance(parent, Items):
+            return Place(self.path, parent.lines[int(key)], f"{self.keys}[{key}]")
+        return Place(self.path, parent.lines.get(str(key), self.line), f"{self.keys}.{key}".lstrip("."))
+
+    def check_keys(self, table: Table, known: Iterable[str]) -> None:
+        known = [key for key in known if key]
+        for key in table:
+            if key not in known:
+                raise Place(self.path, table.lines[key], self.keys).error(
+                    f"unknown key {key!r}; {nearest(key, known, 'the keys here')}"
+                )
+
+    def table(self, value: Any) -> Table:
+        if not isinstance(value, Table):
+            raise self.error(f"must be a mapping (key: value), but is {described(value)}")
+        return value
+
+    def items(self, value: Any) -> Items:
+        if not isinstance(value, Items):
+            raise self.error(f"must be a list (lines that start with -), but is {described(value)}")
+        return value
+
+    def text(self, table: Table, key: str) -> str | None:
+        value = table.get(key)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise self.at(key, table).error(f"must be a word, but is {described(value)}; put it in quotes")
+        return value
+
+    def share(self, table: Table, key: str) -> float:
+        value = table.get(key, 1)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0:
+            raise self.at(key, table).error(f"must be a number of at least 0, but is {described(value)}")
+        return value
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (Table, Items)):
+        return "a mapping" if isinstance(value, Table) else "a list"
+    return "empty" if value is None else repr(value)

@@ -1,0 +1,103 @@
+"""pure. Weights that are shares of tokens: the mean length of each source's samples, and the weights in samples.
+
+The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the result is the same on
+every rank. Where the index tells how many bytes each record has, the mean follows from that of the bytes, as tokens do
+(by linear regression): few samples of very different lengths would tell it badly. Of token files as they are, the mean
+is in their index.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from megatron.blending.encoding.task_encoder import TaskEncoder
+from megatron.blending.formats.indexed import IndexedSource
+from megatron.blending.formats.record import RecordSource
+from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.order.weights import Weight, WeightSchedule
+from megatron.blending.streams.failures import SkipSample
+
+_PROBES = 64
+
+Encoder = TaskEncoder[Any, Any, Any, Any]
+
+
+@runtime_checkable
+class KnowsBytes(RecordSource, Protocol):
+    """A source whose index tells the sizes of its records."""
+
+    def num_bytes(self, records: range) -> int | None:
+        """Return the bytes of consecutive records together; None where they are not known after all."""
+
+
+def by_tokens(
+    loaded: Sequence[LoadedDataset], schedule: WeightSchedule | None, encoder: Encoder
+) -> tuple[list[LoadedDataset], WeightSchedule | None]:
+    """Return sources, and a schedule, with the weights in samples that give the weights that they have in tokens.
+
+    ValueError if none of the probed samples of a source with weight can be used. Milliseconds per source.
+    """
+    means = [mean_tokens(one, encoder) if one.weight or schedule else 1.0 for one in loaded]
+    weights = weights_by_tokens([one.weight for one in loaded], means)
+    changed = [LoadedDataset(one.dataset, weight, one.leaf, one.repetitions) for one, weight in zip(loaded, weights)]
+    if schedule is not None:
+        points = tuple((step, weights_by_tokens(weights, means)) for step, weights in schedule.points)
+        schedule = WeightSchedule(points, schedule.outputs_per_step, schedule.kind, schedule.num_pieces)
+    return changed, schedule
+
+
+def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:
+    """Return weights in samples that give `weights` in tokens, where samples of each source have `mean_tokens`."""
+    if len(weights) != len(mean_tokens):
+        raise ValueError(f"there must be a mean for each of {len(weights)} weights, but there are {len(mean_tokens)}")
+    for number, (weight, mean) in enumerate(zip(weights, mean_tokens)):
+        if weight and not 0 < mean < math.inf:
+            raise ValueError(f"mean tokens of source {number} must be above 0, but are {mean}; check its samples")
+    return tuple(float(weight) / mean if weight else 0.0 for weight, mean in zip(weights, mean_tokens))
+
+
+def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
+    """Return the mean number of tokens per record of a source, as it comes out of the encoder."""
+    leaf = loaded.dataset
+    while leaf.children:
+        leaf = leaf.children[0]
+    step = next((step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)), None)
+    if isinstance(leaf.source, IndexedSource) and step is None and not encoder.uses("num_tokens"):
+        return float(np.mean(leaf.source.lengths))
+    places = sorted({probe * len(leaf.source) // _PROBES for probe in range(_PROBES)})
+    lengths: list[int] = []
+    probed, fault = [], ""
+    for place in places:
+        try:
+            sample = leaf.load(leaf.source[place], ("probe", place, place))
+            made = sample if step is None else getattr(encoder, step)(sample)
+            many = made if hasattr(made, "__next__") else [made]
+            lengths.append(sum(encoder.num_tokens(one) for one in many))
+            probed.append(place)
+        except SkipSample:
+            lengths.append(0)
+            probed.append(place)
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:  # as in the stream: a sample that fails is left out
+            fault = f"; the last: {type(error).__name__}: {' '.join(str(error).split())}"
+    if not any(lengths):
+        raise ValueError(f"{loaded.leaf.where}: none of {len(places)} probed samples has tokens{fault}")
+    return _mean_by_bytes(leaf.source, probed, lengths) or sum(lengths) / len(lengths)
+
+
+def _mean_by_bytes(source: RecordSource, places: Sequence[int], lengths: Sequence[int]) -> float | None:
+    """The mean length of all records, by how the lengths of a few follow their bytes; None where bytes don't tell."""
+    if not isinstance(source, KnowsBytes) or (total := source.num_bytes(range(len(source)))) is None:
+        return None
+    sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]
+    mean, mean_size, count = sum(lengths) / len(lengths), sum(sizes) / len(sizes), len(sizes)
+    variance = sum((size - mean_size) ** 2 for size in sizes)
+    if not variance:
+        return None
+    slope = sum((size - mean_size) * length for size, length in zip(sizes, lengths)) / variance
+    estimate = mean + slope * (total / len(source) - mean_size)
+    # A slope that few samples gave may lead anywhere; below what a single one has, it is no mean.
+    return estimate if count > 2 and estimate >= min(lengths) and estimate > 0 else None

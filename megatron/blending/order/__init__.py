@@ -1,0 +1,1 @@
+"""The order of a stream, as pure functions: (seed, node, epoch, position) -> which source, which record."""

@@ -1,0 +1,198 @@
+"""pure. The order in which records are read: a function of (seed, place, epoch, index), computed and never stored.
+
+Invariants:
+- `ReadingOrder` reads each record once per epoch, whatever its slices and windows;
+- the result depends on the arguments alone: not on the machine, the Python version or what was asked before.
+
+What is mixed is mixed by `permutation`: whole slices within the epoch, records within windows.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.blending.order.permutation import Grid, check_size, grid_sides, make_grid, mix_array, walk
+
+_MASK64 = 2**64 - 1
+_KEPT_EPOCHS = 2
+# Numbers of one page are cheaper than arrays of them from so many positions on.
+_POSITIONS_ALONE = 512
+
+
+def stream_position(position: int, size: int) -> tuple[int, int]:
+    """Return (epoch, index) of the `position`-th record of an endless stream over `size` records.
+
+    `stream_position(7, 3) -> (2, 1)`: two epochs of three records are over, and this one is at its second record.
+    """
+    check_size(size)
+    if position < 0:
+        raise ValueError(f"position must be at least 0, but is {position}")
+    return divmod(position, size)
+
+
+def salted_seed(seed: int, place: str) -> int:
+    """Return the seed of a node of a blend: sources of equal size would otherwise be read in lockstep."""
+    return int.from_bytes(hashlib.blake2b(f"seed {seed} place {place}".encode(), digest_size=8).digest(), "little")
+
+
+class ReadingOrder(NamedTuple):
+    """In which order an endless stream reads a source of `num_records`, epoch by epoch."""
+
+    num_records: int
+    seed: int
+    """Of this source alone: see `salted_seed`."""
+    shuffle: bool = True
+    num_turns: int = 1
+    """How often an epoch reads each record; -1: every read is drawn anew, from all of them."""
+    slice_length: int = 1
+    """This many consecutive records stay together, for the sake of whoever reads them."""
+    window_length: int = 1
+    """Within this many records of that order the single ones are mixed; at least a slice is."""
+
+    @property
+    def epoch_length(self) -> int:
+        return self.num_records * max(1, self.num_turns)
+
+    @property
+    def window(self) -> int:
+        """The window made of whole slices, and of one more than asked for: 1 where nothing is to be mixed."""
+        if self.slice_length == 1:
+            return 1
+        return (
+            (-(-self.window_length // self.slice_length) + 1) * self.slice_length
+            if self.window_length > 1
+            else (self.slice_length)
+        )
+
+
+def records_at(
+    orders: Sequence[ReadingOrder], positions: Sequence[npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.int64]]:
+    """Return which records several streams read at some positions of each.
+
+    About 0.2 microseconds per position, or 0.5 where streams are asked for few each; and 200 per call.
+    """
+    records = [_unshuffled(order, asked) for order, asked in zip(orders, positions)]
+    pages: list[tuple[_Page, tuple[int, ...]]] = []
+    parts: list[tuple[int, Any, npt.NDArray[np.int64]]] = []
+    for stream, (order, asked) in enumerate(zip(orders, positions)):
+        if not order.shuffle or order.num_turns < 0 or not len(asked):
+            continue
+        epochs = asked // order.epoch_length
+        indices = asked - epochs * order.epoch_length
+        if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
+            pages.append(_page(order, int(epochs[0])))
+            parts.append((stream, slice(None), indices))
+            continue
+        for epoch in np.unique(epochs).tolist():
+            here = np.flatnonzero(epochs == epoch)
+            pages.append(_page(order, epoch))
+            parts.append((stream, here, indices[here]))
+    if parts:
+        shuffled = _shuffled(pages, [indices for _, _, indices in parts])
+        for (stream, here, _), found in zip(parts, shuffled):
+            records[stream][here] = found % orders[stream].num_records
+    return records
+
+
+class _Page(NamedTuple):
+    """One epoch of a stream, in numbers, or in arrays that say them per position. Slices that are full are permuted;
+    what is left over at the end of the source, `num_rest` records, is read before full slice number `rest_at`.
+    """
+
+    size: Any
+    slice_length: Any
+    window: Any
+    num_full: Any
+    rest_at: Any
+    slice_rows: Any
+    slice_columns: Any
+    window_rows: Any
+    window_columns: Any
+    last_rows: Any
+    last_columns: Any
+
+
+def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
+    """The page of an epoch and its round keys. A plan is of one epoch or two, so the pages of older ones are let go."""
+    kept = _kept_pages(order)
+    if (found := kept.get(epoch)) is None:
+        found = kept[epoch] = _make_page(order, epoch)
+        for old in sorted(kept)[:-_KEPT_EPOCHS]:
+            kept.pop(old, None)
+    return found
+
+
+@lru_cache(maxsize=8192)
+def _kept_pages(order: ReadingOrder) -> dict[int, tuple[_Page, tuple[int, ...]]]:
+    return {}
+
+
+def _make_page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
+    size, window = order.epoch_length, min(order.window, order.epoch_length)
+    length = min(order.slice_length, size)
+    keys = make_grid(size, order.seed, epoch).round_keys
+    sides = [grid_sides(part) for part in (size // length, window, size % window or window)]
+    rest_at = keys[0] % (size // length + 1)
+    page = _Page(size, length, window, size // length, rest_at, *sides[0], *sides[1], *sides[2])
+    return page, tuple(keys)
+
+
+def _unshuffled(order: ReadingOrder, asked: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if order.shuffle and order.num_turns < 0:
+        drawn = mix_array(asked.astype(np.uint64), np.uint64(order.seed & _MASK64))
+        return (drawn % np.uint64(order.num_records)).astype(np.int64)
+    return asked % order.num_records
+
+
+def _shuffled(pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+    """The permuted `indices` of each page: of long parts one by one, of all others in one go."""
+    found: list[Any] = [None] * len(pages)
+    short = []
+    for at, ((page, keys), part) in enumerate(zip(pages, indices)):
+        if len(part) < _POSITIONS_ALONE:
+            short.append(at)
+        else:
+            found[at] = _mixed(part, _Page(*map(np.uint64, page)), list(map(np.uint64, keys)))
+    if short:
+        lengths = [len(indices[at]) for at in short]
+        page_of = np.repeat(np.arange(len(short)), lengths)
+        numbers = np.array([pages[at][0] for at in short], np.uint64).T[:, page_of]
+        keys = np.array([pages[at][1] for at in short], np.uint64).T[:, page_of]
+        joined = _mixed(np.concatenate([indices[at] for at in short]), _Page(*numbers), list(keys))
+        for at, part in zip(short, np.split(joined, np.cumsum(lengths)[:-1])):
+            found[at] = part
+    return found
+
+
+def _mixed(indices: npt.NDArray[np.int64], page: _Page, keys: Sequence[Any]) -> npt.NDArray[np.int64]:
+    places = indices.astype(np.uint64)
+    if np.any(page.window > 1):
+        places = _mixed_in_windows(places, page, keys)
+    return _mixed_slices(places, page, keys).astype(np.int64)
+
+
+def _mixed_in_windows(index: Any, page: _Page, keys: Any) -> Any:
+    number = index // page.window
+    is_last = (number + 1) * page.window > page.size
+    length = np.where(is_last, page.size - number * page.window, page.window)
+    rows = np.where(is_last, page.last_rows, page.window_rows)
+    columns = np.where(is_last, page.last_columns, page.window_columns)
+    grid = Grid(rows, columns, [mix_array(number + 1, key) for key in keys])
+    return number * page.window + walk(index % page.window, length, grid)
+
+
+def _mixed_slices(place: Any, page: _Page, keys: Any) -> Any:
+    rest_start = page.rest_at * page.slice_length
+    num_rest = page.size - page.num_full * page.slice_length
+    is_rest = (place >= rest_start) & (place < rest_start + num_rest)
+    place_in_full = np.where(place >= rest_start + num_rest, place - num_rest, place)
+    # Those of the rest are given any full slice here, and their own place below.
+    number = np.minimum(place_in_full // page.slice_length, page.num_full - np.uint64(1))
+    grid = Grid(page.slice_rows, page.slice_columns, list(keys))
+    full = walk(number, page.num_full, grid) * page.slice_length + place_in_full % page.slice_length
+    return np.where(is_rest, page.num_full * page.slice_length + place - rest_start, full)

@@ -1,0 +1,250 @@
+"""pure. What every node of a stream is: an endless sequence of outputs by position, and how a part of it is planned.
+
+A node says which positions of its children its own positions are made of, in arrays (`plan`); items are read when the
+plan is asked for values. Position `k` of a node with `size` outputs is output `k % size` of pass `k // size`; a size of
+None has no end. Nothing here depends on ranks or workers, or on what was asked before.
+
+A sample that makes no output leaves a `Hole` at its position; one that makes several has them together (`Several`).
+Only where several outputs become one, or some are held back, is a sequence needed in which holes are filled by what
+follows: see holding.py.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import GeneratorType
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
+
+Ints = npt.NDArray[np.int64]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Hole(NamedTuple):
+    """The place of a sample that makes no output."""
+
+    node: int
+    function: Any
+    """What did not take it."""
+    error: Exception | None
+    """None, or SkipSample, if it said so."""
+    value: Any = None
+
+
+EXHAUSTED = Hole(-1, None, None)
+"""Stands where an output was planned, but more was left out than there was."""
+
+
+class Several(list[Any]):
+    """What a generator gave for one sample: outputs, and a Hole in the end if it failed."""
+
+
+class NotPlain(Exception):
+    """This output is not made of as many others as planned: it must be made in sequence."""
+
+
+def applied(function: Callable[[Any], Any], value: Any, node: int) -> Any:
+    """Return what a function makes of a value, or of each of several; a hole where it fails."""
+    if type(value) is Hole:
+        return value
+    if type(value) is Several:
+        made = Several()
+        for one in value:
+            found = applied(function, one, node)
+            made.extend(found if type(found) is Several else [found])
+        return made
+    try:
+        found = function(value)
+    except Exception as error:
+        return Hole(node, function, error, value)
+    return _values_of(found, function, value, node) if type(found) is GeneratorType else found
+
+
+def _values_of(generator: Any, function: Any, value: Any, node: int) -> Several:
+    made = Several()
+    try:
+        made.extend(generator)
+    except Exception as error:
+        made.append(Hole(node, function, error, value))
+    return made
+
+
+class Holders(Protocol):
+    """What makes the outputs of nodes that hold samples back, wherever they stand in a tree."""
+
+    def output_of(self, node: Any, plan: Any, place: int) -> Any:
+        """Return the next output of such a node; a Hole if it has no more."""
+
+
+class Plan(Protocol):
+    """A part of a node's outputs."""
+
+    length: int
+
+    def values(self, start: int, end: int, holders: Holders | None) -> list[Any]:
+        """Return outputs, or what else stands in their places.
+
+        Of nodes that hold samples back: by `holders`; if that is None, as planned, or NotPlain.
+        """
+
+    def child(self, number: int) -> "Plan | None":
+        """Return what this plan asks of a child, in this order; None if nothing."""
+
+    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+        """Return the sources that some outputs are made of, each with the (first) position that is read.
+
+        `inner`: of an output of a node that holds samples back, where they came from.
+        """
+
+
+class SourceOrder(Protocol):
+    order: ReadingOrder
+    positions: Ints
+
+    def settle(self, records: Ints) -> None: ...
+
+
+class Block:
+    """Plans made together: the sources of all of them are put in order at once, when the first is read."""
+
+    def __init__(self) -> None:
+        self._pending: list[SourceOrder] = []
+
+    def add(self, source: SourceOrder) -> None:
+        self._pending.append(source)
+
+    def settle(self) -> None:
+        pending, self._pending = self._pending, []
+        found = records_at([source.order for source in pending], [source.positions for source in pending])
+        for source, records in zip(pending, found):
+            source.settle(records)
+
+
+@dataclass
+class Binding:
+    """What a tree is told when it becomes a stream."""
+
+    seed: int
+    world_size: int = 1
+    nodes: list["SavableDataset[Any]"] = field(default_factory=list)
+    salts: dict[str, str] = field(default_factory=dict)
+    """Places of sources that keep the order of another place: where they stood when their data was begun."""
+    bases: dict[str, int] = field(default_factory=dict)
+    """Places of sources that do not begin at 0, and where they begin."""
+    changes: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    """Blends whose weights changed on the way: place, from which output of the blend on, to what."""
+    is_size_of_ranks: bool = False
+    """Whether the size of a pass was given for each rank; told by the tree."""
+
+    def again(self) -> "Binding":
+        """Return the same, for another copy of the tree."""
+        return replace(self, nodes=[])
+
+    def seed_at(self, place: str) -> int:
+        return salted_seed(self.seed, self.salts.get(place, place))
+
+
+class SavableDataset(Generic[T_co]):
+    """A node. It is a description, and may stand in several trees; a loader works on a copy that is bound to its place.
+
+    Iterating over it iterates over a loader of its own.
+    """
+
+    make_loader: ClassVar[Callable[[Any], Any]]
+    """Set by the module of loaders, which knows nodes, and not they it."""
+    children: "tuple[SavableDataset[Any], ...]" = ()
+    worker_config: Any = None
+    size: int | None = None
+    """Outputs of one pass; None: endless."""
+    goes_on: bool = False
+    """Whether the next pass continues the children's streams, instead of beginning them again."""
+    keeps_outputs: bool = False
+    """Whether each output is one of the only child's."""
+    keeps_place: bool = True
+    """Whether an only child has the same place."""
+    only_chooses_positions: ClassVar[bool] = False
+    """Whether its plans are those of its only child."""
+
+    number: int = -1
+    """Place in the bound tree, counted from the root down; its descendants are number + 1 to end - 1."""
+    end: int = -1
+    place: str = ""
+    """Numbers of the children on the way from the root, where there are several: "0.2"."""
+
+    def __len__(self) -> int:
+        """Outputs of one pass over the data, also where it is repeated for ever."""
+        return len(self.children[0])
+
+    def __iter__(self) -> Iterator[T_co]:
+        return iter(type(self).make_loader(self))
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether a pass gives `size` outputs at most, also where more could be made."""
+        return False
+
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of one pass, of which the first `size` are given if no sample is left out."""
+        return self.size
+
+    @cached_property
+    def samples_per_output(self) -> int:
+        """About how many records an output is made of."""
+        return max((child.samples_per_output for child in self.children), default=1)
+
+    def bind(self, binding: Binding, place: str = "", is_outermost: bool = True) -> "SavableDataset[T_co]":
+        """Return a copy of the tree whose nodes know their places. `is_outermost`: its outputs are the loader's."""
+        twin = copy.copy(self)
+        twin.number = len(binding.nodes)
+        twin.place = place
+        binding.nodes.append(twin)
+        is_only_child = len(self.children) == 1
+        twin.children = tuple(
+            child.bind(
+                binding,
+                place if is_only_child and self.keeps_place else f"{place}.{number}".lstrip("."),
+                is_outermost and self.keeps_outputs,
+            )
+            for number, child in enumerate(self.children)
+        )
+        twin.end = len(binding.nodes)
+        twin.on_bound(binding, is_outermost)
+        return twin
+
+    def found_config(self) -> Any:
+        """Return the first worker_config in the tree, from here down; None if there is none."""
+        if self.worker_config is not None:
+            return self.worker_config
+        return next((found for child in self.children if (found := child.found_config()) is not None), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers have no use for it, and process groups cannot be sent to them.
+        return {**self.__dict__, "worker_config": None}
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        """Take what a bound node needs; its children are bound."""
+
+    def plan(self, positions: Ints, block: Block) -> Plan:
+        raise NotImplementedError
+
+    def extra(self, holders: Holders) -> Any:
+        """Return an output beyond the planned ones: what nodes that hold samples back still have; else None."""
+        found = (child.extra(holders) for child in self.children)
+        return next((value for value in found if value is not None), None)
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        """Return how many outputs of each child the first `position` outputs are made of.
+
+        `drawn`: by number of node, how many it drew, where positions do not tell.
+        """
+        return [position]
+
+    def signature(self) -> list[Any]:
+        """Return what must be equal for a saved state to mean the same, apart from the children."""
+        return [type(self).__name__]

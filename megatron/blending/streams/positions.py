@@ -1,0 +1,185 @@
+"""pure. Nodes that only say which positions of their child there are, and in which order."""
+
+import math
+from fractions import Fraction
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from megatron.blending.order.reading import ReadingOrder, records_at
+from megatron.blending.streams.arguments import check_count, check_datasets
+from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset
+
+_ENDLESS = 2**40
+
+
+class PositionsDataset(SavableDataset[Any]):
+    """A node whose outputs are those of its child at other positions."""
+
+    only_chooses_positions = True
+
+    def __init__(self, dataset: Any, worker_config: Any) -> None:
+        check_datasets(type(self).__name__, [dataset])
+        self.children = (dataset,)
+        self.worker_config = worker_config
+
+    def within_child(self, positions: Ints) -> Ints:
+        return positions
+
+    def plan(self, positions: Ints, block: Block) -> Plan:
+        return self.children[0].plan(self.within_child(positions), block)
+
+
+class RepeatDataset(PositionsDataset):
+    """A finite data set again and again; shuffled ones in another order each time."""
+
+    def __init__(self, dataset: Any, repeats: float | None = None, *, worker_config: Any = None) -> None:
+        """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
+        super().__init__(dataset, worker_config)
+        if repeats is not None and not (isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)):
+            raise ValueError(f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats!r}")
+        self.repeats = repeats
+        if repeats is not None and dataset.size is not None:
+            exact = repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
+            self.size = int(dataset.size * exact)
+            if self.size == 0:
+                raise ValueError(f"RepeatDataset: {repeats} times {dataset.size} outputs is none; repeat it more often")
+
+    def __len__(self) -> int:
+        return len(self.children[0]) if self.size is None else self.size
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.size]
+
+
+class LimitDataset(PositionsDataset):
+    """The first `length` outputs: of each rank where only maps are above (as in energon), else of the whole stream.
+
+    Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same ones again.
+    """
+
+    keeps_outputs = True
+
+    def __init__(
+        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
+    ) -> None:
+        """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
+        super().__init__(dataset, worker_config)
+        check_count("LimitDataset", "length", length)
+        self.length = length
+        self.size: int = length if dataset.size is None else min(length, dataset.size)
+        goes_on = dataset.size is None or dataset.goes_on
+        self.goes_on = goes_on and not reset_after_epoch
+        self.begins_again = goes_on and reset_after_epoch
+        self.is_outermost = False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        total = self.length * binding.world_size if is_outermost else self.length
+        binding.is_size_of_ranks |= is_outermost
+        inner = self.children[0].size
+        self.size = total if inner is None else min(total, inner)
+        self.is_outermost = is_outermost
+
+    @property
+    def is_limit(self) -> bool:
+        return self.is_outermost and not self.goes_on
+
+    @property
+    def num_positions(self) -> int:
+        """Where this is outermost, there are some to fill holes with, behind the limit."""
+        if not self.is_limit:
+            return self.size
+        return self.children[0].num_positions or _ENDLESS
+
+    def within_child(self, positions: Ints) -> Ints:
+        if self.goes_on:
+            return positions
+        passes, places = np.divmod(positions, self.num_positions)
+        return places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return self.within_child(np.array([position], np.int64)).tolist()
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.length, *(["reset_after_epoch"] if self.begins_again else [])]
+
+
+class EpochizeDataset(PositionsDataset):
+    """An epoch of `length` outputs, or of `num_epochs` times the data's own length; the next pass goes on from there.
+
+    A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
+    virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long. Every rank gets
+    as many: what an epoch of the whole stream does not divide into comes first in the next one.
+    """
+
+    goes_on = True
+    keeps_outputs = True
+
+    def __init__(
+        self, dataset: Any, length: int | None = None, num_epochs: int | None = None, *, worker_config: Any = None
+    ) -> None:
+        super().__init__(dataset, worker_config)
+        for name, value in (("length", length), ("num_epochs", num_epochs)):
+            if value is not None:
+                check_count("EpochizeDataset", name, value)
+        if length is None and num_epochs is None:
+            raise ValueError("EpochizeDataset: length or num_epochs must be given")
+        self.length = length
+        self.num_epochs = num_epochs or 1
+        self.size: int = self.num_epochs * (len(dataset) if length is None else length)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        for node in binding.nodes[self.number :]:
+            if isinstance(node, LimitDataset):
+                node.is_outermost = False
+        if is_outermost and self.length is not None:
+            self.size = self.num_epochs * self.length * binding.world_size
+            binding.is_size_of_ranks = True
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__]
+
+
+class ShuffleBufferDataset(PositionsDataset):
+    """Outputs mixed within windows of `size`, one window after the other. Nothing is held back for it."""
+
+    def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
+        super().__init__(dataset, worker_config)
+        check_count("ShuffleBufferDataset", "size", size)
+        self.window = size
+        self.size = dataset.size
+        self._seed = 0
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self._seed = binding.seed_at(f"{self.place} shuffle {self.window}")
+
+    def within_child(self, positions: Ints) -> Ints:
+        if self.size is None:
+            return self._mixed(positions, self.window)
+        passes, places = np.divmod(positions, self.size)
+        num_whole = self.size // self.window
+        found = np.zeros_like(positions)
+        is_whole = places < num_whole * self.window
+        # Whole windows are numbered through from pass to pass, and so are the last, shorter ones.
+        whole = self._mixed(passes * num_whole * self.window + places, self.window)
+        found[is_whole] = (whole - passes * num_whole * self.window + passes * self.size)[is_whole]
+        if not is_whole.all():
+            rest = self.size - num_whole * self.window
+            start = num_whole * self.window
+            last = self._mixed(passes * rest + places - start, rest)
+            found[~is_whole] = (last - passes * rest + start + passes * self.size)[~is_whole]
+        return found
+
+    def _mixed(self, positions: Ints, window: int) -> Ints:
+        order = ReadingOrder(window, self._seed)
+        return positions // window * window + records_at([order], [positions])[0]
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.window]

@@ -1,0 +1,142 @@
+"""pure. A source of records as a node: which record is read when, and the reading."""
+
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from megatron.blending.formats.record import Record, RecordError, RecordSource
+from megatron.blending.order.reading import ReadingOrder, records_at
+from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset
+
+Load = Callable[[Record, tuple[str, int, int]], Any]
+
+
+class SourceDataset(SavableDataset[Any]):
+    """The records of a source, each once per pass, in an order of its own that changes from pass to pass.
+
+    About 0.5 microseconds per record over reading and `load`.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        *,
+        load: Load | None = None,
+        shuffle: bool = True,
+        multiplier: int | None = 1,
+        slice_length: int | None = None,
+        shuffle_window: int | None = 0,
+        name: str = "",
+        worker_config: Any = None,
+    ) -> None:
+        """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
+        If it has a method `many(records, keys)`, that makes several.
+
+        `multiplier`: a pass reads each record so often; -1: reads are drawn with replacement; None: as shuffle=False.
+        `slice_length`: so many consecutive records are read near one another, mixed within about `shuffle_window`.
+        `name`: stands in states and errors; by it a changed blend is recognised.
+        """
+        label = name or "source"
+        if len(source) == 0:
+            raise ValueError(f"{label}: has no records; leave it out of the data")
+        if multiplier is not None and multiplier != -1 and multiplier < 1:
+            raise ValueError(f"{label}: multiplier must be at least 1, or -1 or None, but is {multiplier}")
+        if slice_length is not None and slice_length < 1:
+            raise ValueError(f"{label}: slice_length must be at least 1 or None, but is {slice_length}")
+        self.source = source
+        self.load = load
+        self.name = name
+        self.worker_config = worker_config
+        self.order = ReadingOrder(
+            num_records=len(source),
+            seed=0,
+            shuffle=shuffle and multiplier is not None,
+            num_turns=1 if multiplier is None else multiplier,
+            slice_length=slice_length or 1,
+            window_length=shuffle_window or 1,
+        )
+        self.size = self.order.epoch_length
+        self.salt = ""
+        self.base = 0
+        self._fingerprint: str | None = None
+
+    def __len__(self) -> int:
+        return self.order.epoch_length
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self.order = self.order._replace(seed=binding.seed_at(self.place))
+        self.salt = binding.salts.get(self.place, self.place)
+        self.base = binding.bases.get(self.place, 0)
+
+    def plan(self, positions: Ints, block: Block) -> "SourcePlan":
+        return SourcePlan(self, positions + self.base if self.base else positions, block)
+
+    def describe(self, position: int) -> str:
+        return self.source.describe(int(records_at([self.order], [np.array([position], np.int64)])[0][0]))
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = self.source.fingerprint()
+        return self._fingerprint
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, *self.order[2:]]
+
+
+class SourcePlan:
+    """Positions in the endless stream of a source, and the records that stand there."""
+
+    def __init__(self, node: SourceDataset, positions: Ints, block: Block) -> None:
+        self.length = len(positions)
+        self.order = node.order
+        self.positions = positions
+        self._node = node
+        self._block = block
+        self._records: Any = None
+        self._lists: tuple[list[int], list[int]] | None = None
+        block.add(self)
+
+    def settle(self, records: Ints) -> None:
+        self._records = records
+
+    def record(self, at: int) -> int:
+        """Return the number of the record that stands at a place of the plan."""
+        if self._records is None:
+            self._block.settle()
+        return int(self._records[at])
+
+    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+        if self._lists is None:
+            self.record(0)
+            self._lists = self.positions.tolist(), self._records.tolist()
+        node = self._node
+        numbers = self._lists[1][start:end]
+        records = node.source.read(numbers)
+        if node.load is None and RecordError not in map(type, records):
+            return records
+        keys = list(zip(repeat(node.place), self._lists[0][start:end], numbers))
+        many = getattr(node.load, "many", None)
+        if many is not None and RecordError not in map(type, records):
+            try:
+                return many(records, keys)
+            except Exception:
+                # One by one it is found out which.
+                pass
+        return [self._loaded(record, key) for record, key in zip(records, keys)]
+
+    def _loaded(self, record: Any, key: tuple[str, int, int]) -> Any:
+        node = self._node
+        if isinstance(record, RecordError):
+            return Hole(node.number, node.load or node.source, record)
+        try:
+            return record if node.load is None else node.load(record, key)
+        except Exception as error:
+            return Hole(node.number, node.load, error)
+
+    def child(self, number: int) -> None:
+        return None
+
+    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+        return [(self._node, int(position)) for position in self.positions[start:end]]

@@ -1,0 +1,173 @@
+"""pure. Reads what a user's iterator gives: sample dicts in the three shapes of Megatron-LM's data sets.
+
+    several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded` says where each
+                        sequence starts)
+    one padded          real up to `original_seq_len`
+    one plain
+
+`tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and labels of -100 are
+masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a missing `source` is 0. A field is a
+numpy array, a tensor or a list, [L] or [1, L].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.samples import Fields, IntArray, Samples, counted, spread
+
+IGNORED = -100
+"""The label that HuggingFace's collators give to tokens without a loss."""
+_LIMIT = 2**31
+"""Ids travel as int32; what it cannot hold is refused, not changed."""
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class SampleError(ValueError):
+    """A sample that cannot be trained on, and the draw that gave it."""
+
+    def __init__(self, draw: int, text: str) -> None:
+        super().__init__(text)
+        self.draw = draw
+
+
+class SampleReader:
+    """Gathers the samples of many draws; `samples` makes one `Samples` of them."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[npt.NDArray[Any] | None]] = {name: [] for name in _FIELDS}
+        self._sizes: list[int] = []
+        """Tokens of each item, which holds a sequence or several."""
+        self._lengths: list[int] = []
+        self._sources: list[int] = []
+        self._draws: list[int] = []
+
+    def add(self, drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]], draw: int) -> None:
+        """Take what one `next` returned: a dict, or any number of them. ValueError for a dict that is no sample."""
+        for item in (drawn,) if isinstance(drawn, Mapping) else drawn:
+            self._add_item(item, draw)
+
+    def _add_item(self, item: Mapping[str, Any], draw: int) -> None:
+        given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
+        if "tokens" not in given:
+            raise ValueError(f"a sample must have the key 'tokens', but has {sorted(item)}")
+        size = given["tokens"].size
+        for name, values in given.items():
+            if values.size != size:
+                raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}")
+        source = int(item.get("source", 0))
+        if not 0 <= source < _LIMIT:
+            raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
+        lengths = [size]
+        if size == 0 or item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None:
+            starts, sizes = _sequences(item, size)
+            given = {name: values[spread(starts, sizes)] for name, values in given.items()}
+            lengths, size = sizes.tolist(), int(sizes.sum())
+        for name, column in self._columns.items():
+            column.append(given.get(name))
+        self._sizes.append(size)
+        self._lengths += lengths
+        self._sources += [source] * len(lengths)
+        self._draws += [draw] * len(lengths)
+
+    def samples(self) -> Samples:
+        """Return all that was added. SampleError for values that cannot be trained on."""
+        if not self._sizes:
+            return Samples.none()
+        lengths = np.array(self._lengths, np.int64)
+        num_tokens, ends = int(lengths.sum()), np.cumsum(lengths)
+        item_ends = np.cumsum(self._sizes)
+        tokens = self._column("tokens", item_ends, np.empty(0))
+        self._check_ids("tokens", tokens, ends)
+        next_tokens = np.append(tokens[1:], tokens[-1:])
+        next_tokens[ends - 1] = tokens[ends - 1]
+        labels = self._column("labels", item_ends, next_tokens)
+        loss_mask = self._column("loss_mask", item_ends, np.ones(num_tokens, np.float32)).astype(np.float32)
+        position_ids = self._column("position_ids", item_ends, counted(lengths))
+        self._check_ids("labels", labels, ends)
+        self._check_ids("position_ids", position_ids, ends)
+        if not (is_finite := np.isfinite(loss_mask)).all():
+            raise SampleError(self._draw_of(int(is_finite.argmin()), ends), "'loss_mask' must be finite, but is not")
+        unlabelled = np.repeat([labels is None for labels in self._columns["labels"]], self._sizes)
+        unknown = ends[unlabelled[ends - 1]] - 1
+        ignored = labels == IGNORED
+        if unknown.size or ignored.any():
+            loss_mask = np.where(ignored, np.float32(0), loss_mask)
+            loss_mask[unknown] = 0
+            labels = np.where(ignored, 0, labels)
+        sources = np.array(self._sources, np.int32)
+        return Samples.of(lengths, sources, Fields(tokens, labels, loss_mask, position_ids))
+
+    @property
+    def draws(self) -> IntArray:
+        """int64 [n]: which draw gave each sequence."""
+        return np.array(self._draws, np.int64)
+
+    def _column(self, name: str, item_ends: IntArray, default: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The values of all items; those of `default` for items that have none."""
+        column = self._columns[name]
+        if all(values is None for values in column):
+            return default
+        return np.concatenate(
+            [
+                default[end - size : end] if values is None else values
+                for values, end, size in zip(column, item_ends.tolist(), self._sizes)
+            ]
+        )
+
+    def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> None:
+        if ids.dtype.kind not in "iu":
+            raise SampleError(self._draws[0], f"'{name}' must be integers, but are {ids.dtype}")
+        if ids.max() >= _LIMIT or ids.min() <= -_LIMIT:
+            place = int((np.abs(ids) >= _LIMIT).argmax())
+            raise SampleError(self._draw_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}")
+
+    def _draw_of(self, place: int, ends: IntArray) -> int:
+        return self._draws[int(np.searchsorted(ends, place, side="right"))]
+
+
+def read_samples(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
+    """Return the sequences of what one `next` returned. ValueError for what cannot be trained on."""
+    reader = SampleReader()
+    reader.add(drawn, 0)
+    return reader.samples()
+
+
+def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
+    """Return the first token and the length of each sequence in an item of `size` tokens; at least one sequence."""
+    if item.get("cu_seqlens") is None:
+        length = int(item.get("original_seq_len", size))
+        if not 0 < length <= size:
+            raise ValueError(f"a sample must have at least one token, but has {length} of {size} tokens")
+        return np.zeros(1, np.int64), np.array([length])
+    ends = _flat(item["cu_seqlens"]).astype(np.int64)
+    lengths = np.diff(ends)
+    if ends.size < 2 or ends[0] != 0 or lengths.min() < 0 or not 0 < ends[-1] <= size:
+        raise ValueError(f"'cu_seqlens' must rise from 0 to 1 to {size} tokens, but is {ends.tolist()}")
+    starts = ends[:-1]
+    if item.get("cu_seqlens_padded") is not None:
+        padded = _flat(item["cu_seqlens_padded"]).astype(np.int64)
+        if padded.size != ends.size:
+            raise ValueError(f"'cu_seqlens_padded' must have {ends.size} entries, but has {padded.size}")
+        starts = padded[:-1]
+        if (starts < 0).any() or (starts + lengths > size).any():
+            raise ValueError(f"'cu_seqlens_padded' must place sequences within {size} tokens, but is {padded.tolist()}")
+    is_real = lengths > 0
+    return starts[is_real], lengths[is_real]
+
+
+def _flat(values: Any) -> npt.NDArray[Any]:
+    if hasattr(values, "detach"):  # a tensor, without importing torch
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() else values).numpy()
+    array = np.asarray(values)
+    if array.ndim > 1 and array.size != array.shape[-1]:
+        raise ValueError(
+            f"a sample's fields must be [L] or [1, L], but one is {list(array.shape)}; "
+            "hand rows over as a list of samples"
+        )
+    return array.reshape(-1)

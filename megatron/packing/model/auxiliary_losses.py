@@ -1,0 +1,109 @@
+"""mcore. The auxiliary losses of megatron-core, load balancing of experts and multi-token prediction, are made sums
+over tokens, which do not depend on the packs and ranks that hold the tokens.
+
+Two things stand in the way, and each is mended where it is there:
+
+- The load-balancing loss of an empty pack is 0 / 0, whose NaN would reach every gradient; a data-parallel rank with
+  fewer sequences than others runs empty packs. And its weight is the number of the pack's tokens on all ranks together,
+  which 0.19 multiplies by the number of these ranks once more.
+- 0.19 multiplies the loss of multi-token prediction by the tokens of a pack, over those that have a target further on.
+  That ratio is another one for each pack, and for each context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer.moe import router
+from torch import Tensor
+
+
+class TokenCounts:
+    """megatron-core's count of a pack's tokens (per expert, of this rank, of all), where all are at least one.
+
+    What it calls tokens of this rank is the weight of the load-balancing loss. It is the number of all, since that of
+    this rank was summed in place; the router of 0.19 takes it for this rank's and multiplies by the number of ranks.
+    """
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        update_wrapper(self, plain)
+        self.plain = plain
+        # 0.16.1 asks no group for its size there.
+        attach = router.TopKRouter.attach_and_log_load_balancing_loss
+        self.is_multiplied_by_ranks = "size" in attach.__code__.co_names
+
+    def __call__(self, routing_map: Tensor, reduce_group: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """See megatron-core; the number of all is a divisor only. Ints, which no padding mask gives, stay ints."""
+        per_expert, weight, num_all = self.plain(routing_map=routing_map, reduce_group=reduce_group, **options)
+        if isinstance(num_all, int):
+            return per_expert, weight, max(num_all, 1)
+        weight = num_all / reduce_group.size() if self.is_multiplied_by_ranks else weight
+        return per_expert, weight, num_all.clamp(min=1)
+
+
+class PredictionLoss:
+    """megatron-core's loss of multi-token prediction as a sum over tokens, as its main loss is.
+
+    A copy of the function runs in which the ratio of tokens is taken out again before the loss is attached.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        update_wrapper(self, plain)
+        self.plain = plain
+
+    def __call__(self, *, labels: Tensor | None, loss_mask: Tensor | None, config: Any, **options: Any) -> Tensor:
+        """See megatron-core; without labels, or where each microbatch is a mean anyway, it is left alone."""
+        if labels is None or not config.calculate_per_token_loss:
+            return self.plain(labels=labels, loss_mask=loss_mask, config=config, **options)
+        loss_mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+        names = self.plain.__globals__
+        roll, scaler = names["roll_tensor"], names["MTPLossAutoScaler"]
+        num_tokens = loss_mask.sum()
+        num_predicted = num_tokens
+
+        def counted_roll(*arguments: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+            nonlocal num_predicted  # of the mask in the end, which is rolled last
+            rolled, num_predicted = roll(*arguments, **settings)
+            return rolled, num_predicted
+
+        class WithoutRatio:
+            @staticmethod
+            def apply(hidden_states: Tensor, loss: Tensor) -> Tensor:
+                ratio = num_tokens / torch.clamp(num_predicted, min=1)
+                return scaler.apply(hidden_states, loss / torch.where(ratio > 0, ratio, 1))
+
+        names = {**names, "roll_tensor": counted_roll, "MTPLossAutoScaler": WithoutRatio}
+        run = FunctionType(self.plain.__code__, names, argdefs=self.plain.__defaults__)
+        return run(labels=labels, loss_mask=loss_mask, config=config, **options)
+
+
+_MENDED: tuple[tuple[Any, str, type], ...] = (
+    (router, "get_tokens_per_expert_and_token_count", TokenCounts),
+    (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
+)
+
+
+def install() -> None:
+    """Let megatron-core count so, where its version has what is mended. Idempotent."""
+    for module, name, mended in _MENDED:
+        plain = getattr(module, name, None)
+        if plain is not None and not isinstance(plain, mended):
+            setattr(module, name, mended(plain))
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Let megatron-core count so, and leave it as it was."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in _MENDED if hasattr(module, name)]
+    install()
+    try:
+        yield
+    finally:
+        for module, name, plain in before:
+            setattr(module, name, plain)

@@ -1,0 +1,136 @@
+"""mcore. One rank decides for all: which sequences leave with this step, and where each of them is trained.
+
+Every drawing rank makes an `Offer`; the first of them answers with a `Decision`. Both are values, so that a scheduler
+may be anything: what it raises is heard by all ranks, and nobody has to find the same answer twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.batch.samples import IntArray
+from megatron.packing.scheduling.delay import capacity_that_matters, outliers_that_wait
+from megatron.packing.scheduling.schedule import ScheduleRequest, check_schedule
+from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.packing.scheduling.work import Work
+from megatron.packing.step.settings import PackingSettings
+from megatron.packing.step.stats import PackingStats, packing_stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What one drawing rank has at hand for a step; int64 [n] each."""
+
+    lengths: IntArray
+    draws: IntArray
+    """Which `next` of this step gave each."""
+    steps_delayed: IntArray
+    num_loss_tokens: IntArray
+    form: int
+    """See `Samples.form`."""
+    num_dropped: int = 0
+    num_cut: int = 0
+    ended: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Where the N sequences at hand go, by data-parallel rank that drew them and then as drawn there."""
+
+    source_rank: npt.NDArray[np.int32]
+    lengths: IntArray
+    rank: npt.NDArray[np.int32]
+    """int32 [N]: data-parallel rank that trains it; -1 where it waits for a later step."""
+    microbatch: npt.NDArray[np.int32]
+    form: int
+    """What all of them can travel in."""
+    stats: PackingStats
+    delays: list[int] = field(default_factory=list)
+    """How many of the sequences of this step were delayed by 0, 1, 2 ... steps; empty without a `DelayQueue`."""
+    num_delayed: int = 0
+    """Sequences that wait for a later step."""
+
+    def pack_lengths(self) -> list[list[list[int]]]:
+        """Return [rank][microbatch] -> real lengths of its sequences."""
+        num_ranks, num_microbatches = self.stats.num_ranks, self.stats.num_microbatches
+        pack = (self.rank.astype(np.int64) * num_microbatches + self.microbatch)[self.rank >= 0]
+        order = np.argsort(pack, kind="stable")
+        ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]
+        packs = [part.tolist() for part in np.split(self.lengths[self.rank >= 0][order], ends)]
+        return [packs[first : first + num_microbatches] for first in range(0, len(packs), num_microbatches)]
+
+
+class GlobalBatchError(RuntimeError):
+    """A rank could not draw, schedule or place its part of the global batch. Raised alike on every rank."""
+
+
+def decide(
+    offers: Sequence[Offer], num_draws: int, settings: PackingSettings, max_delay: int | None
+) -> Decision | None:
+    """Return what all ranks will do with what they offer; None where the data has ended and nothing is at hand.
+
+    offers: by data-parallel rank. max_delay: steps that a sequence may be delayed by; None without a `DelayQueue`.
+    Raises GlobalBatchError with the reason where a rank could not draw, or no valid schedule was found.
+    """
+    errors = [offer.error for offer in offers if offer.error is not None]
+    if errors:
+        raise GlobalBatchError(errors[0])
+    ended = any(offer.ended for offer in offers)
+    lengths, draws, steps_delayed = (
+        np.concatenate([getattr(offer, name) for offer in offers]) for name in ("lengths", "draws", "steps_delayed")
+    )
+    if ended and not lengths.size:
+        return None
+    source_rank = np.repeat(np.arange(len(offers)), [offer.lengths.size for offer in offers])
+    try:
+        waits = np.zeros(lengths.size, np.bool_)
+        if max_delay is not None:
+            padded = settings.alignment.padded_length(lengths)
+            waits = outliers_that_wait(
+                Work.of(padded, settings.cost),
+                steps_delayed,
+                num_ranks=len(offers),
+                pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
+                max_steps=0 if ended else max_delay,  # no later step will bring company
+            )
+        request = ScheduleRequest(
+            lengths=settings.alignment.padded_length(lengths[~waits]),
+            source_rank=source_rank[~waits],
+            source_draw=draws[~waits],
+            num_ranks=len(offers),
+            num_draws=num_draws,
+            capacity=settings.capacity,
+            microbatch_multiple=settings.microbatch_multiple,
+            cost=settings.cost,
+            model=settings.model,
+        )
+        schedule = get_scheduler(settings.scheduler)(request)
+        check_schedule(request, schedule)
+    except (Exception, SystemExit) as failure:  # a scheduler may be the user's; the other ranks are waiting
+        raise GlobalBatchError(f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}") from failure
+    rank, microbatch = (np.full(lengths.size, -1, np.int32) for _ in range(2))
+    rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
+    return Decision(
+        source_rank=source_rank.astype(np.int32),
+        lengths=lengths,
+        rank=rank,
+        microbatch=microbatch,
+        form=reduce(or_, (offer.form for offer in offers)),
+        stats=packing_stats(
+            request=request,
+            schedule=schedule,
+            length=lengths[~waits],
+            alignment=settings.alignment,
+            num_dropped=sum(offer.num_dropped for offer in offers),
+            num_cut=sum(offer.num_cut for offer in offers),
+        ),
+        delays=[] if max_delay is None else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
+        num_delayed=int(waits.sum()),
+    )

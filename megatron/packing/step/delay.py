@@ -1,0 +1,81 @@
+"""tensor. Holds the sequences that wait for a later step (see `scheduling.delay`), on the rank that drew them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron.packing.batch.samples import IntArray, Samples, joined
+
+
+class Delayed(NamedTuple):
+    """Sequences that wait, oldest first, and by how many steps each is late: int64 [n]."""
+
+    samples: Samples
+    steps: IntArray
+
+
+class DelayQueue:
+    """What waits on this rank between steps; made once per run, on every rank, by whoever owns the loop.
+
+    A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails leaves the queue as
+    it was; one that is repeated on a rewound iterator begins with the same sequences again. It stays empty on ranks
+    that do not draw.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        if max_steps < 0:
+            raise ValueError(f"--outlier-delay-steps must be at least 0, but is {max_steps}")
+        self.max_steps = max_steps
+        """Steps that a sequence waits at most; the same on all ranks. 0 lets all that wait leave at the next step: set
+        it before the last one.
+        """
+        self._before = self._after = Delayed(Samples.none(), np.empty(0, np.int64))
+
+    def begin(self, is_repeated: bool) -> Delayed:
+        """Return what waits as a step begins; `is_repeated`: the step before, once more."""
+        if not is_repeated:
+            self._before = self._after
+        return self._before
+
+    def finish(self, delayed: Delayed) -> None:
+        """Note that the step was scheduled, and that these wait for the next one."""
+        self._after = delayed
+
+    def __len__(self) -> int:
+        return len(self._after.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint between steps, as tensors and one number."""
+        samples, steps = self._after
+        words = torch.from_numpy(samples.to_words())
+        return {
+            "steps": torch.from_numpy(steps),
+            "lengths": torch.from_numpy(samples.lengths),
+            "words": words,
+            "form": samples.form,
+        }
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> None:
+        """Continue as data-parallel rank `rank` of `num_ranks` from what all ranks saved, in the order of their ranks.
+
+        As many ranks as saved take back what was theirs; others share all of it out evenly, in that order.
+        """
+        if any("form" not in state for state in states):
+            raise ValueError(
+                "the checkpoint holds delayed sequences as an earlier version wrote them; continue it with that "
+                "version up to a step at which none is delayed"
+            )
+        mine = [*states] if len(states) != num_ranks else [states[rank]]
+        parts = [
+            Samples.from_words(np.asarray(state["words"]), np.asarray(state["lengths"]), int(state["form"]))
+            for state in mine
+        ]
+        samples, steps = joined(parts), np.concatenate([np.asarray(state["steps"]) for state in mine])
+        if len(states) != num_ranks:
+            first, last = (len(steps) * edge // num_ranks for edge in (rank, rank + 1))
+            samples, steps = samples.take(np.arange(first, last)), steps[first:last]
+        self._before = self._after = Delayed(samples, steps)

@@ -1,0 +1,71 @@
+"""mcore. A loss or gradient norm that is NaN or infinite ends the run, before the optimizer changes anything.
+
+Both numbers are those that all ranks have on the host in any case, so all of them raise alike, and a good step pays
+no collective and no wait. Where it happened is asked only once it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.sft.step_account import Reduced
+
+_WAY_OUT = "nothing was saved of it; continue from the last checkpoint with a lower --lr or other data"
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient norm is NaN or infinite. Every rank raises it, with the same message."""
+
+
+def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], where: str) -> None:
+    """Raise NonFiniteError unless the loss of a pass over a global batch is finite; collective only if it is not.
+
+    losses: this rank's, by microbatch; names: of the sources; where: "step 3", as the message begins.
+    """
+    if math.isfinite(reduced.loss_sum):
+        return
+    has_it = any(not math.isfinite(loss["lm loss"][0].item()) for loss in losses)
+    ranks = [str(rank) for rank, found in enumerate(_gathered(has_it)) if found]
+    sources = [name for name, loss in zip(names, reduced.source_losses[0].tolist()) if not math.isfinite(loss)]
+    told = f", source {', '.join(sources)}" if sources else ""
+    raise NonFiniteError(f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}; {_WAY_OUT}")
+
+
+def guard_step(optimizer: MegatronOptimizer, model: Sequence[torch.nn.Module], where: Callable[[], str]) -> None:
+    """Make `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it clips by is not finite.
+
+    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or not.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = norm_of()
+        if not math.isfinite(norm):
+            found = enumerate(_gathered(_first_bad_gradient(model)))
+            told = next((f", first in {name} of rank {rank}" for rank, name in found if name is not None), "")
+            raise NonFiniteError(f"{where()}: the gradient norm is {norm}{told}; {_WAY_OUT}")
+        return norm
+
+    optimizer.get_grad_norm = finite_norm  # type: ignore[method-assign]
+
+
+def _first_bad_gradient(model: Sequence[torch.nn.Module]) -> str | None:
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not gradient.isfinite().all():
+                return name.removeprefix("module.").removeprefix("module.")
+    return None
+
+
+def _gathered(own: Any) -> list[Any]:
+    """Of each rank; collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

@@ -1,0 +1,86 @@
+"""tensor. Read the pickles of a checkpoint without running code of whoever wrote them.
+
+A pickle may name any function and have it called. A checkpoint has three kinds: `.metadata`, which torch reads with
+plain pickle; objects in `.distcp` files, for which torch's planner asks torch.load to trust the file; and common.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+_KNOWN = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+}
+"""Module -> what `.metadata` is made of, by torch 2.6 to 2.13 and megatron-core 0.16 to 0.19."""
+
+_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise _foreign(self._path, f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Raise ValueError, naming file and class, unless `.metadata` in the folder holds what torch writes there.
+
+    It is read as a whole, before torch does: about as long again as torch takes.
+    """
+    path = checkpoint / ".metadata"
+    try:
+        with path.open("rb") as file:
+            _MetadataUnpickler(file, path).load()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; give another --load") from error
+
+
+@contextmanager
+def only_weights(path: Path) -> Iterator[None]:
+    """Let torch.load make tensors and plain values only, whatever its callers ask for; by an environment variable of
+    torch's. A file that holds more raises ValueError, naming `path` and the class.
+    """
+    before = os.environ.get(_ONLY_WEIGHTS)
+    os.environ[_ONLY_WEIGHTS] = "1"
+    try:
+        yield
+    except (pickle.UnpicklingError, CheckpointException) as error:  # alone, or as all ranks are told of it
+        if "Weights only load failed" not in str(error):
+            raise
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise _foreign(path, found[1] if found else "pickled object") from None
+    finally:
+        if before is None:
+            del os.environ[_ONLY_WEIGHTS]
+        else:
+            os.environ[_ONLY_WEIGHTS] = before
+
+
+def _foreign(path: Path, name: str) -> ValueError:
+    return ValueError(
+        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; give another --load"
+    )

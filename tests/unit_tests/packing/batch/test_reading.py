@@ -1,0 +1,155 @@
+"""Each accepted shape of a sample dict gives the sequences that it holds; others are refused by name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.packing.batch.reading import SampleError, SampleReader, read_samples
+from tests.unit_tests.packing.batch.test_samples import Sequence, parts_of
+
+
+def read(drawn: Any) -> list[Sequence]:
+    return parts_of(read_samples(drawn))
+
+
+def tokens_of(drawn: Any) -> list[list[int]]:
+    return [part[0] for part in read(drawn)]
+
+
+DERIVED = ([5, 6, 7], [6, 7, 7], [1.0, 1.0, 0.0], [0, 1, 2])
+
+
+def test_plain_sample_derives_what_is_missing() -> None:
+    """Labels off by one, or a scored last label that nobody knows, train a different model without an error."""
+    assert read({"tokens": [5, 6, 7]}) == [DERIVED]
+
+
+def test_derived_labels_mask_the_last_one_of_a_given_mask() -> None:
+    """A mask from the data set says which tokens count; the label after the last one stays unknown."""
+    item = {"tokens": [5, 6, 7], "loss_mask": np.array([0.5, 0.25, 1.0])}
+    assert read(item) == [([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])]
+
+
+def test_given_fields_are_kept() -> None:
+    """Weights, labels and positions of the data set would be silently replaced by derived ones."""
+    item = {
+        "tokens": torch.tensor([[5, 6, 7]], dtype=torch.int32),
+        "labels": torch.tensor([[9, 7, 8]]),
+        "loss_mask": torch.tensor([[False, True, True]]),
+        "position_ids": np.array([4, 5, 6]),
+    }
+    assert read(item) == [([5, 6, 7], [9, 7, 8], [0.0, 1.0, 1.0], [4, 5, 6])]
+
+
+def test_fields_that_only_some_samples_have() -> None:
+    """A default taken from another sample's place would train on its neighbour's labels."""
+    items = [{"tokens": [1, 2]}, {"tokens": [3, 4], "labels": [8, 9], "position_ids": [7, 7]}, {"tokens": [5]}]
+    assert read(items) == [
+        ([1, 2], [2, 2], [1.0, 0.0], [0, 1]),
+        ([3, 4], [8, 9], [1.0, 1.0], [7, 7]),
+        ([5], [5], [0.0], [0]),
+    ]
+
+
+def test_labels_of_minus_100_are_masked() -> None:
+    """HuggingFace's collators mark them so; with a weight the loss would be that of a label out of range."""
+    item = {"tokens": [5, 6, 7], "labels": [-100, 7, -100], "loss_mask": [1.0, 0.5, 1.0]}
+    assert read(item) == [([5, 6, 7], [0, 7, 0], [0.0, 0.5, 0.0], [0, 1, 2])]
+
+
+@pytest.mark.parametrize("original", [3, torch.tensor(3), torch.tensor([3]), np.int64(3)])
+def test_padded_sample_loses_its_padding(original: Any) -> None:
+    """Padding that stays would be attended to, counted as tokens and packed as content."""
+    item = {"tokens": [5, 6, 7, 0, 0], "original_seq_len": original, "padded_seq_len": 5}
+    assert read(item) == [DERIVED]
+    whole = item | {"labels": [6, 7, 8, 0, 0], "loss_mask": [1, 1, 1, 0, 0]}
+    assert read(whole) == [([5, 6, 7], [6, 7, 8], [1.0, 1.0, 1.0], [0, 1, 2])]
+
+
+@pytest.mark.parametrize("shape", [(-1,), (1, -1)])
+@pytest.mark.parametrize("tail", [[], [5], [5, 5, 5]])
+def test_packed_sample_is_cut_at_cu_seqlens(shape: tuple[int, ...], tail: list[int]) -> None:
+    """Sequences run together attend to one another; a padded tail of `cu_seqlens` must not make empty ones."""
+    item = {
+        "tokens": torch.tensor([5, 6, 7, 8, 9, 0]).view(shape),
+        "cu_seqlens": torch.tensor([0, 2, 5, *tail], dtype=torch.int32).view(shape),
+    }
+    first, second = read(item)
+    assert first == ([5, 6], [6, 6], [1.0, 0.0], [0, 1])
+    assert second == ([7, 8, 9], [8, 9, 9], [1.0, 1.0, 0.0], [0, 1, 2])
+    more = {"labels": [6, 60, 8, 9, 90, 0], "loss_mask": [1, 2, 3, 4, 5, 0], "position_ids": [0, 1, 0, 1, 2, 3]}
+    first, second = read(item | {name: torch.tensor(field).view(shape) for name, field in more.items()})
+    assert first == ([5, 6], [6, 60], [1.0, 2.0], [0, 1])
+    assert second == ([7, 8, 9], [8, 9, 90], [3.0, 4.0, 5.0], [0, 1, 2])
+
+
+def test_padded_packs_are_read_where_their_sequences_stand() -> None:
+    """With padding between sequences, `cu_seqlens` are lengths and not places: all but the first would be shifted."""
+    item = {"tokens": [1, 2, 0, 0, 5, 6, 7, 0], "cu_seqlens": [0, 2, 5], "cu_seqlens_padded": [0, 4, 8]}
+    assert tokens_of(item) == [[1, 2], [5, 6, 7]]
+    with pytest.raises(ValueError, match="'cu_seqlens_padded' must have 3 entries, but has 2"):
+        read({**item, "cu_seqlens_padded": [0, 8]})
+    with pytest.raises(ValueError, match="'cu_seqlens_padded' must place sequences within 8 tokens"):
+        read({**item, "cu_seqlens_padded": [0, 6, 8]})
+
+
+def test_lists_of_samples_keep_their_order() -> None:
+    """Sequences lost or moved here are trained on never, or by the wrong rank, and no count is off by much."""
+    items: list[dict[str, Any]] = [
+        {"tokens": [1, 2]},
+        {"tokens": [3, 4, 5, 6], "cu_seqlens": [0, 1, 4], "source": 3},
+        {"tokens": [7, 0], "original_seq_len": 1, "source": 2**31 - 1},
+    ]
+    expected = [[1, 2], [3], [4, 5, 6], [7]]
+    assert tokens_of(items) == tokens_of(iter(items)) == expected
+    assert read_samples(items).sources.tolist() == [0, 3, 3, 2**31 - 1]
+    assert read([]) == []
+
+
+def test_a_reader_knows_which_draw_gave_each() -> None:
+    """Schedulers keep together what was drawn together, and errors name the draw."""
+    reader = SampleReader()
+    reader.add([{"tokens": [1, 2]}, {"tokens": [3, 4, 5], "cu_seqlens": [0, 1, 3]}], 0)
+    reader.add([], 1)
+    reader.add({"tokens": [6]}, 2)
+    assert reader.draws.tolist() == [0, 0, 0, 2]
+    reader.add({"tokens": [2**31]}, 4)
+    with pytest.raises(SampleError) as error:
+        reader.samples()
+    assert error.value.draw == 4
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"text": [1]}, "must have the key 'tokens', but has ['text']"),
+        ({"tokens": None, "labels": [1]}, "must have the key 'tokens'"),
+        ({"tokens": [1, 2], "labels": [2]}, "'labels' must be as long as 'tokens' (2), but is 1"),
+        ({"tokens": [1, 2], "loss_mask": [1, 1, 1]}, "'loss_mask' must be as long as 'tokens' (2), but is 3"),
+        ({"tokens": [1, 2], "position_ids": []}, "'position_ids' must be as long as 'tokens' (2), but is 0"),
+        ({"tokens": [1, 2], "cu_seqlens": []}, "'cu_seqlens' must rise from 0"),
+        ({"tokens": [1, 2**31]}, "'tokens' must be below 2**31, but has 2147483648"),
+        ({"tokens": [1, 2], "labels": [-(2**31), 1]}, "'labels' must be below 2**31"),
+        ({"tokens": [0.5, 2]}, "'tokens' must be integers, but are float64"),
+        ({"tokens": [1, 2], "loss_mask": [1, float("inf")]}, "'loss_mask' must be finite"),
+        ({"tokens": [1, 2], "loss_mask": [float("nan"), 1]}, "'loss_mask' must be finite"),
+        ({"tokens": [1, 2], "cu_seqlens": [1, 2]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens, but is [1, 2]"),
+        ({"tokens": [1, 2, 3], "cu_seqlens": [0, 2, 1]}, "'cu_seqlens' must rise from 0"),
+        ({"tokens": [1, 2], "cu_seqlens": [0, 3]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
+        ({"tokens": [1, 2], "cu_seqlens": [0, 0]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
+        ({"tokens": []}, "at least one token"),
+        ({"tokens": [1, 2], "original_seq_len": 0}, "at least one token"),
+        ({"tokens": [1, 2], "original_seq_len": 3}, "at least one token, but has 3 of 2 tokens"),
+        ({"tokens": [[1, 2, 3], [4, 5, 6]]}, "must be [L] or [1, L], but one is [2, 3]"),
+        ({"tokens": [5], "source": -1}, "'source' must be from 0 to 2147483647, but is -1"),
+        ({"tokens": [5], "source": 2**31}, "'source' must be from 0"),
+    ],
+)
+def test_malformed_samples_are_refused(item: dict[str, Any], message: str) -> None:
+    """Each would be cut or stretched by slicing without an error, and train on something else."""
+    for drawn in (item, [{"tokens": [1]}, item]):
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is compared below, it holds brackets
+            read(drawn)
+        assert message in str(error.value)

@@ -1,0 +1,43 @@
+"""The releases of megatron-core that are checked are those that pip installs, and no other runs without a word."""
+
+from importlib.metadata import requires
+
+import megatron.core
+import pytest
+from packaging.requirements import Requirement
+
+from megatron.packing.model.mcore_versions import CHECKED_VERSIONS, check_version
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.0", "0.19.2", "0.19.0+abc"])
+def test_checked_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    check_version("packing", "or don't")
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.16.10", "0.17.0", "0.18.0", "0.20.0", "1.19.0"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Another release may call its schedules otherwise, and drop what it does not know."""
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    words = rf"packing was checked with megatron-core 0\.16\.1 and 0\.19, but this is {version}; pip .*, or don't"
+    with pytest.raises(RuntimeError, match=words):
+        check_version("packing", "or don't")
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_pip_installs_a_checked_version(python: str) -> None:
+    """A release that pip takes and packing refuses would be found out only by users."""
+    wanted = [Requirement(text) for text in requires("megatron-sft") or []]
+    (cores,) = [
+        [r for r in wanted if r.name == "megatron-core" and r.marker and r.marker.evaluate({"python_version": python})]
+    ]
+    (core,) = cores
+    accepted = [
+        version for version in ("0.15.3", "0.16.1", "0.17.0", "0.18.0", "0.19.2", "0.20.0") if version in core.specifier
+    ]
+    assert accepted == (["0.16.1"] if python < "3.12" else ["0.19.2"])
+    assert accepted[0].startswith(CHECKED_VERSIONS)
+
+
+def test_the_installed_version_is_a_checked_one() -> None:
+    check_version("this test", "or run another")

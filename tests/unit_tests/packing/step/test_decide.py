@@ -1,0 +1,118 @@
+"""What one rank decides for all: every sequence placed once, and whatever a scheduler does becomes one error."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron.packing.batch.layout import Alignment
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.step.decide import GlobalBatchError, Offer, decide
+from megatron.packing.step.settings import PackingSettings
+
+CAPACITY = 64
+SETTINGS = PackingSettings(
+    scheduler="default",
+    alignment=Alignment(sequence=4, pack=8),
+    capacity=CAPACITY,
+    over_length_policy="error",
+    microbatch_multiple=1,
+    cost=PackCost(linear=1, quadratic=0.1, fixed=5),
+    model=StepModel(),
+)
+
+
+def offer(*lengths: int, **others: Any) -> Offer:
+    zeros = np.zeros(len(lengths), np.int64)
+    columns: dict[str, Any] = {"draws": zeros, "steps_delayed": zeros, "num_loss_tokens": zeros, "form": 0}
+    return Offer(lengths=np.array(lengths, np.int64), **(columns | others))
+
+
+def test_every_sequence_has_a_place() -> None:
+    """A sequence without one would be lost, with a loss that looks right."""
+    decision = decide([offer(30, 1, 64), offer(), offer(9, 40, form=5, num_cut=2)], 3, SETTINGS, None)
+    assert decision is not None
+    assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
+    assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
+    assert decision.form == 5
+    assert (decision.stats.num_sequences, decision.stats.num_tokens, decision.stats.num_cut) == (5, 144, 2)
+    packs = decision.pack_lengths()
+    assert len(packs) == 3
+    assert {len(rank) for rank in packs} == {decision.stats.num_microbatches}
+    for rank in range(3):
+        for microbatch in range(decision.stats.num_microbatches):
+            here = (decision.rank == rank) & (decision.microbatch == microbatch)
+            assert packs[rank][microbatch] == decision.lengths[here].tolist()
+    assert decision.delays == []
+
+
+def test_an_outlier_without_company_waits() -> None:
+    """It would make all ranks wait for it; and at the end of the data nothing may be left."""
+    offers = [offer(60, 2, 2), offer(3, 2, 2)]
+    decision = decide(offers, 3, SETTINGS, max_delay=2)
+    assert decision is not None
+    assert decision.rank[0] == decision.microbatch[0] == -1
+    assert min(decision.rank[1:]) >= 0
+    assert (decision.num_delayed, decision.delays, decision.stats.num_sequences) == (1, [5], 5)
+    assert sum(length for rank in decision.pack_lengths() for pack in rank for length in pack) == 11
+    at_end = decide([offers[0], offer(3, ended=True)], 3, SETTINGS, max_delay=2)
+    assert at_end is not None
+    assert (at_end.num_delayed, min(at_end.rank)) == (0, 0)
+
+
+def test_the_end_of_the_data() -> None:
+    """Ranks that go on with nothing at hand would train on empty batches for ever."""
+    assert decide([offer(ended=True), offer(ended=True)], 3, SETTINGS, None) is None
+    assert decide([offer(ended=True), offer(5)], 3, SETTINGS, None) is not None
+    assert decide([offer(), offer()], 3, SETTINGS, None) is not None  # all were left out: an empty step
+
+
+def test_the_first_error_of_a_rank_is_everyones() -> None:
+    """Ranks that raise different errors, or of which one goes on, hang or confuse."""
+    with pytest.raises(GlobalBatchError, match="disk gone"):
+        decide([offer(5), offer(error="disk gone"), offer(error="other")], 3, SETTINGS, None)
+
+
+def raising(error: BaseException) -> Callable[[ScheduleRequest], Schedule]:
+    def scheduler(request: ScheduleRequest) -> Schedule:
+        raise error
+
+    return scheduler
+
+
+def too_full(request: ScheduleRequest) -> Schedule:
+    zeros = np.zeros(request.lengths.size, np.int64)
+    return Schedule(zeros, zeros, request.num_ranks, 1)
+
+
+def in_place(request: ScheduleRequest) -> Schedule:
+    request.lengths.sort()
+    return too_full(request)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (raising(MemoryError("all of it")), "MemoryError: all of it"),
+        (raising(SystemExit(3)), "SystemExit: 3"),
+        (too_full, "CapacityError: microbatch 0 of rank 0 has 128 tokens"),
+        (in_place, "ValueError"),
+        (lambda request: None, "scheduler 'mine'"),
+        (lambda request: 7, "scheduler 'mine'"),
+        (lambda request: Schedule(None, None, 2, 1), "scheduler 'mine'"),  # type: ignore[arg-type]
+        (lambda request: Schedule(request.lengths * 0.5, request.lengths, 2, 1), "scheduler 'mine'"),  # type: ignore[arg-type]
+        (lambda request: Schedule(request.source_rank[:1], request.source_rank[:1], 2, 1), "schedule.rank must be"),
+    ],
+)
+def test_a_scheduler_that_fails_is_one_error(scheduler: Any, words: str) -> None:
+    """The other ranks wait for the answer: what is raised past this hangs them."""
+    with (
+        mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler),
+        pytest.raises(GlobalBatchError) as error,
+    ):
+        decide([offer(64), offer(64)], 1, SETTINGS.__class__(**{**vars(SETTINGS), "scheduler": "mine"}), None)
+    assert words in str(error.value)

@@ -1,0 +1,81 @@
+"""The queue of what waits: its state survives a checkpoint, a failed step, and a step run again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.packing.step.delay import Delayed, DelayQueue
+from tests.unit_tests.packing.batch.test_samples import parts_of, samples_of
+
+
+def delayed(*lengths: int, steps: int = 1) -> Delayed:
+    """Samples of so many tokens, each of which says whose it is."""
+    parts = [([100 * n] * n, [100 * n] * n, [1.0] * n, list(range(n))) for n in lengths]
+    return Delayed(samples_of(parts), np.full(len(lengths), steps))
+
+
+def content(queue: DelayQueue) -> list[tuple[int, list[int]]]:
+    samples, steps = queue.begin(is_repeated=False)
+    return [(step, part[0]) for step, part in zip(steps.tolist(), parts_of(samples), strict=True)]
+
+
+def state_of(queue: DelayQueue) -> list[list[int]]:
+    return [np.asarray(value).tolist() for value in queue.state_dict().values()]
+
+
+def test_a_failed_step_changes_nothing() -> None:
+    """The checkpoint that is saved before an error is raised would lack what the failed step had taken."""
+    queue = DelayQueue(3)
+    queue.finish(delayed(2, 3))
+    before = state_of(queue)
+    queue.begin(is_repeated=False)
+    assert state_of(queue) == before
+
+
+def test_a_repeated_step_begins_with_the_same() -> None:
+    """Megatron runs a step again whose result it doubts; it would see other packs."""
+    queue = DelayQueue(3)
+    queue.finish(delayed(2, 3))
+    first = queue.begin(is_repeated=False)
+    queue.finish(delayed(5))
+    assert queue.begin(is_repeated=True) is first
+    queue.finish(delayed(5))
+    assert content(queue) == [(1, [500] * 5)]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+def test_state_loads_on_any_number_of_ranks(lengths_of_ranks: list[list[int]], num_ranks: int) -> None:
+    """A sequence that two ranks load, or none, is trained on twice or never; as many ranks take back their own."""
+    states = []
+    for rank, lengths in enumerate(lengths_of_ranks):
+        queue = DelayQueue(3)
+        queue.finish(delayed(*lengths, steps=rank + 1))
+        states.append(queue.state_dict())
+    loaded = []
+    for rank in range(num_ranks):
+        queue = DelayQueue(3)
+        queue.load_state_dict(states, rank, num_ranks)
+        if num_ranks == len(states):
+            assert state_of(queue) == [np.asarray(value).tolist() for value in states[rank].values()]
+        loaded.append(content(queue))
+    expected = [(rank + 1, [100 * n] * n) for rank, lengths in enumerate(lengths_of_ranks) for n in lengths]
+    assert [sample for samples in loaded for sample in samples] == expected
+    assert num_ranks == len(states) or max(map(len, loaded)) - min(map(len, loaded)) <= 1
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    """Its numbers mean something else; read as ours they would be other tokens."""
+    with pytest.raises(ValueError, match="as an earlier version wrote them; continue it with that version"):
+        DelayQueue(1).load_state_dict([{"rows": [], "sizes": [], "words": []}], 0, 1)
+
+
+@pytest.mark.parametrize("lengths", [(), (4,), (1, 7)])
+def test_length_counts_what_waits(lengths: tuple[int, ...]) -> None:
+    """Scripts ask it whether their data is used up."""
+    queue = DelayQueue(1)
+    queue.finish(delayed(*lengths))
+    assert len(queue) == len(lengths)
