@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml --save-hf runs/tiny_chat/huggingface
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
 test: $(VENV)/.dev

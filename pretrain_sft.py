@@ -30,6 +30,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import process_groups
     from megatron.sft.finite import NonFiniteError
+    from megatron.sft.model.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
     from megatron.sft.train import Trainer
@@ -39,11 +40,12 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     try:
         prepare_output(config.output)
         datasets = build_datasets(config)
+        pretrained = open_pretrained(config, datasets.vocab_size)
     except ValueError as failure:
         exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
     try:
         with process_groups(config) as device:
-            trainer = Trainer(config, datasets, device, run_dir)
+            trainer = Trainer(config, datasets, device, run_dir, pretrained)
             trainer.train()
     except (GlobalBatchError, NonFiniteError) as failure:
         exit_with(str(failure), rank)  # all ranks have the same

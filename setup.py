@@ -44,6 +44,7 @@ setup(
         "pyyaml>=6",
         "psutil>=5.9",  # megatron-core's checkpoints need it and do not say so
         "tqdm>=4.60",
+        "safetensors>=0.4",
     ],
     extras_require={
         "parquet": parquet,

@@ -16,7 +16,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,29 +42,55 @@ def parse_flags(
     program: str = "pretrain_sft.py",
     *,
     passes_over_unknown: bool = False,
+    imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> list[Any]:
     """Returns one instance of each dataclass in `groups`, from command-line `arguments` of `program`.
 
-    passes_over_unknown: whether the YAML file may have other options, as that of another program does.
+    passes_over_unknown: whether the YAML file may have other options, as that of another program does; imply: is told
+    the options that the user gave, by field name, and returns values for others, in place of their defaults.
 
     Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the
     dataclasses' own `__post_init__` refuse.
     """
     parser = _build_parser(groups, description, program)
     config_file, rest = _take_config(arguments)
+    given: set[str] = set()
     if config_file is not None:
         for action, value in _values_of_yaml(config_file, parser, passes_over_unknown):
             action.default, action.required = value, False
+            given.add(action.dest)
     for argument in rest:
         flag = argument.split("=", 1)[0]
         if flag.startswith("--") and flag not in parser._option_string_actions:
             raise FlagError(f"unknown option {flag}{_nearest(flag, parser._option_string_actions)}")
-    values = vars(parser.parse_args(rest))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if flag.startswith("--"):
+            given.add(parser._option_string_actions[flag].dest)
     try:
+        if imply is not None:
+            _take_implied(parser, imply, given, rest)
+        values = _values(parser, rest)
         return [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
     except ValueError as failure:
         raise FlagError(str(failure)) from None
+
+
+def _values(parser: _Parser, arguments: Sequence[str]) -> dict[str, Any]:
+    values = vars(parser.parse_args(arguments))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _take_implied(
+    parser: _Parser, imply: Callable[[Mapping[str, Any]], Mapping[str, Any]], given: set[str], rest: Sequence[str]
+) -> None:
+    """Make what `imply` answers the defaults; what the user gave stays."""
+    required = [action for action in parser._actions if action.required]
+    for action in required:
+        action.required = False
+    values = _values(parser, rest)
+    implied = imply({name: values[name] for name in given if name in values})
+    for action in required:
+        action.required = action.dest not in implied
+    parser.set_defaults(**{name: value for name, value in implied.items() if name not in given})
 
 
 class _Extend(argparse.Action):

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.packing.model.pipeline import PackedLosses, packed
 from megatron.packing.step.decide import GlobalBatchError
@@ -25,8 +26,18 @@ from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.finite import check_loss, guard_step
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpoint, restored_queue, save_checkpoint
+from megatron.sft.model.checkpoint import (
+    Progress,
+    gather_delayed,
+    load_checkpoint,
+    restored_queue,
+    save_checkpoint,
+    whole_parameters,
+)
 from megatron.sft.model.forward import forward_step, padded_batches
+from megatron.sft.model.hf_companions import Companions
+from megatron.sft.model.hf_read import Pretrained
+from megatron.sft.model.hf_write import write_folder
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
@@ -37,14 +48,23 @@ from megatron.sft.stop import StopSignals
 class Trainer:
     """Trains to `train_iters`, or to the step at which it is asked to stop."""
 
-    def __init__(self, config: SFTConfig, datasets: Datasets, device: torch.device, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: SFTConfig,
+        datasets: Datasets,
+        device: torch.device,
+        run_dir: Path,
+        pretrained: Pretrained | None = None,
+    ) -> None:
         self._config = config
         self._datasets = datasets
         self._device = device
         self._run_dir = run_dir
         self._timers = Timers(log_level=0, log_option="max")
-        self._training = build_training(config, datasets.vocab_size, device)
+        self._training = build_training(config, datasets.vocab_size, device, pretrained)
         guard_step(self._training.optimizer, self._training.model, self._step_name)
+        dtype = str(get_model_config(self._training.model[0]).params_dtype).removeprefix("torch.")
+        self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         self._packing = config.packing.sequence_packing
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
@@ -91,6 +111,7 @@ class Trainer:
                     self._save(log)
                     raise
                 self._save(log)
+                self._write_hf(log)
         finally:
             if log is not None:
                 log.close()
@@ -245,11 +266,26 @@ class Trainer:
             return
         progress = self._progress._replace(waiting=gather_delayed(self._queue))
         save_checkpoint(
-            self._config.output.save, self._training, progress, self._model_options(), self._datasets.train.identity()
+            self._config.output.save,
+            self._training,
+            progress,
+            self._model_options(),
+            self._datasets.train.identity(),
+            self._companions if self._companions.has_family() else None,
         )
         self._saved_iteration = self._progress.iteration
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
+
+    def _write_hf(self, log: RunLog | None) -> None:
+        folder = self._config.output.save_hf
+        if folder is None or self._progress.iteration < self._config.training.train_iters:
+            return
+        whole_parameters(self._training)
+        chunks = [unwrap_model(chunk) for chunk in self._training.model]
+        write_folder(folder, chunks, self._companions.weights(), self._companions.write)
+        if log is not None:
+            log.say(f"wrote the model to {folder}, for transformers and others")
 
     def _load(self) -> Progress | None:
         """Returns that of the newest checkpoint of --load; None without one."""

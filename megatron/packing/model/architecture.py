@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,11 +23,13 @@ def architecture(options: Architecture) -> dict[str, Any]:
     return {
         **{field.name: getattr(options, field.name) for field in fields(options) if field.name in known},
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
-        "gated_linear_unit": options.swiglu,
-        "activation_func": silu if options.swiglu else gelu,
+        "gated_linear_unit": options.is_gated,
+        "activation_func": silu if options.swiglu else partial(gelu, approximate="tanh") if options.geglu else gelu,
         "bias_activation_fusion": False,
         "add_bias_linear": not options.disable_bias_linear,
+        "layernorm_zero_centered_gamma": options.apply_layernorm_1p,
         "num_moe_experts": options.num_experts,
+        "moe_layer_freq": list(options.moe_layer_freq) or 1,
         "moe_token_dispatcher_type": "alltoall",  # megatron-core demands it of variable lengths, of dense models too
         "recompute_method": "uniform" if recomputes_layers else None,
         "recompute_num_layers": 1 if recomputes_layers else None,

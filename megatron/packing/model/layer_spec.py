@@ -74,12 +74,27 @@ class TorchNorm:
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in kinds or config.layernorm_zero_centered_gamma:
+        if config.layernorm_zero_centered_gamma:
+            kinds = {"RMSNorm": ZeroCenteredRMSNorm}
+        if config.normalization not in kinds:
             raise ValueError(
-                f"--normalization must be one of {sorted(kinds)}, not zero-centered, without Transformer Engine, "
-                f"but is {config.normalization}"
+                f"--normalization must be {' or '.join(kinds)} without Transformer Engine"
+                f"{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, but is "
+                f"{config.normalization}"
             )
         norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for weight in norm.parameters():
             weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """An RMSNorm that multiplies by one plus its weight, at least in float32, and rounds once."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, eps=self.eps)
+        return (normed * (1 + self.weight.to(wide))).to(x.dtype)

@@ -88,8 +88,12 @@ class Architecture(ModelShape):
     num_attention_heads: int = field()
     group_query_attention: bool = False
     """Share keys and values between heads; see --num-query-groups."""
+    geglu: bool = False
+    """Gated GeLU, in its tanh approximation, instead of GeLU."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
+    apply_layernorm_1p: bool = False
+    """Norms multiply by one plus their weight, which starts at zero."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Kind of position embedding."""
     disable_bias_linear: bool = False
@@ -104,6 +108,12 @@ class Architecture(ModelShape):
     """
     moe_router_pre_softmax: bool = False
     """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
+    moe_layer_freq: tuple[int, ...] = ()
+    """For each layer 1 if it has experts, else 0 (default: all have)."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of an MLP beside the experts that all tokens go through."""
+    moe_shared_expert_gate: bool = False
+    """Let each token weigh what comes from it."""
     mtp_num_layers: int | None = None
     """Layers of multi-token prediction."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -112,6 +122,25 @@ class Architecture(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "make_vocab_size_divisible_by", "mtp_num_layers")
+        check_range(self, 1, None, "moe_shared_expert_intermediate_size")
+        if self.swiglu and self.geglu:
+            raise ValueError("--swiglu and --geglu exclude one another; drop one")
+        if self.num_experts is None and (self.moe_layer_freq or self.moe_shared_expert_intermediate_size):
+            raise ValueError("--moe-layer-freq and --moe-shared-expert-intermediate-size need --num-experts")
+        if self.moe_layer_freq and (len(self.moe_layer_freq) != self.num_layers or set(self.moe_layer_freq) - {0, 1}):
+            raise ValueError(f"--moe-layer-freq must be a 0 or 1 for each of --num-layers {self.num_layers}")
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate beside its first layer."""
+        return self.swiglu or self.geglu
+
+    @property
+    def resolved_ffn_hidden_size(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.is_gated)
 
 
 class Split(NamedTuple):
@@ -147,7 +176,8 @@ def check_splits(
         is_known = shape.hidden_size is not None
         widths["ffn_hidden_size"] = shape.resolved_ffn_hidden_size if is_known else shape.ffn_hidden_size
     for name, width in widths.items():
-        if width is not None and width % tensor.size:
+        shares_groups = name == "num_query_groups" and width is not None and tensor.size % width == 0
+        if width is not None and width % tensor.size and not shares_groups:
             raise ValueError(
                 f"{flag_of(name)} {width}{origin} must be a multiple of {tensor.flag} {tensor.size}; lower "
                 f"{tensor.flag}"

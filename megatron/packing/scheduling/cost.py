@@ -64,6 +64,7 @@ def gpt_pack_cost(
     moe_router_topk: int = 2,
     moe_ffn_hidden_size: int | None = None,
     moe_shared_expert_intermediate_size: int | None = None,
+    num_dense_layers: int = 0,
 ) -> PackCost:
     """FLOPs of a pack through a GPT, whose arguments are named as megatron-core's TransformerConfig names its fields.
 
@@ -71,24 +72,24 @@ def gpt_pack_cost(
     projections, MLP or the experts that a token is routed to, router, output layer, and causal attention as the L^2/2
     pairs it may see. Not counted: embedding look-up, norms, activations, and what activation recomputation repeats.
     `fixed` is what an accelerator could do while it moves the weights through its memory. With `num_experts`, every
-    layer is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size` unless given.
+    layer but `num_dense_layers` is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size` unless given.
     """
     query_size = num_attention_heads * kv_channels
     key_value_size = 2 * num_query_groups * kv_channels
     attention = hidden_size * (query_size + key_value_size) + query_size * hidden_size
 
     matrices_per_mlp = 3 if swiglu else 2
-    if num_experts is None:
-        mlp = weights_of_mlp = matrices_per_mlp * hidden_size * ffn_hidden_size
-    else:
+    dense = mlp = weights_of_mlp = matrices_per_mlp * hidden_size * ffn_hidden_size
+    if num_experts is not None:
         routed = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size)
         shared = moe_shared_expert_intermediate_size or 0
         mlp = matrices_per_mlp * hidden_size * (routed + shared) + hidden_size * num_experts
         idle = (num_experts - moe_router_topk) * (moe_ffn_hidden_size or ffn_hidden_size)
         weights_of_mlp = mlp + matrices_per_mlp * hidden_size * idle
 
-    multiply_adds_per_token = num_layers * (attention + mlp) + hidden_size * vocab_size
-    num_weights = num_layers * (attention + weights_of_mlp) + hidden_size * vocab_size
+    beside_experts = num_layers * attention + num_dense_layers * dense + hidden_size * vocab_size
+    multiply_adds_per_token = beside_experts + (num_layers - num_dense_layers) * mlp
+    num_weights = beside_experts + (num_layers - num_dense_layers) * weights_of_mlp
     # Scores and their product with the values: two products over half of the L^2 pairs.
     multiply_adds_per_square = num_layers * 2 * query_size / 2
     return PackCost(

@@ -119,6 +119,8 @@ def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int
 
 
 def _shape_of(config: TransformerConfig) -> dict[str, Any]:
+    has_experts = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else []
+    num_dense_layers = len(has_experts) - sum(has_experts)
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -131,6 +133,7 @@ def _shape_of(config: TransformerConfig) -> dict[str, Any]:
         "moe_router_topk": config.moe_router_topk,
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        **({"num_dense_layers": num_dense_layers} if num_dense_layers else {}),
     }
 
 

@@ -27,7 +27,7 @@ from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, le
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
+from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, Tokenizer
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
 from megatron.sft.data.mixture import Blended, Concatenation, Mixture
 from megatron.sft.data.mock_dataset import MockSFTDataset
@@ -47,6 +47,9 @@ class Datasets(NamedTuple):
     valid: Mixture
     test: Mixture
     vocab_size: int
+    """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else the tokenizer's."""
+    tokenizer: Tokenizer | None = None
+    """None for made-up data."""
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
@@ -61,7 +64,19 @@ def build_datasets(config: SFTConfig) -> Datasets:
     builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
     is_blend = any(map(is_metadataset, data.data_path))
     train, valid, test = builder.build_blend() if is_blend else builder.build_files()
-    return Datasets(train, valid, test, tokenizer.vocab_size)
+    return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
+
+
+def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
+    folder, of_model = config.output.pretrained_checkpoint, config.data.vocab_size
+    if folder is None or of_model is None:
+        return tokenizer.vocab_size
+    if tokenizer.vocab_size > of_model:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of --pretrained-checkpoint {folder} only "
+            f"{of_model}; give the tokenizer that belongs to it, or enlarge its embeddings first"
+        )
+    return of_model
 
 
 class _Builder:

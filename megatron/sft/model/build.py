@@ -28,6 +28,8 @@ from megatron.packing.model.architecture import architecture
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
+from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
+from megatron.sft.model.hf_read import Pretrained, read_weights
 from megatron.sft.options.config import SFTConfig
 
 
@@ -41,13 +43,15 @@ class Training(NamedTuple):
     """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a fitted cost."""
 
 
-def build_training(config: SFTConfig, vocab_size: int, device: torch.device) -> Training:
+def build_training(
+    config: SFTConfig, vocab_size: int, device: torch.device, pretrained: Pretrained | None = None
+) -> Training:
     """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
-    model = build_model(config, transformer_config, vocab_size, device)
+    model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     return Training(model, optimizer, build_scheduler(config, optimizer), cost)
@@ -99,12 +103,14 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
         use_cpu_initialization=device.type == "cpu",
+        perform_initialization=config.output.pretrained_checkpoint is None,  # all weights are read, then
         variable_seq_lengths=packing.sequence_packing,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
+    prepare_config(transformer_config, model)
     if packing.sequence_packing:
         # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
         transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
@@ -113,9 +119,13 @@ def build_transformer_config(
 
 
 def build_model(
-    config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, device: torch.device
+    config: SFTConfig,
+    transformer_config: TransformerConfig,
+    vocab_size: int,
+    device: torch.device,
+    pretrained: Pretrained | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks under megatron-core's DistributedDataParallel."""
+    """This rank's model chunks under megatron-core's DistributedDataParallel, with `pretrained` weights if given."""
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.bf16,
@@ -123,9 +133,15 @@ def build_model(
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
+    gpts = [
+        build_gpt(config, transformer_config, vocab_size, number).to(device)
+        for number in range(config.num_virtual_stages or 1)
+    ]
+    if pretrained is not None:
+        read_weights(gpts, pretrained.weights, pretrained.folder)  # before wrapping: optimizers copy what they find
     chunks = []
-    for number in range(config.num_virtual_stages or 1):
-        module = build_gpt(config, transformer_config, vocab_size, number).to(device)
+    for number, gpt in enumerate(gpts):
+        module: torch.nn.Module = gpt
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
         chunks.append(
@@ -162,6 +178,7 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
         vp_stage=vp_stage,
     )
     gpt.model_type = ModelType.encoder_or_decoder
+    add_to_gpt(gpt, model, vocab_size)
     return gpt
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +26,16 @@ from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
+from megatron.sft.model.hf_companions import COMPANIONS, Companions
 from megatron.sft.model.unpickling import check_metadata, only_weights
+from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Options that are younger than some checkpoints, which were saved at their defaults.
+_UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
 
 
 class Progress(NamedTuple):
@@ -91,18 +96,29 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
-def save_checkpoint(
-    folder: str | Path, training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
-) -> None:
-    """Write a complete checkpoint; collective. It takes its place only once it is whole.
-
-    model_options: what a run that loads it must share; data: what it is told of if it does not.
-    """
-    path = checkpoint_path(folder, progress.iteration)
-    unfinished = path.with_suffix(".unfinished")
+def whole_parameters(training: Training) -> None:
+    """Make sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
         if chunk.ddp_config.overlap_param_gather:  # or other ranks' shards would be those of the step before
             chunk.start_param_sync(force_sync=True)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    training: Training,
+    progress: Progress,
+    model_options: dict[str, Any],
+    data: dict[str, Any],
+    companions: Companions | None = None,
+) -> None:
+    """Write a complete checkpoint; collective. It takes its place only once it is whole.
+
+    model_options: what a run that loads it must share; data: what it is told of if it does not; companions: files that
+    the export as a HuggingFace folder will need.
+    """
+    path = checkpoint_path(folder, progress.iteration)
+    unfinished = path.with_suffix(".unfinished")
+    whole_parameters(training)
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -115,6 +131,9 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
+        if companions is not None:
+            (unfinished / COMPANIONS).mkdir()
+            companions.write(unfinished / COMPANIONS)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(unfinished, path)
         temporary = Path(folder) / (TRACKER + ".tmp")
@@ -143,16 +162,23 @@ def load_checkpoint(
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
-    _check_readable(path)
-    check_metadata(path)
-    common_file, objects = path / "common.pt", path / "*.distcp"
-    with only_weights(common_file if common_file.exists() else objects):
-        common = dist_checkpointing.load_common_state_dict(str(path))
+    common = read_common(path)
     _check_same_model(path, common["model_options"], model_options)
     _check_same_blend(path, common["data"], data, allow_changed_data)
-    with only_weights(objects):
+    with only_weights(path / "*.distcp"):
         state = _load_state(path, training, with_random_states=_layout() == common["layout"])
     return Progress(**state["progress"])
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside tensors; ValueError where it is of a later megatron-core, or where it or
+    what tells of the tensors could run code.
+    """
+    check_metadata(path)
+    _check_readable(path)
+    common_file = path / "common.pt"
+    with only_weights(common_file if common_file.exists() else path / "*.distcp"):
+        return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def _check_readable(path: Path) -> None:
@@ -164,6 +190,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
+    saved = _UNSAID | saved
     differing = [
         f"{flag_of(name)} was {saved.get(name)}, is {value}"
         for name, value in model_options.items()

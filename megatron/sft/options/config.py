@@ -19,6 +19,7 @@ from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
 from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
 
@@ -102,6 +103,15 @@ class SFTConfig:
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
+        shared = model.moe_shared_expert_intermediate_size
+        for name, width in (
+            ("--moe-shared-expert-intermediate-size", shared),
+            ("--ffn-hidden-size", model.resolved_ffn_hidden_size if 0 in model.moe_layer_freq else None),
+        ):
+            if width is not None and width % tensor:
+                raise ValueError(
+                    f"{name} {width} must be a multiple of --tensor-model-parallel-size {tensor}; lower it"
+                )
         if self.num_virtual_stages == 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"
@@ -152,7 +162,7 @@ def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
     """Returns the run's options from the command line; FlagError for anything wrong in them."""
     groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
     model, parallel, packing, data, training, output = parse_flags(
-        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core."
+        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", imply=implied_options
     )
     config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
     config.check(world_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.packing.flags import check_range
 from megatron.packing.model.shape import Architecture
+from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,19 @@ class ModelConfig(Architecture):
     """Positions that learned embeddings know (default: --seq-length)."""
     norm_epsilon: float = 1e-5
     """Added to the variance in norms."""
-    rotary_base: int = 10000
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of the hidden size."""
+    rotary_base: float = 10000.0
     """Base period of rotary embeddings."""
+    rope_scaling: str | None = None
+    """Rotary embeddings for longer contexts, as in a HuggingFace config.json, such as
+    {"rope_type": "linear", "factor": 2}; of types linear, llama3 and yarn."""
     rotary_percent: float = 1.0
     """Share of a head's channels that are rotated."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer weights of its own."""
+    mask_vocab_padding: bool = False
+    """Keep the padding of the vocabulary out of the softmax, as if it were not there."""
     hidden_dropout: float = 0.0
     """Dropout after attention and MLP."""
     attention_dropout: float = 0.0
@@ -50,6 +58,8 @@ class ModelConfig(Architecture):
             )
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
             raise ValueError("--mtp-num-layers needs --position-embedding-type rope; stages do not share learned ones")
+        if self.rope_scaling is not None:
+            parse_rope_scaling(self.rope_scaling)
         if self.num_experts is not None:
             self._check_experts()
 

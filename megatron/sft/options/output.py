@@ -16,6 +16,11 @@ class OutputConfig:
     """Folder for checkpoints."""
     load: str | None = None
     """Folder of checkpoints to continue from; where it has none, training starts anew."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
+    architecture, and its tokenizer and template unless others are given. Where --load has a checkpoint, that wins."""
+    save_hf: str | None = None
+    """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
     log_interval: int = 1

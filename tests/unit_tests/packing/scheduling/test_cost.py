@@ -34,6 +34,8 @@ def test_mixture_of_experts_by_hand():
     assert cost.linear == 6 * (3 * (600 + 3 * 10 * (2 * 4 + 6) + 10 * 8) + 1000)
     without_shared = gpt_pack_cost(**TINY, swiglu=True, num_experts=8, moe_router_topk=1)
     assert without_shared.linear == 6 * (3 * (600 + 3 * 10 * 7 + 10 * 8) + 1000)
+    with_dense = gpt_pack_cost(**TINY, swiglu=True, **experts, num_dense_layers=2)
+    assert with_dense.linear == 6 * (3 * 600 + 2 * 210 + (3 * 10 * 2 * 4 + 10 * 8) + 1000)
 
 
 def test_batch_from_sums_equals_sum_of_sequences():

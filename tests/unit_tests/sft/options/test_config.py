@@ -127,9 +127,10 @@ CONTRADICTIONS = [
         ["--ffn-hidden-size 33", "--tensor-model-parallel-size 2"],
     ),
     (
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
-        4,
-        ["--num-query-groups 2", "--tensor-model-parallel-size 4"],
+        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --group-query-attention "
+        "--num-query-groups 3",
+        2,
+        ["--num-query-groups 3", "multiple of --tensor-model-parallel-size 2"],
     ),
     (
         "--pipeline-model-parallel-size 3 --global-batch-size 3",

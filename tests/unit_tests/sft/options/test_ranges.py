@@ -17,7 +17,7 @@ AT_LEAST_ONE = [
     "num-query-groups",
     "moe-ffn-hidden-size",
     "make-vocab-size-divisible-by",
-    "rotary-base",
+    "moe-shared-expert-intermediate-size",
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
     "context-parallel-size",
@@ -45,6 +45,7 @@ AT_LEAST_ONE = [
     + [(f"{name} {value}", "from 0 to") for name in ("hidden-dropout", "adam-beta1") for value in (1.5, -0.5)]
     + [
         ("distributed-timeout-minutes 0.0", "at least 0.01"),
+        ("rotary-base 0.5", "at least 1"),
     ],
 )
 def test_value_out_of_range_is_refused(option, limits):

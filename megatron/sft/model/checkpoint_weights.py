@@ -1,0 +1,88 @@
+"""mcore. Single layers of a checkpoint, on one process, whatever layout wrote it.
+
+megatron-core loads a checkpoint as a whole: it stacks all layers in one tensor, which one process would have to ask for
+at once. Here torch's reader, which megatron-core builds on, is asked for the blocks of one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.sft.model.unpickling import only_weights
+
+
+class CheckpointWeights:
+    """Fills a model's parameters layer by layer, and frees the layer before: host memory holds one.
+
+    The model is on the CPU, without initial weights: memory that was only allocated is not touched yet. The checkpoint
+    has passed `read_common`.
+    """
+
+    def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
+        self._path = checkpoint
+        self._parameters = dict(gpt.named_parameters())
+        state = dict(gpt.sharded_state_dict())
+        apply_factories(state)
+        self._blocks = {name: list(_tensors_in(entry)) for name, entry in state.items() if name in self._parameters}
+        self._reader = FileSystemReader(str(checkpoint))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._held: list[str] = []
+
+    def fetch(self, name: str) -> None:
+        """Make sure that a parameter has its values; those of other layers are lost."""
+        if name in self._held:
+            return
+        for old in self._held:
+            self._parameters[old].untyped_storage().resize_(0)
+        match = re.match(r"decoder\.layers\.\d+\.", name)
+        self._held = [other for other in self._parameters if other.startswith(match[0])] if match else [name]
+        self._read([block for held in self._held for block in self._blocks[held]])
+
+    def _read(self, blocks: list[ShardedTensor]) -> None:
+        items, targets = [], {}
+        for block in blocks:
+            values = block.data
+            for _ in range(block.prepend_axis_num):
+                values = values.unsqueeze(0)
+            chunk = ChunkStorageMetadata(torch.Size(block.global_offset), values.shape)
+            targets[MetadataIndex(block.key, chunk.offsets)] = values
+            stored = self._metadata.state_dict_metadata[block.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            found = create_read_items_for_chunk_list(block.key, stored, [chunk])
+            num_read = sum(item.lengths.numel() for item in found)
+            if num_read != values.numel() and not block.allow_shape_mismatch:  # the vocabulary's padding may differ
+                raise ValueError(f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}")
+            items += found
+        with only_weights(self._path / "*.distcp"):
+            self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+
+
+def _tensors_in(entry: object) -> list[ShardedTensor]:
+    """Those of one parameter; several where megatron-core's checkpoints cut it, as gate and up."""
+    if isinstance(entry, ShardedTensor):
+        return [entry]
+    if isinstance(entry, dict):
+        return [tensor for part in entry.values() for tensor in _tensors_in(part)]
+    assert isinstance(entry, (list, tuple)), entry
+    return [tensor for part in entry for tensor in _tensors_in(part)]
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into given tensors."""
+
+    def __init__(self, targets: dict[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._targets[MetadataIndex(index.fqn, index.offset)]

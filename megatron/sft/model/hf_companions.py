@@ -1,0 +1,188 @@
+"""pure. The files of a HuggingFace folder beside its weights: config.json, tokenizer, template, generation config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.sft.data.chat_encoder import Message, SampleError, Tokenizer
+from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
+from megatron.sft.model.hf_config import config_of, read_config
+from megatron.sft.model.hf_weights import Weights
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.model import ModelConfig
+
+COMPANIONS = "huggingface"
+"""The folder in a checkpoint that holds these files, for the export of its weights."""
+_GENERATION = "generation_config.json"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+_BYTE_LEVEL_TEMPLATE = (
+    "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content ~ '<end>' }}{% endgeneration %}"
+    "{% else %}{{ message.content ~ '<end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+class Companions(NamedTuple):
+    """The HuggingFace side of a run's model, its weights aside."""
+
+    config: SFTConfig
+    tokenizer: Tokenizer | None
+    """None for mock data: no tokenizer files then."""
+    vocab_size: int
+    dtype: str
+    """Of the weights, where no source folder says another."""
+
+    def model_config(self) -> dict[str, Any]:
+        """What config.json says; ValueError where no HuggingFace family computes what the options say."""
+        source = self.config.output.pretrained_checkpoint
+        if source is None:
+            found = config_of(self.config.model, self.vocab_size)
+            if self.tokenizer is not None:
+                found |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eod, "pad_token_id": self.tokenizer.pad}
+        else:
+            found = read_config(source)
+            found.pop("_name_or_path", None)
+        if found.get("dtype") is None and found.get("torch_dtype") is None:
+            found["torch_dtype"] = self.dtype
+        return found
+
+    def has_family(self) -> bool:
+        """Whether some HuggingFace family computes what the options say."""
+        try:
+            self.model_config()
+        except ValueError:
+            return False
+        return True
+
+    def weights(self) -> Weights:
+        """The tensors that go with them."""
+        return weights_of(self.config.model, self.model_config())
+
+    def write(self, folder: Path) -> str:
+        """Write all files but the weights; returns the type that config.json says the weights have."""
+        model_config, source = self.model_config(), self.config.output.pretrained_checkpoint
+        _write(folder / "config.json", model_config)
+        generation = {} if source is None else _read(Path(source) / _GENERATION)
+        if self.tokenizer is not None:
+            generation = _with_end_of_turn(generation, model_config, self.tokenizer)
+            _write_tokenizer(folder, self.config, self.tokenizer)
+        if generation:
+            _write(folder / _GENERATION, generation)
+        return dtype_of(model_config)
+
+
+def copy_companions(source: Path, target: Path) -> str:
+    """Copy what `Companions.write` wrote; returns the type that config.json says the weights have."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    return dtype_of(read_config(source))
+
+
+def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
+    """The tensors of a model whose config.json is `model_config`."""
+    return Weights(model, model_config["vocab_size"], is_mixtral=model_config["model_type"] == "mixtral")
+
+
+def dtype_of(model_config: Mapping[str, Any]) -> str:
+    """The type of the weights that a config.json tells, by torch's name."""
+    return model_config.get("dtype") or model_config["torch_dtype"]
+
+
+def _with_end_of_turn(
+    generation: dict[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The generation config, in which what the model was trained to end a turn with ends generation too."""
+    end = end_of_turn(tokenizer)
+    known = generation.get("eos_token_id", model_config.get("eos_token_id"))
+    ends = [known] if isinstance(known, int) else list(known or [])
+    return generation if end is None or end in ends else {**generation, "eos_token_id": [*ends, end]}
+
+
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The token that the assistant is trained to end a turn with; None without a template, or if it trains none."""
+    lasts = set()
+    for answer in ("yes", "no"):
+        try:
+            tokens = tokenizer.encode_chat([Message("user", "?"), Message("assistant", answer)])
+        except (ValueError, SampleError):
+            return None
+        trained = tokens.ids[tokens.is_assistant]
+        lasts.add(int(trained[-1]) if len(trained) else None)
+    return lasts.pop() if len(lasts) == 1 else None
+
+
+def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> None:
+    if config.data.resolved_tokenizer_type == "ByteLevelTokenizer":
+        _write_byte_level(folder)
+    elif config.data.resolved_tokenizer_type == "HuggingFaceTokenizer":
+        assert config.data.tokenizer_model is not None
+        source = Path(config.data.tokenizer_model)
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        _write_template(folder, tokenizer.chat_template)
+
+
+def _write_template(folder: Path, template: str | None) -> None:
+    """The template that was trained with, wherever the tokenizer's files have one."""
+    if template is None:
+        return
+    settings = _read(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    if "chat_template" in settings and settings["chat_template"] != template:
+        _write(folder / "tokenizer_config.json", settings | {"chat_template": template})
+    if "chat_template" not in settings and (not file.is_file() or file.read_text(encoding="utf-8") != template):
+        file.write_text(template, encoding="utf-8")
+
+
+def _write_byte_level(folder: Path) -> None:
+    """The byte-level tokenizer as transformers reads it. Special tokens in a text are taken for special there."""
+    # The printable stand-ins for bytes of GPT-2's byte-level vocabulary.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    special = [
+        {"id": 256 + number, "content": token, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for number, token in enumerate(BYTE_LEVEL_SPECIAL_TOKENS)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    _write(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": special,
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        },
+    )
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<eod>",
+            "pad_token": "<pad>",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": _BYTE_LEVEL_TEMPLATE,
+        },
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

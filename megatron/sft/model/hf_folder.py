@@ -1,0 +1,164 @@
+"""pure. The safetensors files of a HuggingFace folder: which tensors they hold, and whether they are those of a model.
+
+Only headers are read, so a folder that does not fit is refused before memory is spent.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.sft.model.hf_weights import Weights
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""safetensors' names of the types that weights may have -> torch's and config.json's."""
+_NO_WEIGHT = ".rotary_emb.inv_freq"
+"""End of the names of tensors that old files hold and nobody reads."""
+_BLOCK = 1 << 24
+_LARGEST_HEADER = 100_000_000
+
+
+class Stored(NamedTuple):
+    """One tensor in a file."""
+
+    path: Path
+    name: str
+    """In the file, which may lack the prefix `model.`."""
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    """Where its bytes are in the file."""
+
+
+class Folder(NamedTuple):
+    """The weights of a HuggingFace folder, by the names that transformers knows them by."""
+
+    path: Path
+    tensors: dict[str, Stored]
+
+
+def open_folder(folder: str | Path) -> Folder:
+    """Read the headers of all files; ValueError, naming the file, for anything that is not whole or not readable."""
+    path = Path(folder)
+    tensors = {}
+    for file, names in _files(path).items():
+        held = read_header(file)
+        missing = [name for name in names if name not in held]
+        if missing:
+            raise ValueError(f"{file} lacks {_some(missing)}, which {INDEX} says it holds; download it again")
+        for name, entry in held.items():
+            tensors[name] = Stored(file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+    if not any(name.startswith("model.") for name in tensors):
+        # Files of the bare model, without a head.
+        tensors = {name if name.startswith("lm_head.") else f"model.{name}": found for name, found in tensors.items()}
+    return Folder(path, {name: found for name, found in tensors.items() if not name.endswith(_NO_WEIGHT)})
+
+
+def _files(folder: Path) -> dict[Path, list[str]]:
+    """Each file, with the tensors that the index says it holds."""
+    if (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map", {})
+        files: dict[Path, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(folder / file, []).append(name)
+        missing = sorted(str(file) for file in files if not file.is_file())
+        if missing or not files:
+            raise ValueError(
+                f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; download again"
+            )
+        return files
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: []}
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{folder} holds its weights as pickles (.bin), which can run any code; convert them: transformers' "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes safetensors"
+        )
+    raise ValueError(f"{folder} must hold {SINGLE} or {INDEX}, but has neither; download the weights too")
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Name -> dtype, shape and data_offsets, counted from the file's first byte, of each tensor in a safetensors file;
+    ValueError where it is cut off.
+    """
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        (size,) = struct.unpack("<Q", length) if len(length) == 8 else (0,)
+        text = stream.read(min(size, _LARGEST_HEADER))
+    try:
+        header = json.loads(text) if 0 < size == len(text) else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} must be a safetensors file, but has no header; download it again")
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if file.stat().st_size != 8 + size + end:
+        raise ValueError(f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it again")
+    for entry in header.values():
+        entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
+    return header
+
+
+def check_folder(folder: Folder, weights: Weights) -> None:
+    """Raise ValueError, with names, unless the files hold exactly the model's tensors, in types that can be read."""
+    expected = {part.name: part.shape for weight in weights.all() for part in weight.parts}
+    tensors = folder.tensors
+    other_types = sorted(name for name, found in tensors.items() if found.dtype not in DTYPES)
+    if other_types:
+        kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
+        raise ValueError(
+            f"{folder.path} holds tensors of type {kinds} ({_some(other_types)}): it is quantized; give the folder of "
+            "the model before quantization"
+        )
+    missing = sorted(expected.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{folder.path} lacks {_some(missing)}, which its config.json asks for; download it again")
+    leftover = sorted(tensors.keys() - expected.keys() - ({"lm_head.weight"} if weights.is_tied else set()))
+    if leftover:
+        raise ValueError(
+            f"{folder.path} holds {_some(leftover)}, for which its config.json has no place; such a model is not "
+            "supported"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its config.json says "
+                f"{list(shape)}; one of the two is of another model"
+            )
+    if weights.is_tied and not _are_equal(tensors, "lm_head.weight", "model.embed_tokens.weight"):
+        raise ValueError(
+            f"{folder.path} holds an lm_head.weight that differs from model.embed_tokens.weight, but its config.json "
+            "has tie_word_embeddings; set that to false there, as transformers takes it"
+        )
+
+
+def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:
+    """Whether two tensors have the same bytes; True where the first is not there."""
+    if optional not in tensors:
+        return True
+    one, other = tensors[optional], tensors[name]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.end - one.begin
+        while left > 0:
+            size = min(left, _BLOCK)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _some(names: Sequence[str] | Iterable[str], most: int = 4) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

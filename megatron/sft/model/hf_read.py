@@ -1,0 +1,113 @@
+"""mcore. Fill a model with the weights of a HuggingFace folder: each rank reads only what it holds.
+
+Of the ranks that hold the same, only one reads; the others receive it when megatron-core broadcasts the initial
+weights over data parallel. Host memory: one block of one tensor beyond the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from safetensors import safe_open
+from tqdm import tqdm
+
+from megatron.sft.model.hf_folder import Folder
+from megatron.sft.model.hf_weights import Copy, Weight, Weights
+
+_SECONDS_TO_BAR = 3.0
+
+
+class Pretrained(NamedTuple):
+    """A HuggingFace folder that has passed `check_folder`, and the model's weights that it holds."""
+
+    folder: Folder
+    weights: Weights
+
+
+class Placed(NamedTuple):
+    """A parameter of this rank, and where it stands in the whole model's weight."""
+
+    name: str
+    """As the chunk's `named_parameters` has it."""
+    parameter: torch.nn.Parameter
+    weight: Weight
+    copies: tuple[Copy, ...]
+    is_repeated: bool
+    """Whether it is the last stage's own copy of tied embeddings."""
+    is_first_replica: bool
+    """Whether no rank of a lower data-parallel number holds the same."""
+
+
+def placed_parameters(gpt: GPTModel, weights: Weights) -> Iterator[Placed]:
+    """All parameters of a chunk; RuntimeError for one that no HuggingFace tensor stands for."""
+    tensor_parallel = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for local_name, parameter in gpt.named_parameters():
+        name = _global_name(local_name, gpt)
+        is_repeated = name == "output_layer.weight" and gpt.share_embeddings_and_output_weights
+        try:
+            weight = weights.of_parameter("embedding.word_embeddings.weight" if is_repeated else name)
+        except KeyError:
+            raise RuntimeError(f"{name} has no place in a HuggingFace model of its family") from None
+        rank, size = (0, 1) if weight.is_expert else tensor_parallel  # experts are never cut
+        if getattr(parameter, "allreduce", True):  # by the same mark megatron-core tells how to broadcast it
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        else:
+            replica = parallel_state.get_expert_data_parallel_rank()
+        copies = tuple(weights.copies(weight, rank, size, len(parameter)))
+        yield Placed(local_name, parameter, weight, copies, is_repeated, replica == 0)
+
+
+def _global_name(name: str, gpt: GPTModel) -> str:
+    """Layers and experts numbered over the whole model."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
+    if "experts" in parts:
+        at = parts.index("experts") + 1
+        size = (gpt.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * size
+        if parts[at] == "local_experts":
+            parts[at + 1] = str(first + int(parts[at + 1]))
+        else:  # Transformer Engine's grouped experts: linear_fc1.weight3
+            parts[-1] = f"weight{first + int(parts[-1].removeprefix('weight'))}"
+    return ".".join(parts)
+
+
+def read_weights(chunks: Sequence[GPTModel], weights: Weights, folder: Folder) -> None:
+    """Fill this rank's chunks, or leave them to the broadcast over data parallel that must follow.
+
+    `folder` has passed `check_folder`. Rows of the vocabulary's padding become zero.
+    """
+    all_placed = [placed for chunk in chunks for placed in placed_parameters(chunk, weights)]
+    todo = [(placed, copy) for placed in all_placed if placed.is_first_replica for copy in placed.copies]
+    open_files: dict[Path, Any] = {}
+    total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
+    bar = tqdm(
+        total=total,
+        desc=f"reading {folder.path}",
+        unit=" weights",
+        unit_scale=True,
+        delay=_SECONDS_TO_BAR,
+        disable=dist.get_rank() != 0,
+    )
+    with torch.no_grad(), bar:
+        for placed in all_placed:
+            if placed.weight.layout == "vocabulary":
+                placed.parameter.zero_()
+        for placed, copy in todo:
+            stored = folder.tensors[placed.weight.parts[copy.part].name]
+            if stored.path not in open_files:
+                open_files[stored.path] = safe_open(stored.path, framework="pt")
+            held = open_files[stored.path].get_slice(stored.name)
+            block = held[copy.rows] if len(stored.shape) == 1 else held[copy.rows, copy.columns]
+            placed.parameter[copy.row : copy.row + len(block)].copy_(block)
+            bar.update(placed.parameter.numel() // len(placed.copies))

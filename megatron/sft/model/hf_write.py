@@ -1,0 +1,171 @@
+"""mcore. Write a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
+
+Tensor-parallel ranks gather one parameter at a time to their first rank; nothing travels between pipeline stages, nor
+between ranks with different experts: each writes files of its own. A file's header is known before its first tensor,
+so tensors are written as they come. Host memory: one parameter beyond the model, twice where it is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron.sft.model.hf_folder import DTYPES, INDEX, SINGLE
+from megatron.sft.model.hf_read import Placed, placed_parameters
+from megatron.sft.model.hf_weights import Part, Weights
+
+MOST_BYTES_PER_FILE = 5 * 10**9
+
+
+class _File(NamedTuple):
+    """One safetensors file to be written."""
+
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+
+def check_target(folder: Path) -> None:
+    """Raise ValueError where the folder that is to be written exists already, unless it is empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; give another folder, or remove it")
+
+
+def write_folder(
+    folder: str | Path,
+    chunks: Sequence[GPTModel],
+    weights: Weights,
+    write_companions: Callable[[Path], str],
+    most_bytes_per_file: int = MOST_BYTES_PER_FILE,
+    fetch: Callable[[Placed], None] | None = None,
+) -> None:
+    """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is the weights' dtype.
+
+    Collective. The folder, which must not exist or be empty, takes its place only once it is whole. `fetch` is called
+    before each parameter is read.
+    """
+    target = Path(folder)
+    unfinished = target.with_name(target.name + ".unfinished")
+    dtype: list[str] = [""]
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        dtype = [write_companions(unfinished)]
+    dist.broadcast_object_list(dtype)
+    placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
+    placed = [p for p in placed if p.is_first_replica and not p.is_repeated]
+    tensors = _tensors(placed, weights, getattr(torch, dtype[0]), fetch)
+    _write_weights(unfinished, placed, tensors, getattr(torch, dtype[0]), most_bytes_per_file)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if target.is_dir():
+            target.rmdir()
+        os.replace(unfinished, target)
+    dist.barrier()
+
+
+def _write_weights(
+    folder: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], dtype: torch.dtype, most_bytes: int
+) -> None:
+    mine = [part for p in placed if _writes(p) for part in p.weight.parts]
+    files = _cut_into_files(mine, dtype, most_bytes)
+    all_files: list[list[_File]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_files, files)
+    num_before, num_files = sum(map(len, all_files[: dist.get_rank()])), sum(map(len, all_files))
+    names = [_file_name(number, num_files) for number in range(num_files)]
+    for file, name in zip(files, names[num_before:]):
+        _write_file(folder / name, file, dtype, tensors)
+    for _ in tensors:  # ranks that only send
+        raise AssertionError("a tensor is in no file")
+    if dist.get_rank() == 0 and num_files > 1:
+        in_order = [file for of_rank in all_files for file in of_rank]
+        _write_index(folder, in_order, names)
+
+
+def _writes(placed: Placed) -> bool:
+    return placed.weight.is_expert or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _cut_into_files(parts: Sequence[Part], dtype: torch.dtype, most_bytes: int) -> list[_File]:
+    files: list[_File] = []
+    for part in parts:
+        size = _num_bytes(part, dtype)
+        if not files or files[-1].num_bytes + size > most_bytes:
+            files.append(_File((), 0))
+        files[-1] = _File((*files[-1].parts, part), files[-1].num_bytes + size)
+    return files
+
+
+def _num_bytes(part: Part, dtype: torch.dtype) -> int:
+    return torch.Size(part.shape).numel() * dtype.itemsize
+
+
+def _file_name(number: int, num_files: int) -> str:
+    return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def _tensors(
+    placed: Sequence[Placed], weights: Weights, dtype: torch.dtype, fetch: Callable[[Placed], None] | None
+) -> Iterator[Tensor]:
+    """The tensors that this rank writes, in order."""
+    for one in placed:
+        if fetch is not None:
+            fetch(one)
+        yield from _whole(one, weights, dtype)
+
+
+def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send their part to it."""
+    weight, mine = placed.weight, placed.parameter.detach()
+    if weight.is_expert or weight.layout == "whole":
+        if not _writes(placed):
+            return
+        pieces = [mine]
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+        pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
+        dist.gather(mine.contiguous(), pieces or None, group=group, group_dst=0)
+        if not pieces:
+            return
+    tensors = [torch.empty(part.shape, dtype=dtype) for part in weight.parts]
+    for rank, piece in enumerate(pieces):
+        for copy in weights.copies(weight, rank, len(pieces), len(mine)):
+            target = tensors[copy.part][copy.rows]
+            if target.dim() == 2:
+                target = target[:, copy.columns]
+            target.copy_(piece[copy.row : copy.row + len(target)])
+    yield from tensors
+
+
+def _write_file(path: Path, file: _File, dtype: torch.dtype, tensors: Iterator[Tensor]) -> None:
+    name_of_dtype = next(name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch."))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in file.parts:
+        begin, end = end, end + _num_bytes(part, dtype)
+        header[part.name] = {"dtype": name_of_dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for _ in file.parts:
+            stream.write(next(tensors).view(torch.uint8).numpy().data)
+
+
+def _write_index(folder: Path, files: Sequence[_File], names: Sequence[str]) -> None:
+    weight_map = {part.name: name for file, name in zip(files, names) for part in file.parts}
+    index = {
+        "metadata": {"total_size": sum(file.num_bytes for file in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

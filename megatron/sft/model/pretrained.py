@@ -1,0 +1,36 @@
+"""mcore. What --pretrained-checkpoint and --save-hf ask for, checked before any memory is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.sft.model.checkpoint import latest_iteration
+from megatron.sft.model.hf_companions import weights_of
+from megatron.sft.model.hf_config import config_of, read_config
+from megatron.sft.model.hf_folder import check_folder, open_folder
+from megatron.sft.model.hf_read import Pretrained
+from megatron.sft.model.hf_write import check_target
+from megatron.sft.options.config import SFTConfig
+
+
+def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
+    """The weights that training starts from; None without --pretrained-checkpoint, or where --load has a checkpoint.
+
+    Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be written.
+    """
+    output = config.output
+    if output.save_hf is not None:
+        check_target(Path(output.save_hf))
+    if output.pretrained_checkpoint is None:
+        if output.save_hf is not None:
+            try:
+                config_of(config.model, vocab_size)
+            except ValueError as failure:
+                raise ValueError(f"--save-hf: {failure}; change them, or drop --save-hf") from None
+        return None
+    if output.load is not None and latest_iteration(output.load) is not None:
+        return None
+    folder = open_folder(output.pretrained_checkpoint)
+    weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
+    check_folder(folder, weights)
+    return Pretrained(folder, weights)

@@ -1,0 +1,48 @@
+"""tensor. Frequencies of rotary embeddings under each kind of --rope-scaling, rounded as transformers rounds them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.sft.options.rope_scaling import RopeScaling
+
+
+def inverse_frequencies(dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """Radians per position of each pair of a head's `dim` channels; float32 [dim / 2]."""
+    wavelengths = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if scaling.rope_type == "linear":
+        return 1.0 / wavelengths / scaling.factor
+    if scaling.rope_type == "llama3":
+        return _llama3(1.0 / wavelengths, scaling)
+    return _yarn(wavelengths, dim, base, scaling)
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Frequencies with a wavelength beyond the original context are divided by the factor, short ones stay."""
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    share = (original / wavelength - low) / (high - low)
+    between = (1 - share) * plain / scaling.factor + share * plain
+    slow, fast = wavelength > original / low, wavelength < original / high
+    return torch.where(slow, plain / scaling.factor, torch.where(fast, plain, between))
+
+
+def _yarn(wavelengths: Tensor, dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """A ramp over the channels leads from frequencies that stay to ones divided by the factor."""
+
+    def channel(rotations: float) -> float:
+        """The channel that turns so many times in the original context."""
+        context = scaling.original_max_position_embeddings
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -1,0 +1,95 @@
+"""pure. How rotary frequencies are stretched to longer contexts, as --rope-scaling and config.json write it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_PLAIN = {"default", None}
+
+
+class RopeScaling(NamedTuple):
+    """One way to stretch rotary frequencies, with the names that transformers has for its numbers."""
+
+    rope_type: str
+    """`linear`: positions divided by the factor; `llama3`: only slow frequencies, with a smooth border; `yarn`: slow
+    ones too, and attention scores raised (arXiv 2309.00071)."""
+    factor: float
+    original_max_position_embeddings: float = 0.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Of yarn: whether the border's dimensions are rounded to whole ones."""
+
+    def to_json(self) -> str:
+        """The text of --rope-scaling; equal for equal scalings."""
+        plain = RopeScaling(self.rope_type, self.factor)._asdict()
+        told = {name: value for name, value in self._asdict().items() if value != plain[name]}
+        return json.dumps({"rope_type": self.rope_type, "factor": self.factor, **told})
+
+
+def parse_rope_scaling(text: str) -> RopeScaling:
+    """Read --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed exactly."""
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as failure:
+        raise ValueError(f"--rope-scaling must be a JSON object, but is {text!r}: {failure}") from None
+    scaling = rope_scaling_of(fields, "--rope-scaling") if isinstance(fields, dict) else None
+    if scaling is None:
+        raise ValueError(f"--rope-scaling must be a JSON object with a rope_type other than default, but is {text!r}")
+    return scaling
+
+
+def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None:
+    """The scaling that `rope_scaling` or `rope_parameters` of a config.json says; None for plain rotary embeddings.
+
+    ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly here.
+    """
+    kind = fields.get("rope_type", fields.get("type"))
+    if kind in _PLAIN:
+        nested = [name for name, value in fields.items() if isinstance(value, dict)]
+        if nested:
+            raise ValueError(f"{where} has one rope per kind of layer ({', '.join(nested)}), which is not supported")
+        return None
+    if kind not in _NEEDED:
+        raise ValueError(f"{where} has rope_type {kind!r}, but only default, {', '.join(_NEEDED)} are supported")
+    missing = [name for name in _NEEDED[kind] if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
+    known = {name: fields[name] for name in RopeScaling._fields if fields.get(name) is not None and name != "rope_type"}
+    wrong = [name for name, value in known.items() if name != "truncate" and not _is_positive(value)]
+    if wrong:
+        raise ValueError(f"{where} must have numbers above 0, but {wrong[0]} is {known[wrong[0]]!r}")
+    numbers = {name: float(value) for name, value in known.items() if name != "truncate"}
+    scaling = RopeScaling(kind, **numbers, truncate=known.get("truncate", True))
+    if kind == "yarn":
+        _check_attention_factor(fields, scaling, where)
+    return scaling
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, where: str) -> None:
+    """Refuse one that megatron-core would not compute from the factor alone."""
+    usual = yarn_attention_factor(scaling)
+    given = fields.get("attention_factor")
+    if given is not None and abs(given - usual) > 1e-12:
+        raise ValueError(f"{where} has attention_factor {given}, but only the usual 0.1 ln(factor) + 1 is supported")
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        raise ValueError(f"{where} has mscale and mscale_all_dim, which are not supported")
+
+
+def yarn_attention_factor(scaling: RopeScaling) -> float:
+    """What yarn multiplies cosines and sines by."""
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

@@ -1,0 +1,294 @@
+"""Tiny models of the HuggingFace families, trained by a plain loop of transformers and by the product.
+
+Both train on the same sequences with the same AdamW. What the product has is compared under HuggingFace's names: as it
+writes a model, so it writes gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import unwrap_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatron.packing.model.pipeline import packed
+from megatron.packing.step.groups import is_drawing_rank
+from megatron.sft.model import cpu_support
+from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
+from megatron.sft.model.forward import forward_step
+from megatron.sft.model.hf_write import write_folder
+from megatron.sft.model.pretrained import open_pretrained
+from megatron.sft.options.config import SFTConfig, parse_config
+from tests.functional_tests.oracle import CPU, Sample, _global_loss, _prepare, draws_of, sequences
+from tests.functional_tests.pieces import gradient_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 8}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear-biases": ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": 64, "vocab_size": 256}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    # transformers gives the embedding of a pad token no gradient; here it is a token like any other.
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "pad_token_id": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-plain": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2}),
+}
+_COMMON = {
+    "vocab_size": 250,  # no multiple of a tensor-parallel size: the padding must stay out of the softmax
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+class Trained(NamedTuple):
+    """What a few steps came to; tensors by HuggingFace's names."""
+
+    losses: list[float]
+    logits: list[Tensor]
+    """Of each sequence of the first step, [length, vocabulary]; empty where they are spread over context parallel."""
+    gradients: dict[str, Tensor]
+    """Of the first step."""
+
+
+def sequences_in_order(step: int, lengths: Sequence[int]) -> list[Sample]:
+    """The oracle's sequences with positions from zero on, which are all that rotary embeddings know."""
+    return [sample._replace(position_ids=np.arange(len(sample.tokens))) for sample in sequences(step, lengths)]
+
+
+def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int | None = None) -> None:
+    """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, changes = MODELS[name]
+    changes = changes if vocab_size is None else changes | {"vocab_size": vocab_size}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
+    for parameter in model.parameters():
+        # Wide enough that the losses depend on everything, and the experts of a token differ clearly.
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100kB")
+
+
+def train_by_transformers(
+    folder: Path, batches: Sequence[Sequence[Sample]], dtype: torch.dtype, lr: float = 1e-3
+) -> Trained:
+    """A plain loop: each sequence alone through transformers' own model, torch's AdamW."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_default_dtype(torch.float32)
+    options = {"experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
+    if dtype == torch.float64:
+        _keep_double(sys.modules[type(model).__module__])
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.01},
+            {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=lr,
+    )
+    losses: list[float] = []
+    logits: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
+        loss = 0.0
+        for sample in batch:
+            found = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0]
+            each = cross_entropy(found.to(_wide(dtype)), torch.from_numpy(sample.labels), reduction="none")
+            weighted = (each * torch.from_numpy(sample.loss_mask)).sum() / num_tokens
+            weighted.backward()
+            loss += weighted.item()
+            if not losses:
+                logits.append(found.detach())
+        gradients = gradients or _on_disk_names(model, {name: p.grad for name, p in parameters.items()})
+        losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, logits, gradients)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _keep_double(module: Any) -> None:
+    """Float64 where transformers says float32: norms and routers; rotary angles are float32 on both sides."""
+    for function in cpu_support._functions_of(module):
+        if "Rotary" not in function.__qualname__:
+            cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
+
+
+def _on_disk_names(model: Any, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Gradients by the names of the model's files, in which experts are apart."""
+    found = {name: torch.zeros(()) if g is None else g.clone() for name, g in gradients.items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter_values = parameter.detach().clone()
+            parameter.copy_(found[name])
+            found[name] = parameter_values
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        written = read_folder(Path(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(found[name])
+    return written
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a HuggingFace folder."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def train_by_product(
+    text: str,
+    folder: Path,
+    batches: Sequence[Sequence[Sample]],
+    dtype: torch.dtype,
+    gradients_to: Path | None = None,
+    weights_to: Path | None = None,
+    lr: float = 1e-3,
+) -> tuple[list[float], list[tuple[Tensor, Tensor]]]:
+    """The product in the layout of `text`, on this rank: losses, and (labels, logits) of each pack of the first step
+    where this rank has them. Writes the first step's gradients and the initial weights as HuggingFace folders.
+    """
+    config = options(text, folder, len(batches), lr)
+    _prepare(config, dtype)
+    packs = _note_logits()
+    transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
+    assert config.data.vocab_size is not None
+    pretrained = open_pretrained(config, config.data.vocab_size)
+    assert pretrained is not None
+    model = build_model(config, transformer_config, config.data.vocab_size, CPU, pretrained)
+    gpts = [unwrap_model(chunk) for chunk in model]
+    if weights_to is not None:
+        write_folder(weights_to, gpts, pretrained.weights, lambda _: _name(dtype), 100_000)
+    optimizer = build_optimizer(config, model)
+    connect(transformer_config, model, optimizer, config)
+    scheduler = build_scheduler(config, optimizer)
+    rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
+    forward_backward = packed(get_forward_backward_func())
+    losses: list[float] = []
+    first: list[tuple[Tensor, Tensor]] = []
+    for batch in batches:
+        draws = draws_of(batch, "even", "plain", rank, num_ranks)
+        source = iter(draws) if draws_data else None
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=source if len(model) == 1 else [source] * len(model),
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=len(draws),
+            seq_length=config.model.seq_length,
+            micro_batch_size=1,
+        )
+        if not losses:
+            first = list(packs)
+            if gradients_to is not None:
+                _write_gradients(gradients_to, gpts, pretrained.weights, dtype)
+        losses.append(_global_loss(found))
+        optimizer.step()
+        scheduler.step(increment=config.training.global_batch_size)
+    return losses, first
+
+
+def options(text: str, folder: Path, num_steps: int, lr: float = 1e-3) -> SFTConfig:
+    """The run's options; everything that the layouts share, and `text`."""
+    common = (
+        f"--pretrained-checkpoint {folder} --mock-data --seq-length 64 --sequence-packing --train-iters {num_steps} "
+        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad 0 --eval-iters 0"
+    )
+    return parse_config([*common.split(), *text.split()], dist.get_world_size())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _note_logits() -> list[tuple[Tensor, Tensor]]:
+    """A list that grows by (labels [tokens], logits [tokens, vocabulary]) of each pack."""
+    noted: list[tuple[Tensor, Tensor]] = []
+    compute = LanguageModule.compute_language_model_loss
+
+    def note(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tensor:
+        whole = gather_from_tensor_model_parallel_region(logits.detach())
+        noted.append((labels[0].clone(), whole[:, 0].clone()))
+        return compute(self, labels, logits)
+
+    LanguageModule.compute_language_model_loss = note  # type: ignore[method-assign]  # in a forked rank only
+    return noted
+
+
+def _write_gradients(folder: Path, gpts: Sequence[Any], weights: Any, dtype: torch.dtype) -> None:
+    held = [parameter.detach().clone() for gpt in gpts for parameter in gpt.parameters()]
+    with torch.no_grad():
+        for gpt in gpts:
+            for parameter in gpt.parameters():
+                parameter.copy_(gradient_of(parameter))
+        write_folder(folder, gpts, weights, partial(_keep_dtype, dtype))
+        for parameter, values in zip((p for gpt in gpts for p in gpt.parameters()), held, strict=True):
+            parameter.copy_(values)
+
+
+def _keep_dtype(dtype: torch.dtype, folder: Path) -> str:
+    return _name(dtype)
+
+
+def logits_of(batch: Sequence[Sample], packs: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> list[Tensor]:
+    """Those of each sequence, found by its labels in some pack."""
+    found = []
+    for sample in batch:
+        wanted = torch.from_numpy(sample.labels)
+        places = [
+            logits[start : start + len(wanted), :vocab_size]
+            for labels, logits in packs
+            for start in range(len(labels) - len(wanted) + 1)
+            if torch.equal(labels[start : start + len(wanted)], wanted)
+        ]
+        assert places, "a sequence is in no pack"
+        found.append(places[0])
+    return found

@@ -1,0 +1,41 @@
+"""Steps of AdamW take a model of a HuggingFace folder where a plain loop of transformers takes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.benchmarks.hf_training import batches, bfloat16_errors, largest, layout_of
+from tests.functional_tests.hf_models import train_by_product, train_by_transformers, write_model
+from tests.functional_tests.ranks import run_ranks
+
+DATA = batches(20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: str) -> Path:
+    run_ranks(write_model, 1, model, tmp_path / model)
+    return tmp_path / model
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama3", "TP2"), ("qwen2", "PP2"), ("qwen3", "CP2"), ("gemma", "DP2"), ("qwen2-moe", "TP2"), ("mixtral", "DP2")],
+)
+def test_losses_of_twenty_steps(folder: Path, model: str, layout: str) -> None:
+    """A parameter that is not decayed, or whose gradient is summed twice, shows from the second step on."""
+    (theirs,) = run_ranks(train_by_transformers, 1, folder, DATA, torch.float64)
+    world_size, flags = layout_of(layout, model)
+    ranks = run_ranks(train_by_product, world_size, flags, folder, DATA, torch.float64)
+    assert theirs.losses[-1] < theirs.losses[0] - 0.5
+    for losses, _ in ranks:
+        assert largest(losses, theirs.losses) <= 1e-10
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "gemma", "qwen3-moe"])
+def test_bfloat16_is_as_exact_as_that_of_transformers(folder: Path, model: str) -> None:
+    """A cast in the wrong place costs digits that nobody misses in float64."""
+    theirs, ours = bfloat16_errors(folder, DATA)
+    assert 0 < ours <= 1.3 * theirs

@@ -1,0 +1,101 @@
+"""The files beside the weights: what transformers makes of them, and what ends a generation."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.sft.data.tokenizer import build_tokenizer
+from megatron.sft.model.hf_companions import Companions, end_of_turn
+from tests.unit_tests.sft.command_line import parse
+from tests.unit_tests.sft.data.test_tokenizer import CONVERSATION, MARKED, PLAIN, save_tokenizer
+from tests.unit_tests.sft.model.test_hf_config import LLAMA, STEPS
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+assert save_tokenizer  # a fixture
+FROM_NOTHING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope"
+)
+
+
+def test_byte_level_tokenizer_is_the_same_in_transformers(tmp_path):
+    """Otherwise the exported model would be talked to in another language."""
+    transformers = pytest.importorskip("transformers")
+    ours = build_tokenizer("ByteLevelTokenizer")
+    Companions(parse(FROM_NOTHING, base=STEPS), ours, ours.vocab_size, "float32").write(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(256))) + " two  spaces\n\n\tñ 😀 it's\r\n"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    found = theirs.apply_chat_template(
+        [message._asdict() for message in CONVERSATION], return_dict=True, return_assistant_tokens_mask=True
+    )
+    expected = ours.encode_chat(CONVERSATION)
+    assert found["input_ids"] == expected.ids.tolist()
+    assert found["assistant_masks"] == expected.is_assistant.astype(int).tolist()
+    prompt = theirs.apply_chat_template([message._asdict() for message in CONVERSATION[:2]], add_generation_prompt=True)
+    assert prompt["input_ids"] == expected.ids[: len(prompt["input_ids"])].tolist()
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eod, ours.pad)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.model_type, config.vocab_size) == ("llama", ours.vocab_size)
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == [ours.eod, end_of_turn(ours)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, None])
+def test_end_of_turn(save_tokenizer, template):
+    """The token behind which a trained assistant falls silent."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
+    expected = None if template is None else tokenizer.eod
+    assert end_of_turn(tokenizer) == expected
+
+
+def test_a_template_that_trains_no_end_has_none(save_tokenizer):
+    """Then nothing is added to what ends generation."""
+    silent = MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}")
+    assert end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(silent))) is None
+
+
+def pretrained(folder, save_tokenizer, generation):
+    """A folder of a model with its tokenizer, and what is written for it."""
+    source = save_tokenizer(PLAIN)
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | {"torch_dtype": "bfloat16", "_name_or_path": "x", "rare": 1})
+    )
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    config = parse(f"{STEPS} --pretrained-checkpoint {folder} --tokenizer-model {source}", base="")
+    target = folder / "written"
+    target.mkdir()
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", source)
+    dtype = Companions(config, tokenizer, 300, "float32").write(target)
+    return source, target, dtype, end_of_turn(tokenizer)
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("generation", "known"),
+    [({"eos_token_id": 7, "top_k": 3}, [7]), ({"eos_token_id": [7, 8]}, [7, 8]), ({}, []), (None, [])],
+)
+def test_what_was_trained_to_end_a_turn_ends_generation(tmp_path, save_tokenizer, generation, known):
+    """Of a base model it does not: generation would go on for ever."""
+    _, target, dtype, end = pretrained(tmp_path, save_tokenizer, generation)
+    written = read(target / "generation_config.json")
+    assert written == {**(generation or {}), "eos_token_id": [*known, end]}
+    assert dtype == "bfloat16"
+
+
+def test_files_of_the_source_are_kept(tmp_path, save_tokenizer):
+    """Also keys of config.json that nobody here knows."""
+    end = end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN)))
+    source, target, *_ = pretrained(tmp_path, save_tokenizer, {"eos_token_id": [end], "pad_token_id": 4})
+    assert read(target / "config.json") == LLAMA | {"torch_dtype": "bfloat16", "rare": 1}
+    assert read(target / "generation_config.json") == {"eos_token_id": [end], "pad_token_id": 4}
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (target / name).read_bytes() == (Path(source) / name).read_bytes()

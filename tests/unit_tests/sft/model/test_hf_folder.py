@@ -1,0 +1,122 @@
+"""The files of a HuggingFace folder, before any tensor is read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.sft.model.hf_folder import INDEX, SINGLE, check_folder, open_folder
+from megatron.sft.model.hf_weights import Weights
+from megatron.sft.options.model import ModelConfig
+
+VOCAB_SIZE = 40
+
+
+def weights(**changes):
+    options = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 24,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "untie_embeddings_and_output_weights": True,
+        "seq_length": 8,
+    }
+    return Weights(ModelConfig(**{**options, **changes}), VOCAB_SIZE)
+
+
+def tensors_of(expected):
+    return {part.name: torch.randn(part.shape) for weight in expected.all() for part in weight.parts}
+
+
+def check(folder, expected=None):
+    check_folder(open_folder(folder), expected or weights())
+
+
+def test_a_whole_folder_is_taken(tmp_path):
+    """In one file, in several with an index, and of a model without its head's prefix."""
+    tensors = tensors_of(weights())
+    single, several, bare = (tmp_path / name for name in ("single", "several", "bare"))
+    for folder in (single, several, bare):
+        folder.mkdir()
+    save_file(tensors, single / SINGLE)
+    weight_map = {name: f"part{number % 3}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, several / file)
+    (several / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / SINGLE)
+    for folder in (single, several, bare):
+        check(folder)
+        assert open_folder(folder).tensors.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["lacks model.layers.1.mlp.up_proj.weight"]),
+        (lambda t: t.pop("lm_head.weight"), ["lacks lm_head.weight"]),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}), ["no place", "layers.2.mlp"]),
+        (lambda t: t.update({"score.weight": torch.zeros(1)}), ["no place", "score.weight"]),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(17)}), ["model.norm.weight of shape [17]", "[16]"]),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}),
+            ["I8", "quantized", "up_proj"],
+        ),
+    ],
+)
+def test_other_tensors_are_refused_with_their_names(tmp_path, change, words):
+    """A part of the model would stay random, or a part of the file unread."""
+    tensors = tensors_of(weights())
+    change(tensors)
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=str(tmp_path)) as failure:
+        check(tmp_path)
+    for word in words:
+        assert word in str(failure.value)
+
+
+def test_old_files_frequencies_are_passed_over(tmp_path):
+    """Llama's first conversions hold them."""
+    tensors = tensors_of(weights()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(tensors, tmp_path / SINGLE)
+    check(tmp_path)
+
+
+def test_a_tied_head_must_be_the_embedding(tmp_path):
+    """transformers takes the file's head, and leaves the two untied without a word."""
+    expected = weights(untie_embeddings_and_output_weights=False)
+    tensors = tensors_of(expected)
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE)
+    check(tmp_path, expected)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1e-3}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check(tmp_path, expected)
+
+
+def test_broken_folders_are_refused(tmp_path):
+    """Each in a line with a way out."""
+    with pytest.raises(ValueError, match="has neither"):
+        open_folder(tmp_path)
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(ValueError, match=r"pickles .*save_pretrained"):
+        open_folder(tmp_path)
+    save_file(tensors_of(weights()), tmp_path / SINGLE)
+    content = (tmp_path / SINGLE).read_bytes()
+    for size in (0, 7, 100, len(content) - 1):
+        (tmp_path / SINGLE).write_bytes(content[:size])
+        with pytest.raises(ValueError, match="download it again"):
+            open_folder(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ValueError, match=r"gone\.safetensors"):
+        open_folder(tmp_path)
+    (tmp_path / SINGLE).write_bytes(content)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SINGLE}}))
+    with pytest.raises(ValueError, match="lacks a, which"):
+        open_folder(tmp_path)

@@ -1,0 +1,135 @@
+"""The table of tensors: what each tensor-parallel rank holds, together, is everything, once."""
+
+import pytest
+import torch
+
+from megatron.sft.model.hf_weights import Weights
+from megatron.sft.options.model import ModelConfig
+
+VOCAB_SIZE = 37
+BIASES = {"disable_bias_linear": False}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": (0, 1),
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+
+
+def model(**changes):
+    options = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 8,
+        "kv_channels": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 24,
+        "swiglu": True,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "seq_length": 8,
+    }
+    return ModelConfig(**{**options, **changes})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("changes", [{}, BIASES, EXPERTS], ids=["plain", "biases", "experts"])
+def test_ranks_hold_everything_once(changes, size):
+    """A row that two ranks hold, or none, would be trained twice or not be written."""
+    weights = Weights(model(**changes), VOCAB_SIZE)
+    for weight in weights.all():
+        counts = [torch.zeros(part.shape) for part in weight.parts]
+        ranks = 1 if weight.is_expert else size
+        rows = sum(part.shape[0] for part in weight.parts)
+        if weight.layout in ("heads", "halves"):
+            rows //= ranks
+        if weight.layout == "vocabulary":
+            rows = 40 // ranks
+        for rank in range(ranks):
+            seen = torch.zeros(rows)
+            for copy in weights.copies(weight, rank, ranks, rows):
+                block = counts[copy.part][copy.rows]
+                block = block[:, copy.columns] if block.dim() == 2 else block
+                block += 1
+                seen[copy.row : copy.row + len(block)] += 1
+            assert seen.max() == 1
+            assert weight.layout == "vocabulary" or seen.min() == 1
+        expected = ranks if weight.layout == "whole" else 1
+        assert all((count == expected).all() for count in counts), weight
+
+
+def test_heads_are_ordered_by_group():
+    """[queries of a group, its key, its value], one group after the other, as megatron-core splits them."""
+    weights = Weights(model(), VOCAB_SIZE)
+    weight = weights.of_parameter("decoder.layers.1.self_attention.linear_qkv.bias")
+    assert [part.name for part in weight.parts] == [f"model.layers.1.self_attn.{p}_proj.bias" for p in "qkv"]
+    query, key, value = torch.arange(32), 100 + torch.arange(8), 200 + torch.arange(8)
+    fused = torch.zeros(48, dtype=torch.int64)
+    for copy in weights.copies(weight, 0, 1, 48):
+        block = (query, key, value)[copy.part][copy.rows]
+        fused[copy.row : copy.row + len(block)] = block
+    groups = [torch.cat((query[g * 16 :][:16], key[g * 4 :][:4], value[g * 4 :][:4])) for g in (0, 1)]
+    assert torch.equal(fused, torch.cat(groups))
+    of_third = [  # of four ranks, with two groups: rank 2 has the first half of the second group
+        (copy.part, copy.rows.start, copy.rows.stop) for copy in weights.copies(weight, 2, 4, 12)
+    ]
+    assert of_third == [(0, 16, 28)]
+
+
+def test_gate_and_up_are_cut_apart():
+    """A plain cut gives one rank all gates; shapes would fit all the same."""
+    weights = Weights(model(), VOCAB_SIZE)
+    weight = weights.of_parameter("decoder.layers.0.mlp.linear_fc1.weight")
+    assert [part.name for part in weight.parts] == [f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")]
+    copies = [(c.part, c.rows, c.row) for c in weights.copies(weight, 1, 2, 24)]
+    assert copies == [(0, slice(12, 24), 0), (1, slice(12, 24), 12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "model.layers.1.input_layernorm.weight"),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "model.layers.0.post_attention_layernorm.weight"),
+        ("decoder.layers.1.pre_mlp_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
+        ("decoder.layers.1.mlp.experts.linear_fc2.weight3", "model.layers.1.mlp.experts.3.down_proj.weight"),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight",
+            "model.layers.1.mlp.experts.3.down_proj.weight",
+        ),
+        ("decoder.layers.1.mlp.shared_experts.gate_weight", "model.layers.1.mlp.shared_expert_gate.weight"),
+        ("decoder.final_layernorm.weight", "model.norm.weight"),
+    ],
+)
+def test_names_of_both_kinds_of_layers(name, expected):
+    """Transformer Engine has norms inside the layers behind them, and experts as one module."""
+    assert Weights(model(**EXPERTS), VOCAB_SIZE).of_parameter(name).parts[0].name == expected
+
+
+def test_mixtral_calls_them_otherwise():
+    """Its files are older than the names of the others."""
+    weights = Weights(model(**EXPERTS), VOCAB_SIZE, is_mixtral=True)
+    fc1 = weights.of_parameter("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight")
+    prefix = "model.layers.1.block_sparse_moe."
+    assert [part.name for part in fc1.parts] == [f"{prefix}experts.2.{w}.weight" for w in ("w1", "w3")]
+    assert weights.of_parameter("decoder.layers.1.mlp.router.weight").parts[0].name == f"{prefix}gate.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "output_layer.weight",
+        "decoder.layers.0.mlp.linear_fc1.bias",
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "mtp.layers.0.eh_proj.weight",
+    ],
+)
+def test_what_the_model_lacks_has_no_place(name):
+    """A parameter that is not in the table would stay as it was initialised."""
+    with pytest.raises(KeyError):
+        Weights(model(**EXPERTS), VOCAB_SIZE).of_parameter(name)

@@ -1,0 +1,53 @@
+"""Frequencies of rotary embeddings, beside those of transformers."""
+
+import pytest
+import torch
+
+from megatron.sft.model.rope import inverse_frequencies
+from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of, yarn_attention_factor
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 100,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 20.0},
+]
+
+
+@pytest.mark.parametrize(("dim", "base"), [(128, 5e5), (16, 1e4), (64, 1e6)])
+@pytest.mark.parametrize("fields", SCALINGS)
+def test_frequencies_are_those_of_transformers(fields, dim, base):
+    """To the bit: an angle is a frequency times a position of up to a million."""
+    transformers = pytest.importorskip("transformers")
+    functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    config = transformers.LlamaConfig(head_dim=dim, rope_parameters={**fields, "rope_theta": base})
+    expected, factor = functions[fields["rope_type"]](config, device="cpu")
+    scaling = rope_scaling_of(fields, "here")
+    assert scaling is not None
+    found = inverse_frequencies(dim, base, scaling)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    assert (yarn_attention_factor(scaling) if fields["rope_type"] == "yarn" else 1.0) == pytest.approx(factor, abs=0)
+    assert parse_rope_scaling(scaling.to_json()) == scaling
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "{", '{"rope_type": "default"}', '{"rope_type": "linear", "factor": -1}', '{"rope_type": "su"}']
+)
+def test_what_is_no_scaling_is_refused(text):
+    """In a line."""
+    with pytest.raises(ValueError, match="--rope-scaling"):
+        parse_rope_scaling(text)
