@@ -236,6 +236,8 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
             "calibrate measures the whole model in one process; start it with python -m, without torchrun: training "
             "divides by its tensor and context parallel sizes"
         )
+    if options.num_dense_layers:
+        raise ValueError("--moe-layer-freq must be alike for all layers, as one stands for all; leave --pack-cost out")
     if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
         raise ValueError("experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU")
     with one_process(device):

@@ -66,18 +66,16 @@ class ModelOptions(ModelShape):
 
     vocab_size: int | None = None
     """Vocabulary; without it the output layer is left out."""
-    moe_shared_expert_intermediate_size: int | None = None
-    """Width of the experts that every token goes to."""
     pack_cost: str | None = None
     """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a shape."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, 1, None, "vocab_size", "moe_shared_expert_intermediate_size")
+        check_range(self, 1, None, "vocab_size")
         shape = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
         missing = [flag_of(name) for name, value in shape.items() if value is None]
         others = [name for name in ("ffn_hidden_size", "kv_channels", "num_query_groups") if getattr(self, name)]
-        if missing and (len(missing) < len(shape) or others or self.swiglu):
+        if missing and (len(missing) < len(shape) or others or self.is_gated):
             raise ValueError(f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B default")
         if self.pack_cost is not None and len(missing) < len(shape):
             raise ValueError("pass either --pack-cost or a model's shape")
@@ -91,7 +89,7 @@ class ModelOptions(ModelShape):
             return found if self.num_experts is None else replace(found, num_experts=self.num_experts)
         if self.num_layers is not None:
             return self
-        names = {"num_experts", "moe_router_topk", "moe_ffn_hidden_size"}
+        names = {field.name for field in fields(ModelShape) if field.name.startswith(("num_experts", "moe_"))}
         return replace(DEFAULT_MODEL, **{name: getattr(self, name) for name in names})
 
     @property
@@ -117,7 +115,6 @@ class ModelOptions(ModelShape):
         return gpt_pack_cost(
             **self.shape().resolved(),
             vocab_size=self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0),
-            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
         )
 
 

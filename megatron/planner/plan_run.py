@@ -58,6 +58,7 @@ def _model_of(options: Mapping[str, Any]) -> ModelOptions:
         return ModelOptions(pack_cost=measured)
     named = {field.name for field in fields(ModelOptions)}
     shape = {name: value for name, value in options["model"].items() if name in named}
+    shape["moe_layer_freq"] = tuple(shape.get("moe_layer_freq", ()))  # JSON has lists
     vocabulary, unit = options["data"]["vocab_size"], options["model"]["make_vocab_size_divisible_by"]
     return ModelOptions(**shape, vocab_size=None if vocabulary is None else -(-vocabulary // unit) * unit)
 

@@ -29,7 +29,7 @@ def architecture(options: Architecture) -> dict[str, Any]:
         "add_bias_linear": not options.disable_bias_linear,
         "layernorm_zero_centered_gamma": options.apply_layernorm_1p,
         "num_moe_experts": options.num_experts,
-        "moe_layer_freq": list(options.moe_layer_freq) or 1,
+        "moe_layer_freq": list(options.moe_layer_freq) if options.num_dense_layers else 1,
         "moe_token_dispatcher_type": "alltoall",  # megatron-core demands it of variable lengths, of dense models too
         "recompute_method": "uniform" if recomputes_layers else None,
         "recompute_num_layers": 1 if recomputes_layers else None,

@@ -27,20 +27,27 @@ class ModelShape:
     kv_channels: int | None = None
     """Width of a head (default: hidden size / heads)."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP (default: 4 times the hidden size, with --swiglu two thirds of that)."""
+    """Width of the MLP (default: 4 times the hidden size, with --swiglu or --geglu two thirds of that)."""
     swiglu: bool = False
     """SwiGLU instead of GeLU."""
+    geglu: bool = False
+    """Gated GeLU, in its tanh approximation, instead of GeLU."""
     num_experts: int | None = None
     """Experts of each MoE layer."""
+    moe_layer_freq: tuple[int, ...] = ()
+    """For each layer 1 if it has experts, else 0 (default: all have)."""
     moe_router_topk: int = 2
     """Experts that each token goes to."""
     moe_ffn_hidden_size: int | None = None
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of an MLP beside the experts that all tokens go through."""
 
     def __post_init__(self) -> None:
         check_range(self, 1, None, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         check_range(self, 1, None, "kv_channels", "ffn_hidden_size")
         check_range(self, 1, None, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+        check_range(self, 1, None, "moe_shared_expert_intermediate_size")
         heads = self.num_attention_heads or 1
         if self.kv_channels is None and self.hidden_size is not None and self.hidden_size % heads:
             raise ValueError(
@@ -51,10 +58,33 @@ class ModelShape:
             raise ValueError(
                 f"--num-attention-heads {heads} must be a multiple of --num-query-groups {self.num_query_groups}"
             )
+        if self.swiglu and self.geglu:
+            raise ValueError("--swiglu and --geglu exclude one another; drop one")
+        self._check_expert_shape()
+
+    def _check_expert_shape(self) -> None:
+        if self.num_experts is None and (self.moe_layer_freq or self.moe_shared_expert_intermediate_size):
+            raise ValueError("--moe-layer-freq and --moe-shared-expert-intermediate-size need --num-experts; pass it")
         if self.num_experts is not None and self.moe_router_topk > self.num_experts:
             raise ValueError(
                 f"--moe-router-topk {self.moe_router_topk} must be at most --num-experts {self.num_experts}; lower it"
             )
+        if not self.moe_layer_freq or self.num_layers is None:
+            return
+        if len(self.moe_layer_freq) != self.num_layers or set(self.moe_layer_freq) not in ({1}, {0, 1}):
+            raise ValueError(
+                f"--moe-layer-freq must be a 0 or 1 for each of --num-layers {self.num_layers}, with a 1 among them"
+            )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate beside its first layer."""
+        return self.swiglu or self.geglu
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers without experts, of a model of experts."""
+        return self.moe_layer_freq.count(0)
 
     @property
     def resolved_kv_channels(self) -> int:
@@ -67,12 +97,15 @@ class ModelShape:
     def resolved_ffn_hidden_size(self) -> int:
         """Width of the MLP, of a shape that is known."""
         assert self.hidden_size is not None
-        return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.swiglu)
+        return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.is_gated)
 
     def resolved(self) -> dict[str, Any]:
         """Returns a shape that is known with its defaults, as arguments of `gpt_pack_cost`."""
+        written_out = {"geglu", "moe_layer_freq"}
         return {
-            **{field.name: getattr(self, field.name) for field in fields(ModelShape)},
+            **{field.name: getattr(self, field.name) for field in fields(ModelShape) if field.name not in written_out},
+            "swiglu": self.is_gated,
+            "num_dense_layers": self.num_dense_layers,
             "num_query_groups": self.num_query_groups or self.num_attention_heads,
             "kv_channels": self.resolved_kv_channels,
             "ffn_hidden_size": self.resolved_ffn_hidden_size,
@@ -88,8 +121,6 @@ class Architecture(ModelShape):
     num_attention_heads: int = field()
     group_query_attention: bool = False
     """Share keys and values between heads; see --num-query-groups."""
-    geglu: bool = False
-    """Gated GeLU, in its tanh approximation, instead of GeLU."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
     apply_layernorm_1p: bool = False
@@ -108,10 +139,6 @@ class Architecture(ModelShape):
     """
     moe_router_pre_softmax: bool = False
     """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
-    moe_layer_freq: tuple[int, ...] = ()
-    """For each layer 1 if it has experts, else 0 (default: all have)."""
-    moe_shared_expert_intermediate_size: int | None = None
-    """Width of an MLP beside the experts that all tokens go through."""
     moe_shared_expert_gate: bool = False
     """Let each token weigh what comes from it."""
     mtp_num_layers: int | None = None
@@ -122,25 +149,8 @@ class Architecture(ModelShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "make_vocab_size_divisible_by", "mtp_num_layers")
-        check_range(self, 1, None, "moe_shared_expert_intermediate_size")
-        if self.swiglu and self.geglu:
-            raise ValueError("--swiglu and --geglu exclude one another; drop one")
-        if self.num_experts is None and (self.moe_layer_freq or self.moe_shared_expert_intermediate_size):
-            raise ValueError("--moe-layer-freq and --moe-shared-expert-intermediate-size need --num-experts")
-        if self.moe_layer_freq and (len(self.moe_layer_freq) != self.num_layers or set(self.moe_layer_freq) - {0, 1}):
-            raise ValueError(f"--moe-layer-freq must be a 0 or 1 for each of --num-layers {self.num_layers}")
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP has a gate beside its first layer."""
-        return self.swiglu or self.geglu
-
-    @property
-    def resolved_ffn_hidden_size(self) -> int:
-        """Width of the MLP."""
-        return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.is_gated)
+            raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; pass it")
 
 
 class Split(NamedTuple):
@@ -171,13 +181,17 @@ def check_splits(
         if layers % stages.size == 0:
             units = f"{units} times {virtual.flag} {virtual.size}"
         raise ValueError(f"--num-layers {layers}{origin} must be a multiple of {units}: stages are alike; change one")
-    widths = {"num_attention_heads": shape.num_attention_heads, "num_query_groups": shape.num_query_groups}
-    if shape.num_experts is None:
+    widths = {
+        "num_attention_heads": shape.num_attention_heads,
+        "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size,
+    }
+    if tensor.size % (shape.num_query_groups or 1):  # ranks may share a group, if it is the same number for each
+        widths["num_query_groups"] = shape.num_query_groups
+    if shape.num_experts is None or shape.num_dense_layers:
         is_known = shape.hidden_size is not None
         widths["ffn_hidden_size"] = shape.resolved_ffn_hidden_size if is_known else shape.ffn_hidden_size
     for name, width in widths.items():
-        shares_groups = name == "num_query_groups" and width is not None and tensor.size % width == 0
-        if width is not None and width % tensor.size and not shares_groups:
+        if width is not None and width % tensor.size:
             raise ValueError(
                 f"{flag_of(name)} {width}{origin} must be a multiple of {tensor.flag} {tensor.size}; lower "
                 f"{tensor.flag}"
@@ -193,8 +207,8 @@ def check_splits(
         )
 
 
-def ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    """Returns Megatron's width of the MLP where none is given: 4 times the hidden size; with SwiGLU two thirds of that,
+def ffn_hidden_size(hidden_size: int, is_gated: bool) -> int:
+    """Returns Megatron's width of the MLP where none is given: 4 times the hidden size; with a gate two thirds of that,
     down to a multiple of 64.
     """
-    return int(4 * hidden_size * 2 / 3) // 64 * 64 or 64 if swiglu else 4 * hidden_size
+    return int(4 * hidden_size * 2 / 3) // 64 * 64 or 64 if is_gated else 4 * hidden_size

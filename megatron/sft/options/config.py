@@ -103,15 +103,6 @@ class SFTConfig:
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
-        shared = model.moe_shared_expert_intermediate_size
-        for name, width in (
-            ("--moe-shared-expert-intermediate-size", shared),
-            ("--ffn-hidden-size", model.resolved_ffn_hidden_size if 0 in model.moe_layer_freq else None),
-        ):
-            if width is not None and width % tensor:
-                raise ValueError(
-                    f"{name} {width} must be a multiple of --tensor-model-parallel-size {tensor}; lower it"
-                )
         if self.num_virtual_stages == 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"

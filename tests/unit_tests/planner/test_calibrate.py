@@ -77,6 +77,8 @@ def test_refusals_are_one_line(monkeypatch, tmp_path, capsys):
         return line
 
     assert "measured on a GPU only" in said("--num-experts", "2", "--disable-bias-linear")
+    experts = "--num-experts 2 --disable-bias-linear --moe-layer-freq".split()
+    assert "one stands for all" in said(*experts, *"011111")
     assert "raise --seq-length" in said("--seq-length", "16")
     assert "--num-layers" in said("--num-layers", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -116,7 +116,12 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--dp", "8", "--ep", "8"], "--num-experts"),
         (["LENGTHS", "--dp", "8", "--ep", "8", "--pack-cost", "COST"], "--num-experts"),
         (["LENGTHS", "--dp", "8", "--ep", "8", "--num-experts", "4"], "--ep 8"),
-        (["LENGTHS", "--tp", "16"], "--num-query-groups 8 (the default model's)"),
+        (["LENGTHS", "--tp", "64"], "--num-attention-heads 32 (the default model's)"),
+        (
+            ["LENGTHS", *SHAPE, "--num-query-groups", "4", "--tp", "8", "--ffn-hidden-size", "36"],
+            "--ffn-hidden-size 36",
+        ),
+        (["LENGTHS", "--num-experts", "4", "--moe-layer-freq", "0", "1"], "each of --num-layers 32"),
         (["LENGTHS", *SHAPE, "--tp", "3"], "--num-attention-heads 8"),
         (["LENGTHS", "--tp", "2", "--num-experts", "4"], "--sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
@@ -247,6 +252,28 @@ def test_model_costs(tmp_path):
         ffn_hidden_size=256,
         vocab_size=0,
         swiglu=True,
+    )
+    mixed = ModelOptions(
+        num_layers=2,
+        hidden_size=96,
+        num_attention_heads=4,
+        geglu=True,
+        num_experts=4,
+        moe_layer_freq=(0, 1),
+        moe_shared_expert_intermediate_size=32,
+    )
+    assert mixed.cost() == gpt_pack_cost(
+        num_layers=2,
+        hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=24,
+        ffn_hidden_size=256,
+        vocab_size=0,
+        swiglu=True,
+        num_experts=4,
+        num_dense_layers=1,
+        moe_shared_expert_intermediate_size=32,
     )
     assert ModelOptions().cost().linear == pytest.approx(6 * 7.5e9, rel=0.01)
     path = tmp_path / "cost.json"

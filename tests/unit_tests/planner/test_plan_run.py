@@ -27,16 +27,19 @@ def run_of(folder, arguments="", num_ranks=2):
 
 def test_model_and_layout_of_a_run(tmp_path):
     """`to_dict` writes the options, and nothing else would notice that one is renamed."""
-    run = run_of(tmp_path, f"{LAYOUT} {EXPERTS} --vocab-size 1000 --swiglu")
+    layers = "--moe-layer-freq 0 1 1 1 1 1 1 1 --moe-shared-expert-intermediate-size 32"
+    run = run_of(tmp_path, f"{LAYOUT} {EXPERTS} {layers} --vocab-size 1000 --geglu")
     model, layout, remarks = as_in_run(run, *NONE_GIVEN, ["--scheduler"])
     assert model == ModelOptions(
         num_layers=8,
         hidden_size=64,
         num_attention_heads=8,
-        swiglu=True,
+        geglu=True,
         vocab_size=1024,
         num_experts=4,
         moe_router_topk=4,
+        moe_layer_freq=(0, 1, 1, 1, 1, 1, 1, 1),
+        moe_shared_expert_intermediate_size=32,
     )
     assert layout == LayoutOptions(
         dp=2,

@@ -26,6 +26,30 @@ CONTRADICTIONS = [
         1,
         ["--moe-aux-loss-coeff", "--mtp-num-layers", "is 0.01"],
     ),
+    ("--swiglu --geglu", 1, ["--swiglu", "--geglu", "drop one"]),
+    ("--moe-layer-freq 1 0", 1, ["--moe-layer-freq", "need --num-experts"]),
+    ("--moe-shared-expert-intermediate-size 8", 1, ["--moe-shared-expert-intermediate-size", "need --num-experts"]),
+    ("--moe-shared-expert-gate", 1, ["--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"]),
+    *(
+        (
+            f"--disable-bias-linear --num-experts 4 --moe-layer-freq {layers}",
+            1,
+            ["--moe-layer-freq", "0 or 1 for each of --num-layers 8"],
+        )
+        for layers in ("1 0", "1 0 1 0 1 0 1 2", "0 0 0 0 0 0 0 0")
+    ),
+    *(
+        (
+            "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+            f"--sequence-parallel {widths}",
+            2,
+            [f"{widths.split()[0]} 33 must be a multiple of --tensor-model-parallel-size 2"],
+        )
+        for widths in (
+            "--moe-shared-expert-intermediate-size 33",
+            "--ffn-hidden-size 33 --moe-layer-freq 0 1 1 1 1 1 1 1",
+        )
+    ),
 ]
 
 
@@ -37,7 +61,13 @@ def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [("", 256), ("--swiglu", 128), ("--ffn-hidden-size 100", 100), ("--ffn-hidden-size 100 --swiglu", 100)],
+    [
+        ("", 256),
+        ("--swiglu", 128),
+        ("--geglu", 128),
+        ("--ffn-hidden-size 100", 100),
+        ("--ffn-hidden-size 100 --swiglu", 100),
+    ],
 )
 def test_resolved_ffn_hidden_size(arguments, expected):
     """A width other than Megatron's makes a model of another size under the same options."""
