@@ -15,7 +15,8 @@ VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 TINY_CHAT = data/tiny_chat
-CORE_TESTS = tests/functional_tests/test_layouts.py tests/functional_tests/test_plugin.py
+CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
+	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
