@@ -116,7 +116,7 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--dp", "8", "--ep", "8"], "--num-experts"),
         (["LENGTHS", "--dp", "8", "--ep", "8", "--pack-cost", "COST"], "--num-experts"),
         (["LENGTHS", "--dp", "8", "--ep", "8", "--num-experts", "4"], "--ep 8"),
-        (["LENGTHS", "--tp", "16"], "--num-query-groups 8 (the default model's)"),
+        (["LENGTHS", "--tp", "12"], "--num-attention-heads 32 (the default model's)"),
         (["LENGTHS", *SHAPE, "--tp", "3"], "--num-attention-heads 8"),
         (["LENGTHS", "--tp", "2", "--num-experts", "4"], "--sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
