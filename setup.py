@@ -21,6 +21,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_namespace_packages(
         include=["megatron.blending*", "megatron.packing*", "megatron.planner*", "megatron.sft*"]

@@ -174,8 +174,8 @@ def read_common(path: Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside tensors; ValueError where it is of a later megatron-core, or where it or
     what tells of the tensors could run code.
     """
-    check_metadata(path)
     _check_readable(path)
+    check_metadata(path)
     common_file = path / "common.pt"
     with only_weights(common_file if common_file.exists() else path / "*.distcp"):
         return dist_checkpointing.load_common_state_dict(str(path))
