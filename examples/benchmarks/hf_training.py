@@ -102,10 +102,14 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     arguments = parser.parse_args()
     data = batches(arguments.steps)
-    print(
-        f"| model | precision | loss of transformers | {' | '.join(arguments.layouts)} | bf16 error: transformers, ours, ratio |"
-    )
-    print(f"|---|---|---|{'---|' * len(arguments.layouts)}---|", flush=True)
+    columns = [
+        "model",
+        "precision",
+        "loss of transformers",
+        *arguments.layouts,
+        "bf16 error: transformers, ours, ratio",
+    ]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for model in arguments.models:
             folder = Path(name) / model
