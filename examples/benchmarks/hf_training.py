@@ -61,11 +61,13 @@ def largest(found: Sequence[float], expected: Sequence[float]) -> float:
     return torch.tensor([abs(a - b) / b for a, b in zip(found, expected, strict=True)]).max().item()
 
 
-def compare(model: str, folder: Path, data: Sequence[Sequence[Sample]], dtype: torch.dtype) -> list[str]:
+def compare(
+    model: str, folder: Path, data: Sequence[Sequence[Sample]], dtype: torch.dtype, layouts: Sequence[str]
+) -> list[str]:
     """First and last loss of transformers, and the largest relative difference of each layout."""
     (theirs,) = run_ranks(train_by_transformers, 1, folder, data, dtype, timeout_seconds=300.0)
     columns = [f"{theirs.losses[0]:.6f} -> {theirs.losses[-1]:.6f}"]
-    for name in LAYOUTS:
+    for name in layouts:
         world_size, flags = layout_of(name, model)
         ranks = run_ranks(train_by_product, world_size, flags, folder, data, dtype, timeout_seconds=300.0)
         columns.append(f"{max(largest(losses, theirs.losses) for losses, _ in ranks):.1e}")
@@ -97,18 +99,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(CHOSEN))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     arguments = parser.parse_args()
     data = batches(arguments.steps)
-    print(
-        f"| model | precision | loss of transformers | {' | '.join(LAYOUTS)} | bf16 error: transformers, ours, ratio |"
-    )
-    print(f"|---|---|---|{'---|' * len(LAYOUTS)}---|")
+    columns = [
+        "model",
+        "precision",
+        "loss of transformers",
+        *arguments.layouts,
+        "bf16 error: transformers, ours, ratio",
+    ]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         for model in arguments.models:
             folder = Path(name) / model
             run_ranks(write_model, 1, model, folder)
             for dtype in (torch.float64, torch.float32):
-                columns = compare(model, folder, data, dtype)
+                columns = compare(model, folder, data, dtype, arguments.layouts)
                 if dtype == torch.float32:
                     theirs, ours = bfloat16_errors(folder, data)
                     assert math.isfinite(theirs)

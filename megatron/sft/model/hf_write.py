@@ -127,12 +127,12 @@ def _tensors(
 def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Tensor]:
     """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send their part to it."""
     weight, mine = placed.weight, placed.parameter.detach()
-    if weight.is_expert or weight.layout == "whole":
+    group = parallel_state.get_tensor_model_parallel_group()
+    if weight.is_expert or weight.layout == "whole" or group.size() == 1:
         if not _writes(placed):
             return
         pieces = [mine]
     else:
-        group = parallel_state.get_tensor_model_parallel_group()
         pieces = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else []
         dist.gather(mine.contiguous(), pieces or None, group=group, group_dst=0)
         if not pieces:
