@@ -14,10 +14,9 @@ from torch import Tensor
 from megatron.packing.delay_queue import DelayQueue, Waiting
 from megatron.packing.draw import Draw, draw_samples
 from megatron.packing.lengths import GlobalBatchError, LengthTable, agree, gather_table
-from megatron.packing.scheduling.delay import capacity_that_matters, outliers_that_wait
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
-from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.packing.scheduling.work import Work
+from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.registry import get_scheduler
 from megatron.packing.settings import PackingSettings
 from megatron.packing.stats import packing_stats
 from megatron.packing.step_plan import StepPlan
@@ -118,8 +117,9 @@ def _name_of(groups: ProcessGroupCollection) -> str:
 def _waits(table: LengthTable, num_ranks: int, max_steps: int, settings: PackingSettings) -> np.ndarray:
     """Whether each sequence of the table waits for the next step, bool [N]."""
     lengths = settings.alignment.padded_length(table.length)
-    return outliers_that_wait(
-        Work.of(lengths, settings.cost),
+    return outliers_to_delay(
+        lengths,
+        settings.cost,
         table.steps_waited,
         num_ranks=num_ranks,
         pack_capacity=capacity_that_matters(settings.model, settings.capacity, lengths),
@@ -139,6 +139,7 @@ def _request(table: LengthTable, num_ranks: int, num_draws: int, settings: Packi
         lengths=settings.alignment.padded_length(table.length),
         source_rank=table.source_rank,
         source_draw=np.maximum(table.draw, 0),
+        steps_delayed=table.steps_waited,
         num_ranks=num_ranks,
         num_draws=num_draws,
         capacity=settings.capacity,

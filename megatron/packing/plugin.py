@@ -37,7 +37,7 @@ from megatron.packing import load_balancing
 from megatron.packing.delay_queue import DelayQueue
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, check_version, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
 from megatron.packing.sample import num_words
-from megatron.packing.scheduling.schedule import Schedule
+from megatron.packing.scheduling.problem import Schedule
 from megatron.packing.stats import PackingStats
 
 _NUM_STATS = len(PackingStats.__dataclass_fields__)

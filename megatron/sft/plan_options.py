@@ -11,8 +11,8 @@ from typing import Any, Literal
 from megatron.packing.layout import Alignment
 from megatron.packing.planning.step_record import StepLayout, read_cost
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.schedule import Scheduler
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.problem import Scheduler
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.widths import ffn_hidden_size
 from megatron.sft.flags import flag_of

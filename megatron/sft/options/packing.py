@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Literal
 
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
-from megatron.packing.scheduling.schedule import Scheduler
-from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.packing.scheduling.problem import Scheduler
+from megatron.packing.scheduling.registry import get_scheduler
 from megatron.sft.flags import flag_of
 from megatron.sft.options.ranges import check_range
 

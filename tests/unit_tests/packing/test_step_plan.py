@@ -9,7 +9,7 @@ from megatron.packing.layout import Alignment, PackLayout
 from megatron.packing.lengths import LengthTable
 from megatron.packing.sample import LABELS_EXPLICIT
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.stats import packing_stats
 from megatron.packing.step_plan import StepPlan
 

@@ -33,7 +33,7 @@ def lengths(tmp_path):
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
 COST = {"linear": 1, "quadratic": 0, "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None}}
-EMPTY = "megatron.packing.scheduling.schedulers:empty"
+EMPTY = "megatron.packing.scheduling.registry:empty"
 
 
 def run(*arguments):

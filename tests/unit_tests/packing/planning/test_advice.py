@@ -8,7 +8,7 @@ from megatron.packing.planning.advice import Adviser, Beside, _with_twice_the_co
 from megatron.packing.planning.compare import compare
 from megatron.packing.planning.step_record import StepLayout
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 
 COST = PackCost(1.0, 0.0, 0.0)

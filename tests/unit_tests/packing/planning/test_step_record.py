@@ -7,8 +7,8 @@ import pytest
 
 from megatron.packing.layout import Alignment
 from megatron.packing.planning.step_record import StepLayout, StepRecord, read_cost
-from megatron.packing.scheduling.balance import default
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 
 LAYOUT = StepLayout(
