@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling import placement
-from megatron.packing.scheduling.balance import default
-from megatron.packing.scheduling.schedule import Schedule, Scheduler, ScheduleRequest
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.problem import Schedule, Scheduler, ScheduleRequest, rounded_up
+from megatron.packing.scheduling.registry import SCHEDULERS
 
 IntArray = npt.NDArray[np.int64]
 
@@ -74,27 +73,27 @@ def _merged(
 
 def first_fit_decreasing(request: ScheduleRequest) -> Schedule:
     """Packs by first-fit decreasing, dealt to ranks in turn."""
-    pack = _first_fit_packs(request, request.work.length)
+    pack = _first_fit_packs(request, request.sorted.length)
     return in_global_order(request, pack % request.num_ranks, pack // request.num_ranks)
 
 
 def differencing_by_cost(request: ScheduleRequest) -> Schedule:
     """Ranks by Karmarkar-Karp on costs, and each rank's microbatches by the same: capacity is only hoped for."""
-    work, num_ranks = request.work, request.num_ranks
-    rank = largest_differencing(work.cost.tolist(), num_ranks)
+    work, num_ranks = request.sorted, request.num_ranks
+    rank = largest_differencing(_in_units(work.cost), num_ranks)
     tokens = np.bincount(rank, weights=work.length, minlength=num_ranks)
     num_microbatches = _rounded_up(int(-(-tokens.max() // request.capacity)), request)
     microbatch = np.zeros_like(rank)
     for number in range(num_ranks):
         mine = np.flatnonzero(rank == number)
-        microbatch[mine] = largest_differencing(work.cost[mine].tolist(), num_microbatches)
+        microbatch[mine] = largest_differencing(_in_units(work.cost[mine]), num_microbatches)
     return in_global_order(request, rank, microbatch)
 
 
 def longest_processing_time(request: ScheduleRequest) -> Schedule:
     """Ranks by LPT on costs, and each rank's microbatches by first-fit decreasing."""
-    work, num_ranks = request.work, request.num_ranks
-    rank = placement.spread(work.cost, np.ones_like(work.cost), num_ranks=num_ranks, capacity=work.cost.size)
+    work, num_ranks = request.sorted, request.num_ranks
+    rank = placement.spread(np.ones_like(work.length), work.cost, placement.Packs(num_ranks, 1, work.cost.size))
     assert rank is not None, "room for all"
     microbatch = np.zeros_like(rank)
     for number in range(num_ranks):
@@ -105,11 +104,11 @@ def longest_processing_time(request: ScheduleRequest) -> Schedule:
 
 def packs_then_differencing(request: ScheduleRequest) -> Schedule:
     """Packs by first-fit decreasing, as many to each rank, by Karmarkar-Karp on their costs."""
-    work, num_ranks = request.work, request.num_ranks
+    work, num_ranks = request.sorted, request.num_ranks
     pack = _first_fit_packs(request, work.length)
     num_packs = _rounded_up(-(-(int(pack.max()) + 1) // num_ranks), request) * num_ranks
-    costs = np.bincount(pack, weights=work.cost, minlength=num_packs).astype(np.int64) + work.fixed
-    rank_of_pack = largest_differencing_of_equal_counts(costs.tolist(), num_ranks)
+    costs = placement.pack_costs(work.cost, pack, placement.Packs(num_packs, 1, request.capacity)).ravel()
+    rank_of_pack = largest_differencing_of_equal_counts(_in_units(costs), num_ranks)
     by_rank = np.lexsort((-costs, rank_of_pack))
     place = np.empty(num_packs, np.int64)
     place[by_rank] = np.arange(num_packs) % (num_packs // num_ranks)
@@ -117,7 +116,6 @@ def packs_then_differencing(request: ScheduleRequest) -> Schedule:
 
 
 CONTENDERS: dict[str, Scheduler] = {
-    "default": default,
     "next-fit in arrival order, dealt in turn (dp_balanced)": SCHEDULERS["dp_balanced"],
     "first-fit decreasing, dealt in turn": first_fit_decreasing,
     "Karmarkar-Karp by cost": differencing_by_cost,
@@ -127,20 +125,23 @@ CONTENDERS: dict[str, Scheduler] = {
 
 
 def _first_fit_packs(request: ScheduleRequest, length: IntArray) -> IntArray:
-    pack, _ = placement.first_fit(
-        length, length, num_ranks=max(length.size, 1), capacity=request.capacity, limit=request.capacity
-    )
-    return pack
+    packs = placement.Packs(max(length.size, 1), 1, request.capacity)
+    return placement.first_fit(length, length.astype(np.float64), packs, limit=float(request.capacity))[0]
+
+
+def _in_units(costs: npt.NDArray[np.float64]) -> list[int]:
+    """Costs as integers, whose sums are exact."""
+    return np.rint(costs * (2.0**42 / max(costs.sum(), 1e-300))).astype(np.int64).tolist()
 
 
 def _rounded_up(num_microbatches: int, request: ScheduleRequest) -> int:
-    return max(1, -(-num_microbatches // request.microbatch_multiple)) * request.microbatch_multiple
+    return rounded_up(num_microbatches, request.microbatch_multiple)
 
 
-def in_global_order(request: ScheduleRequest, rank: IntArray, microbatch: IntArray, at_least: int = 1) -> Schedule:
+def in_global_order(request: ScheduleRequest, rank: IntArray, microbatch: IntArray) -> Schedule:
     """From ranks and microbatches in the order of the work; as many empty packs as the multiple asks for."""
-    order = request.work.order
+    order = request.sorted.order
     ranks, microbatches = np.empty_like(order), np.empty_like(order)
     ranks[order], microbatches[order] = rank, microbatch
-    num_microbatches = max(_rounded_up(int(microbatch.max(initial=0)) + 1, request), at_least)
+    num_microbatches = _rounded_up(int(microbatch.max(initial=0)) + 1, request)
     return Schedule(ranks, microbatches, request.num_ranks, num_microbatches)

@@ -35,7 +35,7 @@ from megatron.packing.model import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
 from megatron.packing.plugin_checks import check_config, check_groups, check_modules, checking_loss
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.delay import DelayQueue
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and

@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.packing.scheduling.registry import get_scheduler
 
 # `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older megatron-cores lack names that
 # they import.

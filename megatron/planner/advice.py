@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.scheduling.balance import default
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, modelled_cost
 from megatron.planner.step_record import StepLayout
@@ -124,9 +124,9 @@ class Adviser:
     def _on_context(self) -> list[str]:
         """Says what twice the context parallel would bring on as many devices."""
         layout = self._layout
-        work = layout.request(self._batches[0]).work
-        share = int(work.cost[0]) / (work.total / layout.num_ranks)
-        longest = f"the longest sequence, {int(work.length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
+        _, length, cost = layout.request(self._batches[0]).sorted
+        share = float(cost[0] / (cost.sum() / layout.num_ranks))
+        longest = f"the longest sequence, {int(length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
         if layout.num_ranks % 2:
             return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
         other = _with_twice_the_context(layout, self._beside)

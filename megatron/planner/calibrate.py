@@ -126,7 +126,7 @@ def transformer_config(options: CalibrateOptions, num_layers: int, device: torch
 
 def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
     """Measures the time of each pack through the whole model. Groups exist (see `one_process`)."""
-    packs = packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length)
+    packs = [*packs_to_measure(options.max_seqlen_per_dp_cp_rank or options.seq_length), (1,)]
     config = transformer_config(options, 1, device)
     spec = packed_block_spec(config)
     model = GPTModel(
@@ -241,8 +241,8 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
     if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
         raise ValueError("experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU")
     with one_process(device):
-        points = measure(options, device)
-    fit = fit_pack_cost(points)
+        *points, dummy = measure(options, device)
+    fit = fit_pack_cost(points, dummy)
     model = model_of(transformer_config(options, options.num_layers, device), options.padded_vocab_size)
     write_fitted_cost(Path(options.output), fit, points, model, circumstances(device))
     print("sequences  tokens each   measured     fitted  (forward and backward, all layers)")

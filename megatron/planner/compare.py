@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.schedule import Scheduler, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.problem import Scheduler, ScheduleRequest, check_schedule
 from megatron.packing.step.stats import PackingStats
 from megatron.planner.step_record import StepLayout, StepRecord
 
@@ -123,9 +123,7 @@ def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Sc
     total = 0.0
     for batch in batches:
         request = layout.request(batch)
-        schedule, work = scheduler(request), request.work
-        costs = work.pack_costs(schedule.pack[work.order], schedule.num_ranks, schedule.num_microbatches)
-        total += layout.model.simulated_time_of(costs) * work.unit / layout.model.num_stages
+        total += request.time_of(scheduler(request))
     return total
 
 
@@ -198,27 +196,26 @@ def _padded_to(
     longest = -(-longest // pack) * pack
     more = -longest.shape[1] % layout.microbatch_multiple
     costs = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
-    units = np.rint(costs / request.work.unit).astype(np.int64)
-    spent = _time_of(units, layout)
+    spent = _time_of(costs, layout)
     return _Account(
-        microbatches=units.shape[1],
+        microbatches=costs.shape[1],
         tokens=int(batch.sum()),
         computed=int((longest * count).sum()),
-        capacity=units.size * layout.capacity,
-        time=spent * request.work.unit / layout.model.num_stages,
-        bound=request.bound.time * request.work.unit / layout.model.num_stages,
-        bubble=1 - int(units.sum()) / (spent * layout.num_ranks),
+        capacity=costs.size * layout.capacity,
+        time=spent,
+        bound=request.bound,
+        bubble=1 - float(costs.sum()) / (spent * layout.num_ranks * layout.model.num_stages),
         seconds=None,
     )
 
 
-def _time_of(units: IntArray, layout: StepLayout) -> int:
+def _time_of(costs: npt.NDArray[np.float64], layout: StepLayout) -> float:
     """Returns the modelled time of packs [ranks, microbatches].
 
     Of equal ones a pipeline's steady state is not simulated: there each microbatch adds its cost.
     """
     model = layout.model
     few = 4 * model.num_stages * layout.microbatch_multiple
-    if model.num_stages == 1 or units.shape[1] <= few or units.min() != units.max():
-        return model.simulated_time_of(units)
-    return model.simulated_time_of(units[:1, :few]) + int(units[0, 0]) * (units.shape[1] - few)
+    if model.num_stages == 1 or costs.shape[1] <= few or costs.min() != costs.max():
+        return model.time_of(costs)
+    return model.time_of(costs[:1, :few]) + float(costs[0, 0]) / model.num_stages * (costs.shape[1] - few)

@@ -12,8 +12,8 @@ from megatron.packing.batch.layout import Alignment, OverLengthPolicy
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.schedule import Scheduler
-from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.problem import Scheduler
+from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.lengths import TokenizerType
 from megatron.planner.step_record import StepLayout, read_cost

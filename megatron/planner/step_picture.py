@@ -80,13 +80,11 @@ class _Pack(NamedTuple):
 
 def picture_of(record: StepRecord) -> StepPicture:
     """Returns the step as it would run by the model of `step_time`, packs in their order."""
-    costs = record.request.work.pack_costs(
-        record.schedule.pack[record.request.work.order], len(record.packs), record.num_microbatches
-    )
+    costs = record.request.pack_costs(record.schedule)
     model, stats = record.layout.model, record.stats
     paced = costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0) if model.ranks_meet else costs
-    ends = simulate(paced, model) if model.num_stages > 1 else paced.sum(axis=1)
-    total = max(int(ends.max()), 1)
+    ends = simulate(paced, model)
+    total = float(ends.max()) or 1.0
     per_rank = record.num_microbatches * (2 * model.num_virtual_stages if model.num_stages > 1 else 1)
     own_ends = costs.sum(axis=1) if model.ranks_meet else ends
     drawn = _spread(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
@@ -140,7 +138,7 @@ def facts_of(record: StepRecord) -> str:
 class _Scene:
     """Knows the operations of a step, and what is told of them."""
 
-    def __init__(self, record: StepRecord, costs: IntArray, paced: IntArray, total: int) -> None:
+    def __init__(self, record: StepRecord, costs: FloatArray, paced: FloatArray, total: float) -> None:
         self._record, self._costs, self._paced, self._total = record, costs, paced, total
         self._model: StepModel = record.layout.model
         self._merged = 0
@@ -164,10 +162,10 @@ class _Scene:
         if self._model.num_stages == 1:
             return []
         blocks_of: list[list[Block]] = [[] for _ in range(self._model.num_stages)]
-        costliest = max(int(self._costs.max()), 1)
+        costliest = float(self._costs.max()) or 1.0
         for timed in timeline(self._paced[[rank]], self._model):
             backward, microbatch, chunk = timed.operation
-            shade = int(self._costs[rank, microbatch]) / costliest
+            shade = float(self._costs[rank, microbatch]) / costliest
             kind: Kind = "backward" if backward else "forward"
             where = f" of virtual stage {chunk}" if self._model.num_virtual_stages > 1 else ""
             start, end = self._times(timed, rank, 0)
@@ -221,9 +219,9 @@ class _Scene:
 
     def _times(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
         """Returns when the rank starts and ends, which may be before the others that it then waits for."""
-        start, end = int(timed.start[row]), int(timed.end[row])
+        start, end = float(timed.start[row]), float(timed.end[row])
         microbatch = timed.operation.microbatch
-        share = int(self._costs[rank, microbatch]) / max(int(self._paced[rank, microbatch]), 1)
+        share = float(self._costs[rank, microbatch]) / (float(self._paced[rank, microbatch]) or 1.0)
         return start / self._total, (start + (end - start) * share) / self._total
 
     def _block(self, rank: int, microbatch: int, start: float, end: float) -> Block:
@@ -246,7 +244,7 @@ class _Scene:
         return drawn
 
 
-def _spread(ends: IntArray, number: int) -> list[int]:
+def _spread(ends: FloatArray, number: int) -> list[int]:
     """Returns that many ranks from the slowest to the quickest at even distances; all in order where they are few."""
     if ends.size <= number:
         return list(range(ends.size))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest, check_schedule
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check_schedule
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
 

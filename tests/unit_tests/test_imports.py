@@ -77,7 +77,7 @@ def test_the_files_are_found():
     assert len(PURE) >= 10
     packing = ROOT / "megatron" / "packing"
     assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "model" / "get_batch.py", True)
-    assert "megatron.packing.scheduling.schedule.Schedule" in imported(packing / "step" / "stats.py")
+    assert "megatron.packing.scheduling.problem.Schedule" in imported(packing / "step" / "stats.py")
 
 
 def test_megatron_is_a_namespace():

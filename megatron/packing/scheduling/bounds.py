@@ -1,81 +1,78 @@
-"""pure. What no schedule can be better than, to start schedulers from and to judge them by.
+"""pure. Lower bounds of the modelled step time, to judge schedules by, and of the number of microbatches.
 
-Invariant, tested by brute force: a bound is never above the optimum of the schedules that leave no pack empty, unless
-there are fewer sequences than packs. All is exact in integers (see `work`), rounded towards the weaker bound.
+Invariant, tested by brute force: no schedule takes less than the bound; of pipelines, no schedule of even packs does,
+as 1F1B with small packs first and last is quicker (see `step_time`). They are the simple ones: the mean over ranks, the
+costliest sequence, and the pigeonhole principle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
+import math
 
-from megatron.packing.scheduling.pack_bounds import IntArray, Span, fewest_microbatches
-from megatron.packing.scheduling.rank_bounds import RankBounds
-from megatron.packing.scheduling.row_bounds import RowBounds
+import numpy as np
+import numpy.typing as npt
+
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.scheduling.work import Work
 
-_NUM_SINGLE = 32
-"""Numbers of microbatches that are bounded one by one."""
-_NUM_SPANS = 24
-"""Spans of numbers of microbatches that follow, each a quarter longer than the one before it; the last has no end."""
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
-class MicrobatchBound(NamedTuple):
-    """No schedule of so many microbatches per rank takes less than `time`."""
+def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
+    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64 [N], descending).
 
-    time: int
-    num_microbatches: int
+    The largest of: the mean over ranks; the costliest sequence; and for each k, of the k * num_ranks + 1 costliest
+    sequences some rank holds k + 1, at the least the k + 1 cheapest of them.
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepBound:
-    """Lower bounds of the modelled step time (`StepModel.time_of`), in its unit."""
-
-    time: int
-    """No schedule takes less."""
-    min_microbatches: int
-    """No schedule has fewer per rank."""
-    packing: IntArray | None = field(compare=False, repr=False)
-    """A pack for each of the sequences in the order of the work, int64 [N], of which there are no more than in
-    `min_microbatches`; None where none is known (see `fewest_microbatches`).
+        2 ranks, costs 5 4 4 4 1    ->  mean 9; costliest 5; of the three costliest two share a rank: 4 + 4 = 8
     """
-    by_microbatches: tuple[MicrobatchBound, ...]
-    """Numbers of microbatches from the fewest on, with gaps, the lowest bound first; each bound holds up to the next
-    number.
-    """
+    if cost.size == 0:
+        return 0.0
+    sums = np.concatenate(([0.0], np.cumsum(cost)))
+    cheapest = np.arange(num_ranks, cost.size, num_ranks)
+    k = np.arange(1, cheapest.size + 1)
+    pigeonhole = sums[cheapest + 1] - sums[cheapest - k]
+    return float(max(sums[-1] / num_ranks, cost[0], pigeonhole.max(initial=0)))
 
 
-def step_bound(work: Work, num_ranks: int, capacity: int, multiple: int, model: StepModel) -> StepBound:
-    """The least over all numbers of microbatches of what a step with that many takes at the least. O(N log N), but
-    for a search where it stays open how many packs are needed (see `fewest_microbatches`).
+def fewest_packs(length: IntArray, capacity: int) -> int:
+    """Packs that sequences of `length` (int64 [N], descending, each in 1..capacity) need at the least.
+
+    Bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990): for each
+    t up to capacity / 2, sequences longer than capacity - t are alone among those of t tokens or more; those longer
+    than capacity / 2 have a pack each; and what is left of the others needs packs of its own. O(N log N).
     """
-    # Where ranks meet, microbatches whose packs are all empty cost no more than their fixed cost.
-    rows, packing = fewest_microbatches(work.length, num_ranks, capacity, 1 if model.ranks_meet else multiple)
-    fewest = -(-rows // multiple) * multiple
-    if work.cost.size == 0:
-        time = work.fixed * (fewest + model.num_stages - 1)
-        by_microbatches = (MicrobatchBound(time, fewest),)
-        return StepBound(time=time, min_microbatches=fewest, packing=packing, by_microbatches=by_microbatches)
-    bounds: RankBounds | RowBounds
-    if model.ranks_meet:
-        bounds = RowBounds(work, num_ranks, capacity, model.num_stages, rows)
+    if length.size == 0:
+        return 0
+    sums = np.concatenate(([0], np.cumsum(length)))
+    num_large = int(np.searchsorted(-length, -(capacity // 2)))
+    t = np.append(length[num_large:], 0)
+    num_alone = np.searchsorted(-length[:num_large], t - capacity)
+    free_beside_large = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
+    medium = np.append(sums[num_large + 1 :], sums[num_large]) - sums[num_large]
+    overflow = np.maximum(medium - free_beside_large, 0)
+    return max(int((num_large - (-overflow // capacity)).max()), -(-int(sums[-1]) // capacity))
+
+
+def step_bound(cost: FloatArray, fixed: float, num_ranks: int, fewest: int, model: StepModel) -> float:
+    """What no schedule of at least `fewest` microbatches takes less than, in the unit of the cost.
+
+    cost: float64 [N], of the sequences, descending; fixed: of a microbatch besides.
+    """
+    if cost.size == 0:
+        return fixed * (fewest + model.bubble_packs) / model.num_stages
+    more, costliest = model.bubble_packs, float(cost[0])
+    longest = costliest * (1 + more)
+    # Time falls with the number of microbatches, as there is less to fill and drain, and grows by their fixed costs.
+    # The best number, were it any from the fewest on:
+    if model.ranks_meet:  # the costliest packs of all microbatches make up one rank
+        of_rank = max(float(cost.sum()) / num_ranks, costliest)
+        best = of_rank / costliest
     else:
-        bounds = RankBounds(work, num_ranks, capacity, model.num_stages)
-    spans = sorted((bounds.quick(span), span) for span in _spans(fewest, multiple))
-    found: list[MicrobatchBound] = []
-    for quick, span in spans:
-        rival = found[0].time if found else None
-        time = quick if rival is not None and quick >= rival else bounds.of(span, rival)
-        found.append(MicrobatchBound(time, span.first))
-        found.sort()
-    return StepBound(time=found[0].time, min_microbatches=fewest, packing=packing, by_microbatches=tuple(found))
-
-
-def _spans(fewest: int, multiple: int) -> list[Span]:
-    singles = [Span(number, number) for number in range(fewest, fewest + _NUM_SINGLE * multiple, multiple)]
-    firsts = [singles[-1].first + multiple]
-    for _ in range(_NUM_SPANS - 1):
-        firsts.append(firsts[-1] + -(-firsts[-1] // (4 * multiple)) * multiple)
-    return singles + [Span(a, b - multiple) for a, b in pairwise(firsts)] + [Span(firsts[-1], None)]
+        of_rank = rank_cost_bound(cost, num_ranks)
+        best = more * of_rank / (longest - of_rank) if longest > of_rank else math.inf
+    best = min(best, math.sqrt(more * of_rank / fixed) if fixed > 0 else math.inf)
+    number = max(fewest, min(best, cost.size))
+    mean = of_rank / number
+    filling = more * (max(mean, costliest) if model.ranks_meet else mean)
+    return (max(of_rank + filling, longest) + fixed * (number + more)) / model.num_stages

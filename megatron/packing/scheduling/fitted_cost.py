@@ -45,8 +45,10 @@ class Fit(NamedTuple):
     worst_error: float
 
 
-def fit_pack_cost(points: Sequence[Point]) -> Fit:
-    """The non-negative coefficients with the least sum of squared relative errors.
+def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
+    """The non-negative coefficients with the least sum of squared relative errors; of the fixed cost, at least what
+    `dummy`, a pack of next to nothing, takes beside its sequences' cost, or a hundredth of its time: at a fixed cost of
+    0, any number of empty packs would be free.
 
     ValueError where the points do not tell the terms apart, or time does not grow with tokens.
     """
@@ -54,13 +56,16 @@ def fit_pack_cost(points: Sequence[Point]) -> Fit:
     seconds = np.array([point.seconds for point in points])
     if len(points) < len(_TERMS) or np.linalg.matrix_rank(terms / terms.max(axis=0)) < len(_TERMS):
         raise ValueError("the measured packs do not tell linear, quadratic and fixed cost apart; measure longer packs")
-    if not (seconds > 0).all():
-        raise ValueError(f"each measured time must be above 0, but the least is {seconds.min()}")
+    least = min(float(seconds.min()), dummy.seconds)
+    if least <= 0:
+        raise ValueError(f"each measured time must be above 0, but the least is {least}")
     coefficients = _non_negative_least_squares(terms / seconds[:, None], np.ones(len(points)))
     if coefficients[0] == 0:
         raise ValueError(
             "the measured times do not grow with the number of tokens; measure longer packs, on a machine at rest"
         )
+    of_sequences = float(np.dot(_terms_of(dummy)[:2], coefficients[:2]))
+    coefficients[2] = max(coefficients[2], dummy.seconds - of_sequences, dummy.seconds / 100)
     errors = np.abs(terms @ coefficients / seconds - 1)
     return Fit(PackCost(*coefficients.tolist()), float(errors.mean()), float(errors.max()))
 

@@ -1,15 +1,14 @@
 """pure. What a schedule's step would take: a model of how ranks wait for one another, and 1F1B pipelines simulated.
 
-A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In the model a step takes, in units of
-cost on one pipeline stage,
+A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In the model a step takes
 
     one stage           the costliest rank's sum over its packs
-    several stages      the costliest rank's sum + (stages - 1) * its costliest pack, over stages: a flow shop, whose
-                        order does not matter
+    several stages      what the slowest rank's 1F1B pipeline takes, by simulation; each stage does an equal part
     ranks that meet     the same of one rank that runs, at each microbatch, the costliest pack of all ranks
 
-The flow shop is what lower bounds are proven for. A 1F1B pipeline of equal packs takes just as long; with small packs
-first and last it takes less, and with unequal packs in a bad order more, which `simulate` tells.
+A pipeline of `stages` whose packs are even takes (sum + (stages - 1) / chunks * costliest pack) / stages, a flow shop,
+which bounds and placements start from. With small packs first and last 1F1B takes less, and with unequal packs in a bad
+order more.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.native import LIBRARY as _compiled
-from megatron.packing.scheduling.native import address
+from megatron.packing.scheduling import compiled
 
-IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +51,23 @@ class StepModel:
                 f"but is {self.stage_group}"
             )
 
-    def time_of(self, pack_costs: IntArray) -> int:
-        """Modelled time of a step, `num_stages` times over to stay an integer: int64 [ranks, microbatches], with the
-        fixed cost in each pack.
-        """
-        rows = pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
-        return int((rows.sum(axis=1) + (self.num_stages - 1) * rows.max(axis=1)).max())
+    @property
+    def bubble_packs(self) -> float:
+        """Packs' time that a pipeline of even packs spends on filling and draining."""
+        return (self.num_stages - 1) / self.num_virtual_stages
 
-    def simulated_time_of(self, pack_costs: IntArray) -> int:
-        """The same with the packs run by 1F1B in the order given; equal to `time_of` without a pipeline."""
-        if self.num_stages == 1:
-            return self.time_of(pack_costs)
-        rows = pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
-        return int(-(-simulate(rows, self).max() // 3))
+    def run_packs(self, pack_costs: FloatArray) -> FloatArray:
+        """Costs of the packs as they run, [ranks, microbatches]: of one rank that stands for all where ranks meet."""
+        return pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
+
+    def time_of(self, pack_costs: FloatArray) -> float:
+        """Modelled time of a step whose packs [ranks, microbatches], with the fixed cost in each, run in this order."""
+        return float(simulate(self.run_packs(pack_costs), self).max())
+
+    def even_time_of(self, pack_costs: FloatArray) -> float:
+        """The same were the packs of a rank even: with its costliest pack, whatever the order, for the filling."""
+        packs = self.run_packs(pack_costs)
+        return float((packs.sum(axis=1) + self.bubble_packs * packs.max(axis=1)).max() / self.num_stages)
 
 
 class Operation(NamedTuple):
@@ -77,48 +79,48 @@ class Operation(NamedTuple):
 
 
 class TimedOperation(NamedTuple):
-    """When a stage runs an operation: start and end, int64 [ranks]."""
+    """When a stage runs an operation: start and end, float64 [ranks]."""
 
     stage: int
     operation: Operation
-    start: IntArray
-    end: IntArray
+    start: FloatArray
+    end: FloatArray
 
 
-def simulate(pack_costs: IntArray, model: StepModel) -> IntArray:
-    """When each rank's pipeline ends, int64 [ranks]: packs [ranks, microbatches] in the order given, by 1F1B.
+def simulate(pack_costs: FloatArray, model: StepModel) -> FloatArray:
+    """When each rank's pipeline ends, float64 [ranks]: packs [ranks, microbatches] in the order given, by 1F1B.
 
-    In thirds of a pack's cost on one of `num_stages` stages, times `num_stages`: forward takes one of them, backward
-    two; sending takes none.
+    A stage does its part of a pack, one of `num_stages`: a third of it forward and two backward. Sending takes no time.
     """
     num_ranks, num_microbatches = pack_costs.shape
-    end = np.zeros(num_ranks, np.int64)
-    if _compiled is not None:
-        costs = np.ascontiguousarray(pack_costs)
+    if model.num_stages == 1:
+        return pack_costs.sum(axis=1)
+    end = np.zeros(num_ranks)
+    if compiled.CORE is not None:
+        costs = np.ascontiguousarray(pack_costs, np.float64)
         shape = (model.num_stages, model.num_virtual_stages, model.stage_group)
-        ended = _compiled.simulate(num_ranks, num_microbatches, address(costs), *shape, address(end))
-        assert ended, "stages wait for one another"
+        assert compiled.CORE.call("simulate", num_ranks, num_microbatches, costs, *shape, end), (
+            "stages wait for one another"
+        )
         return end
     for timed in timeline(pack_costs, model):
         end = np.maximum(end, timed.end)
     return end
 
 
-def timeline(pack_costs: IntArray, model: StepModel) -> Iterator[TimedOperation]:
+def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperation]:
     """Every operation of every stage with its times (see `simulate`), each stage's in the order in which it runs them.
 
-    One chunk of an interleaved stage takes its share of the time: exact integers where costs are multiples of
-    `num_virtual_stages`.
+    One chunk of an interleaved stage takes its share of the stage's time.
     """
     num_ranks, num_microbatches = pack_costs.shape
-    chunks = model.num_virtual_stages
-    ends: dict[tuple[int, Operation], IntArray] = {}
-    free = [np.zeros(num_ranks, np.int64) for _ in range(model.num_stages)]
-    cost = pack_costs // chunks
-    for stage, operation in _order(model.num_stages, chunks, model.stage_group, num_microbatches):
-        before = _needs(stage, operation, model.num_stages, chunks)
+    ends: dict[tuple[int, Operation], FloatArray] = {}
+    free = [np.zeros(num_ranks) for _ in range(model.num_stages)]
+    third = pack_costs / (3 * model.num_stages * model.num_virtual_stages)
+    for stage, operation in _order(model.num_stages, model.num_virtual_stages, model.stage_group, num_microbatches):
+        before = _needs(stage, operation, model.num_stages, model.num_virtual_stages)
         start = free[stage] if before is None else np.maximum(free[stage], ends[before])
-        end = start + cost[:, operation.microbatch] * (2 if operation.backward else 1)
+        end = start + third[:, operation.microbatch] * (2 if operation.backward else 1)
         free[stage] = ends[stage, operation] = end
         yield TimedOperation(stage, operation, start, end)
 

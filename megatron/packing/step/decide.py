@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.samples import IntArray
-from megatron.packing.scheduling.delay import capacity_that_matters, outliers_that_wait
-from megatron.packing.scheduling.schedule import ScheduleRequest, check_schedule
-from megatron.packing.scheduling.schedulers import get_scheduler
-from megatron.packing.scheduling.work import Work
+from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
+from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
+from megatron.packing.scheduling.registry import get_scheduler
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
 
@@ -83,8 +82,9 @@ def decide(
     if errors:
         raise GlobalBatchError(errors[0])
     ended = any(offer.ended for offer in offers)
-    lengths, draws, steps_delayed = (
-        np.concatenate([getattr(offer, name) for offer in offers]) for name in ("lengths", "draws", "steps_delayed")
+    lengths, draws, steps_delayed, num_loss_tokens = (
+        np.concatenate([getattr(offer, name) for offer in offers])
+        for name in ("lengths", "draws", "steps_delayed", "num_loss_tokens")
     )
     if ended and not lengths.size:
         return None
@@ -93,8 +93,9 @@ def decide(
         waits = np.zeros(lengths.size, np.bool_)
         if max_delay is not None:
             padded = settings.alignment.padded_length(lengths)
-            waits = outliers_that_wait(
-                Work.of(padded, settings.cost),
+            waits = outliers_to_delay(
+                padded,
+                settings.cost,
                 steps_delayed,
                 num_ranks=len(offers),
                 pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
@@ -104,6 +105,8 @@ def decide(
             lengths=settings.alignment.padded_length(lengths[~waits]),
             source_rank=source_rank[~waits],
             source_draw=draws[~waits],
+            steps_delayed=steps_delayed[~waits],
+            loss_tokens=num_loss_tokens[~waits],
             num_ranks=len(offers),
             num_draws=num_draws,
             capacity=settings.capacity,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.scheduling.movement import tokens_moved
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.moved_tokens import tokens_moved
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,8 @@ def packing_stats(
     occupied = np.zeros(num_ranks * num_microbatches, dtype=np.int64)
     np.add.at(occupied, schedule.pack, request.lengths)
     computed = np.maximum(-(-occupied // alignment.pack), 1) * alignment.pack
-    work, model = request.work, request.model
-    costs = work.pack_costs(schedule.pack[work.order], num_ranks, num_microbatches)
-    time = model.simulated_time_of(costs)
+    costs = request.pack_costs(schedule)
+    time = request.model.time_of(costs)
     return PackingStats(
         num_sequences=len(length),
         num_tokens=int(length.sum()),
@@ -108,7 +107,7 @@ def packing_stats(
         num_dropped=num_dropped,
         num_cut=num_cut,
         num_moved_tokens=tokens_moved(length, request.source_rank, schedule.rank),
-        step_cost=time * work.unit / model.num_stages,
-        step_cost_bound=request.bound.time * work.unit / model.num_stages,
-        bubble=1 - int(costs.sum()) / (time * num_ranks) if time else 0.0,
+        step_cost=time,
+        step_cost_bound=request.bound,
+        bubble=max(1 - float(costs.sum()) / (time * num_ranks * request.model.num_stages), 0.0) if time else 0.0,
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.scheduling.fitted_cost import FittedCost, read_fitted_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS, get_scheduler
+from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 
 
 @dataclass(frozen=True, kw_only=True)

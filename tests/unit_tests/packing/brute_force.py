@@ -1,14 +1,14 @@
 """The best of all schedules of a few sequences, to hold bounds and schedulers against."""
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.scheduling.work import Work
+from tests.unit_tests.packing.requests import request
 
 IntArray = npt.NDArray[np.int64]
 
@@ -16,17 +16,6 @@ IntArray = npt.NDArray[np.int64]
 def descending(rng, low, high, size) -> IntArray:
     """Random integers in `low` to `high` - 1."""
     return np.sort(rng.integers(low, high, size))[::-1].astype(np.int64)
-
-
-def fits(lengths: list[int], rooms: tuple[int, ...]) -> bool:
-    """Whether there is a packing into packs with so much room."""
-    if not lengths:
-        return True
-    return any(
-        fits(lengths[1:], (*rooms[:i], room - lengths[0], *rooms[i + 1 :]))
-        for i, room in enumerate(rooms)
-        if room >= lengths[0] and room not in rooms[:i]
-    )
 
 
 def check_packing(pack, length, capacity, num_packs):
@@ -38,8 +27,8 @@ def check_packing(pack, length, capacity, num_packs):
 
 @cache
 def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArray[np.bool_]:
-    """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered sets and packs, and
-    with no pack empty if there are as many sequences: bool [ways, num_outer, num_inner, num_sequences].
+    """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered sets and packs:
+    bool [ways, num_outer, num_inner, num_sequences].
     """
 
     def extended(way: tuple[tuple[int, int], ...]):
@@ -55,47 +44,42 @@ def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArr
     for number, way in enumerate(ways):
         for sequence, (outer, inner) in enumerate(way):
             members[number, outer, inner, sequence] = True
-    if num_sequences >= num_outer * num_inner:
-        members = members[members.any(axis=3).reshape(len(ways), -1).all(axis=1)]
     return members
 
 
-def least_time(work: Work, num_ranks: int, num_microbatches: int, capacity: int, model: StepModel) -> int | None:
-    """Of all valid schedules with that many microbatches; None if there are none."""
+def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
+    """Of all valid schedules of even packs with that many microbatches; None if there are none."""
     # Where ranks meet, packs of one microbatch may change ranks; else, those of one rank may change microbatches.
-    shape = (num_microbatches, num_ranks) if model.ranks_meet else (num_ranks, num_microbatches)
-    members = assignments(work.cost.size, *shape)
-    members = members[(members @ work.length).max(axis=(1, 2)) <= capacity]
+    model, shape = asked.model, (asked.num_ranks, num_microbatches)
+    members = assignments(asked.lengths.size, *(shape[::-1] if model.ranks_meet else shape))
+    members = members[(members @ asked.sorted.length).max(axis=(1, 2)) <= asked.capacity]
     if not len(members):
         return None
-    costs = members @ work.cost + work.fixed
-    more = model.num_stages - 1
+    costs = members @ asked.sorted.cost + asked.cost.fixed
     if model.ranks_meet:
-        rows = costs.max(axis=2)
-        return int((rows.sum(axis=1) + more * rows.max(axis=1)).min())
-    return int((costs.sum(axis=2) + more * costs.max(axis=2)).max(axis=1).min())
+        costs = costs.max(axis=2)[:, None]
+    times = (costs.sum(axis=2) + model.bubble_packs * costs.max(axis=2)).max(axis=1)
+    return float(times.min()) / model.num_stages
 
 
-class Instance(NamedTuple):
-    work: Work
-    num_ranks: int
-    capacity: int
-    multiple: int
+def optimum(asked: ScheduleRequest) -> float:
+    """The least time over all numbers of microbatches; more than sequences only add their fixed cost."""
+    multiple = asked.microbatch_multiple
+    numbers = range(multiple, max(asked.lengths.size, 1) + multiple, multiple)
+    return min(time for number in numbers if (time := least_time(asked, number)) is not None)
 
 
-def random_instance(rng) -> Instance:
-    """Small enough for brute force. Costs are small integers in some, so that they tie, and rounded in others."""
+def random_request(rng, model: StepModel) -> ScheduleRequest:
+    """Small enough for brute force. Costs are small integers in some, so that they tie."""
     longest = int(rng.integers(1, 25))
-    length = descending(rng, 1, longest + 1, rng.integers(0, 7))
-    capacity = int(length.max(initial=1) * rng.choice([1, 1, 1.25, 1.5, 2, 3, 10]))
-    linear, quadratic = int(rng.integers(1, 4)), int(rng.integers(0, 3))
-    fixed = int(rng.choice([0, 0, 1, 5, 30, 300]))
-    if rng.random() < 0.3:
-        work = Work.of(length, PackCost(linear / 3, quadratic / 7, fixed / 3))
-    else:
-        cost = length * (linear + quadratic * length)
-        work = Work(order=np.arange(length.size), length=length, cost=cost, fixed=fixed, unit=1.0)
-    return Instance(work, int(rng.integers(1, 4)), capacity, int(rng.choice([1, 1, 2, 3])))
+    lengths = descending(rng, 1, longest + 1, rng.integers(0, 7))
+    capacity = int(lengths.max(initial=1) * rng.choice([1, 1, 1.25, 1.5, 2, 3, 10]))
+    divisor = 3 if rng.random() < 0.3 else 1
+    cost = PackCost(
+        int(rng.integers(1, 4)) / divisor, int(rng.integers(0, 3)) / divisor, float(rng.choice([0, 0, 1, 5, 30, 300]))
+    )
+    multiple = int(rng.choice([1, 1, 2, 3])) * model.stage_group
+    return request(lengths, int(rng.integers(1, 4)), capacity, microbatch_multiple=multiple, cost=cost, model=model)
 
 
 MODES = {

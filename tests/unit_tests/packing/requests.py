@@ -5,7 +5,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 
 IntArray = npt.NDArray[np.int64]

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.packing.scheduling import native
+from megatron.packing.scheduling import compiled
 
 needs_compiled = pytest.mark.skipif(
-    native.LIBRARY is None, reason="megatron.packing.scheduling._native is not built (setup.py found no C++ compiler)"
+    compiled.CORE is None, reason="megatron.packing.scheduling._core is not built (setup.py found no C++ compiler)"
 )
 
 
@@ -36,6 +36,6 @@ def array(*values: int) -> npt.NDArray[np.int64]:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """The Python form of scheduling's inner loops, whatever is compiled; simulations stay as they are."""
-    with mock.patch.object(native, "LIBRARY", None):
+    """Scheduling as it is without a compiler, whatever is compiled."""
+    with mock.patch.object(compiled, "CORE", None):
         yield

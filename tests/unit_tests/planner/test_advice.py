@@ -5,7 +5,7 @@ import pytest
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
 from megatron.planner.compare import compare

@@ -7,8 +7,8 @@ import pytest
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedule import Schedule
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.problem import Schedule
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.compare import (
     PADDED_PER_MICROBATCH,
@@ -52,7 +52,7 @@ def test_packed_schedulers():
     """19 tokens on two ranks of two packs: 10 and 9, each with 2 of fixed cost; arrival order is no better."""
     found, comparison = outcomes()
     assert found["default"].step_cost == pytest.approx(12)
-    assert found["default"].balance == pytest.approx(1)  # the bound tries all ways to share out so few sequences
+    assert found["default"].balance == pytest.approx(12 / 11.5)  # the bound is the mean over ranks
     assert found["empty"].microbatches == 3
     assert found["empty"].step_cost == pytest.approx(12 + 3)
     assert found["default"].padding == 0
@@ -108,7 +108,7 @@ def test_steady_state_is_what_simulation_says(stages, chunks, more):
     model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=multiple)
     layout = replace(LAYOUT, microbatch_multiple=multiple, model=model)
     packs = np.full((2, (4 * stages + more) * multiple), 600)
-    assert _time_of(packs, layout) == model.simulated_time_of(packs)
+    assert _time_of(packs, layout) == pytest.approx(model.time_of(packs))
 
 
 def test_modelled_cost_is_that_of_the_table():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.planner.plan import drawn, plan
 from megatron.planner.plan_options import LayoutOptions, ModelOptions
 from megatron.sft.data.length_sources import lengths_from
@@ -35,7 +35,7 @@ def lengths(tmp_path):
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
 COST = {"linear": 1, "quadratic": 0, "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None}}
-EMPTY = "megatron.packing.scheduling.schedulers:empty"
+EMPTY = "megatron.packing.scheduling.registry:empty"
 
 
 def run(*arguments):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.scheduling.balance import default
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.step_record import StepLayout, StepRecord, read_cost
 

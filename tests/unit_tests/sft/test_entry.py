@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.packing.scheduling.schedulers import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS
 
 ROOT = Path(__file__).parents[3]
 GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"

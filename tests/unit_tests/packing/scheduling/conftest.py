@@ -9,7 +9,7 @@ from tests.unit_tests.packing.stubs import in_python, needs_compiled
 
 @pytest.fixture(params=["python", pytest.param("compiled", marks=needs_compiled)])
 def form(request) -> Iterator[str]:
-    """Each literal test runs on both forms of the inner loops."""
+    """Placements by the compiled loops, and by the plain ways without them."""
     if request.param == "compiled":
         yield request.param
     else:

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.delay import capacity_that_matters, outliers_that_wait
-from megatron.packing.scheduling.schedule import ScheduleRequest
-from megatron.packing.scheduling.schedulers import get_scheduler
+from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
+from megatron.packing.scheduling.problem import ScheduleRequest
+from megatron.packing.scheduling.registry import get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.scheduling.work import Work
 
 LINEAR = PackCost(linear=1.0, quadratic=0.0)
 QUADRATIC = PackCost(linear=1.0, quadratic=1 / 8000, fixed=200.0)
@@ -24,8 +23,9 @@ MODELS = {
 def waits(lengths, ages, num_ranks, max_steps, capacity=None, cost=LINEAR) -> list[bool]:
     """With room for all in a pack unless told otherwise."""
     lengths = np.array(lengths, np.int64)
-    return outliers_that_wait(
-        Work.of(lengths, cost),
+    return outliers_to_delay(
+        lengths,
+        cost,
         np.array(ages, np.int64),
         num_ranks=num_ranks,
         pack_capacity=max(int(lengths.sum()), 1) if capacity is None else capacity,
@@ -88,8 +88,9 @@ class Played:
         for step in range(len(batches)):
             at_hand = np.concatenate((waiting, np.flatnonzero(self.drawn_at == step)))
             lengths = self.lengths[at_hand]
-            wait = outliers_that_wait(
-                Work.of(lengths, QUADRATIC),
+            wait = outliers_to_delay(
+                lengths,
+                QUADRATIC,
                 step - self.drawn_at[at_hand],
                 num_ranks=num_ranks,
                 pack_capacity=capacity_that_matters(model, capacity, lengths),
@@ -111,10 +112,7 @@ class Played:
             cost=QUADRATIC,
             model=model,
         )
-        schedule = get_scheduler("default")(request)
-        order = request.work.order
-        costs = request.work.pack_costs(schedule.pack[order], num_ranks, schedule.num_microbatches)
-        return model.time_of(costs) * request.work.unit
+        return request.time_of(get_scheduler("default")(request))
 
     def delays(self) -> list[int]:
         """Steps that each sequence waited, in the order of the steps."""
@@ -124,7 +122,7 @@ class Played:
 LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 2**17))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(LENGTHS, min_size=1, max_size=12), min_size=1, max_size=8),
     st.integers(1, 6),
@@ -149,7 +147,7 @@ def long_tailed(num_batches: int, num_sequences: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(("mode", "at_most"), [("ranks", 0.75), ("pipeline", 0.75), ("ranks that meet", 0.75)])
 def test_waiting_shortens_the_modelled_time_on_a_long_tail(mode, at_most):
     """It is what outliers wait for; without it they would lose freshness for nothing."""
-    batches = long_tailed(40, 128)
+    batches = long_tailed(20, 128)
     without, with_delay = (Played(batches, 8, max_steps, MODELS[mode]) for max_steps in (0, 4))
     assert with_delay.time <= at_most * without.time
     delays = with_delay.delays()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.schedule import Schedule, ScheduleRequest
+from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.decide import GlobalBatchError, Offer, decide
 from megatron.packing.step.settings import PackingSettings

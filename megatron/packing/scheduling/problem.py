@@ -1,0 +1,235 @@
+"""pure. What a scheduler is asked and what it answers: which rank and microbatch each sequence of a global batch goes
+to.
+
+Invariants of every Schedule (`check_schedule` states them as code):
+
+- each sequence is in exactly one pack, and no pack holds more tokens than the capacity;
+- all ranks have the same number of microbatches, a positive multiple of `microbatch_multiple`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.packing.scheduling.bounds import fewest_packs, step_bound
+from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.step_time import StepModel
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class CapacityError(ValueError):
+    """Sequences that must share a pack, or one alone, are longer than the capacity."""
+
+
+class Sorted(NamedTuple):
+    """The sequences of a request, the longest first, equal ones in global order."""
+
+    order: IntArray
+    """int64 [N], global number of each."""
+    length: IntArray
+    """int64 [N], tokens."""
+    cost: FloatArray
+    """float64 [N], of the sequence alone, in the unit of the request's cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """The sequences of one global batch and the packs they may go to.
+
+    Sequences are numbered 0..N-1 in global order: by source rank, then in the order drawn there. ValueError where
+    fields contradict one another, CapacityError where a sequence alone is over capacity: what can be built can be
+    scheduled.
+    """
+
+    lengths: IntArray
+    """int64 [N], tokens that each sequence occupies in a pack, alignment included; at least 1."""
+    source_rank: IntArray
+    """int64 [N], data-parallel rank that drew each sequence."""
+    source_draw: IntArray
+    """int64 [N], which `next` of that rank's iterator gave it, from 0."""
+    steps_delayed: IntArray | None = None
+    """int64 [N], by how many steps each sequence is later than it was drawn; None where none ever is."""
+    loss_tokens: IntArray | None = None
+    """int64 [N], tokens of each sequence that count for the loss; None where only lengths are known."""
+    num_ranks: int
+    """Data-parallel ranks."""
+    num_draws: int
+    """`next` calls per rank."""
+    capacity: int
+    """Tokens that a pack may hold."""
+    cost: PackCost
+    """To balance by."""
+    microbatch_multiple: int = 1
+    """Microbatches per rank must be a multiple of this."""
+    model: StepModel = field(default_factory=StepModel)
+    """How the layout makes ranks wait for one another."""
+    seed: int = 0
+    """Of the run: with `step`, what a scheduler's random choices must come from, so that a resumed run repeats them."""
+    step: int = 0
+    """Number of the optimizer step that the batch is for, from 0."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "capacity", "microbatch_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        limits: dict[str, tuple[int, int | None]] = {
+            "lengths": (1, None),
+            "source_rank": (0, self.num_ranks),
+            "source_draw": (0, self.num_draws),
+            "steps_delayed": (0, None),
+            "loss_tokens": (0, None),
+        }
+        for name, (low, high) in limits.items():
+            if getattr(self, name) is not None:
+                _check_array(name, getattr(self, name), len(self.lengths), low, high)
+                # A scheduler that sorts them in place would schedule other sequences than those that are packed.
+                read_only = getattr(self, name).view()
+                read_only.flags.writeable = False
+                object.__setattr__(self, name, read_only)
+        if self.model.num_virtual_stages > 1 and self.microbatch_multiple % self.model.stage_group:
+            raise ValueError(
+                f"microbatch_multiple must be a multiple of the model's stage_group, {self.model.stage_group}, "
+                f"in an interleaved pipeline, but is {self.microbatch_multiple}"
+            )
+        for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
+            raise CapacityError(
+                f"sequence {i} of the global batch (rank {self.source_rank[i]}, draw {self.source_draw[i]}) has "
+                f"{self.lengths[i]} tokens, but a pack holds {self.capacity}; "
+                f"raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
+            )
+
+    @cached_property
+    def sorted(self) -> Sorted:
+        """The sequences, the longest first."""
+        order = sorted_order(-self.lengths)
+        length = self.lengths[order]
+        return Sorted(order, length, self.cost.of_sequences(length))
+
+    @cached_property
+    def fewest_microbatches(self) -> int:
+        """No schedule has fewer per rank: a bound, which may be below what is possible."""
+        packs = fewest_packs(self.sorted.length, self.capacity)
+        return rounded_up(packs / self.num_ranks, self.microbatch_multiple)
+
+    @cached_property
+    def bound(self) -> float:
+        """Modelled time that no schedule is below, in the unit of the cost; in pipelines no schedule of even packs."""
+        return step_bound(self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model)
+
+    def pack_costs(self, schedule: Schedule) -> FloatArray:
+        """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included."""
+        num_packs = schedule.num_ranks * schedule.num_microbatches
+        costs = np.full(num_packs, self.cost.fixed)
+        costs += np.bincount(schedule.pack, weights=self.cost.of_sequences(self.lengths), minlength=num_packs)
+        return costs.reshape(schedule.num_ranks, -1)
+
+    def time_of(self, schedule: Schedule) -> float:
+        """Modelled time of the step (`StepModel.time_of`), in the unit of the cost."""
+        return self.model.time_of(self.pack_costs(schedule))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where each sequence goes: pack `microbatch[i]` of rank `rank[i]`. Both are int64 [N]."""
+
+    rank: IntArray
+    microbatch: IntArray
+    num_ranks: int
+    num_microbatches: int
+    """Per rank, equal on all ranks."""
+    context_parallel_size: IntArray | None = None
+    """int64 [num_ranks, num_microbatches], of each pack. Only None, the layout's everywhere, is trained so far."""
+
+    @property
+    def pack(self) -> IntArray:
+        """int64 [N], rank * num_microbatches + microbatch of each sequence."""
+        return self.rank * self.num_microbatches + self.microbatch
+
+    def packs_of(self, rank: int) -> list[IntArray]:
+        """Sequence ids of each microbatch of `rank`: num_microbatches arrays, ascending, int64, maybe empty."""
+        ids = np.flatnonzero(self.rank == rank)
+        by_microbatch = np.argsort(self.microbatch[ids], kind="stable")
+        ends = np.cumsum(np.bincount(self.microbatch[ids], minlength=self.num_microbatches))
+        return np.split(ids[by_microbatch], ends[:-1])
+
+
+class Scheduler(Protocol):
+    """A function from request to schedule that keeps the invariants in this module's docstring.
+
+    One rank calls it, and the others are told. Random choices come from the request's `seed` and `step`, so that a run
+    that is resumed repeats them.
+    """
+
+    def __call__(self, request: ScheduleRequest, /) -> Schedule: ...
+
+
+def check_schedule(request: ScheduleRequest, schedule: Any) -> None:
+    """ValueError if `schedule` is none, or breaks an invariant of this module's docstring."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"a scheduler must return a Schedule, but returned {schedule!r:.80}")
+    for name in ("num_ranks", "num_microbatches"):
+        number = getattr(schedule, name)
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise ValueError(f"schedule.{name} must be an int, but is {number!r:.80}")
+    if schedule.num_ranks != request.num_ranks:
+        raise ValueError(f"schedule must be for {request.num_ranks} ranks, but is for {schedule.num_ranks}")
+    num_microbatches, multiple = schedule.num_microbatches, request.microbatch_multiple
+    if num_microbatches < 1 or num_microbatches % multiple:
+        raise ValueError(f"microbatches per rank must be a positive multiple of {multiple}, but are {num_microbatches}")
+    most = rounded_up(max(request.lengths.size, request.num_draws), multiple)
+    if num_microbatches > most:  # memory would end before time does
+        raise ValueError(f"microbatches per rank must be at most {most}, but are {num_microbatches}")
+    _check_array("schedule.rank", schedule.rank, request.lengths.size, 0, request.num_ranks)
+    _check_array("schedule.microbatch", schedule.microbatch, request.lengths.size, 0, num_microbatches)
+    if schedule.context_parallel_size is not None:
+        raise ValueError("schedule.context_parallel_size must be None: all packs have the layout's so far")
+    check_capacity(request, schedule)
+
+
+def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
+    """CapacityError if a pack of `schedule` holds more than the capacity."""
+    tokens = np.zeros(schedule.num_ranks * schedule.num_microbatches, np.int64)
+    np.add.at(tokens, schedule.pack, request.lengths)
+    fullest = int(tokens.argmax())
+    if tokens[fullest] > request.capacity:
+        rank, microbatch = divmod(fullest, schedule.num_microbatches)
+        raise CapacityError(
+            f"microbatch {microbatch} of rank {rank} has {tokens[fullest]} tokens, but a pack holds "
+            f"{request.capacity}; raise --max-seqlen-per-dp-cp-rank or use --sequence-packing-scheduler default"
+        )
+
+
+def sorted_order(values: IntArray) -> IntArray:
+    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`, several times faster.
+
+    16-bit numbers are sorted stably in linear time, so longer ones are by the low half first, then by the high one.
+    """
+    above = values - values.min(initial=0)
+    order = np.argsort(above.astype(np.uint16), kind="stable")  # the cast takes the low bits
+    for shift in range(16, int(above.max(initial=0)).bit_length(), 16):
+        order = order[np.argsort((above >> shift).astype(np.uint16)[order], kind="stable")]
+    return order
+
+
+def rounded_up(number: float, multiple: int) -> int:
+    """`number` raised to the next positive multiple of `multiple`."""
+    return max(1, math.ceil(number / multiple)) * multiple
+
+
+def _check_array(name: str, values: Any, size: int, low: int, high: int | None) -> None:
+    """ValueError unless `values` is int64 [size] with each element at least `low` and below `high`."""
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{name} must be a numpy array, int64 [{size}], but is {values!r:.80}")
+    if values.dtype != np.int64 or values.shape != (size,):
+        raise ValueError(f"{name} must be int64 [{size}], but is {values.dtype} {list(values.shape)}")
+    if size and (values.min() < low or (high is not None and values.max() >= high)):
+        limit = f"at least {low}" + ("" if high is None else f" and below {high}")
+        raise ValueError(f"{name} must be {limit}, but spans {values.min()} to {values.max()}")
