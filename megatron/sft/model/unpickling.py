@@ -29,6 +29,7 @@ _KNOWN = {
     },
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # as Python 3.13 names it
 }
 """Module -> what `.metadata` is made of, by torch 2.6 to 2.13 and megatron-core 0.16 to 0.19."""
 
