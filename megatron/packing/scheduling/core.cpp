@@ -207,7 +207,7 @@ class Trades {
     Int to_pack;
   };
   struct Offer {
-    Int sequence, length, longest;  // its pack has room for one of so many tokens in its stead
+    Int sequence, length, longest;  // its pack can hold one of so many tokens instead
     double cost;
   };
 

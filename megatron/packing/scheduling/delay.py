@@ -71,6 +71,6 @@ def outliers_to_delay(
 
 
 def capacity_that_matters(model: StepModel, capacity: int, lengths: IntArray) -> int:
-    """What `outliers_to_delay` takes: the packs' capacity, or room for all where only the sums of ranks count."""
+    """What `outliers_to_delay` takes: the packs' capacity, or the tokens of all where only the sums of ranks count."""
     only_ranks_matter = model.num_stages == 1 and not model.ranks_meet
     return max(int(lengths.sum()), 1) if only_ranks_matter else capacity

@@ -147,7 +147,7 @@ def long_tailed(num_batches: int, num_sequences: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(("mode", "at_most"), [("ranks", 0.75), ("pipeline", 0.75), ("ranks that meet", 0.75)])
 def test_waiting_shortens_the_modelled_time_on_a_long_tail(mode, at_most):
     """It is what outliers wait for; without it they would lose freshness for nothing."""
-    batches = long_tailed(20, 128)
+    batches = long_tailed(12, 128)
     without, with_delay = (Played(batches, 8, max_steps, MODELS[mode]) for max_steps in (0, 4))
     assert with_delay.time <= at_most * without.time
     delays = with_delay.delays()
