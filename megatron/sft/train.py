@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import tee
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.packing.model.pipeline import PackedLosses, packed
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.groups import is_drawing_rank
+from megatron.packing.step.settings import PackingOptions
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
@@ -149,6 +151,9 @@ class Trainer:
         timer = self._timers("step", log_level=0)
         timer.start()
         counted = self._stream.counts
+        if self._packing:
+            shared = get_model_config(self._training.model[0])
+            shared.sequence_packing_options = replace(PackingOptions.of(shared), step=self._progress.iteration)
         losses, data_seconds, passes_seconds = self._passes(data)
         reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
         check_loss(reduced, losses, self._names, self._step_name())

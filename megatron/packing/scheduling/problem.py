@@ -127,7 +127,7 @@ class ScheduleRequest:
     def pack_costs(self, schedule: Schedule) -> FloatArray:
         """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included."""
         num_packs = schedule.num_ranks * schedule.num_microbatches
-        costs = np.full(num_packs, self.cost.fixed)
+        costs = np.full(num_packs, float(self.cost.fixed))
         costs += np.bincount(schedule.pack, weights=self.cost.of_sequences(self.lengths), minlength=num_packs)
         return costs.reshape(schedule.num_ranks, -1)
 

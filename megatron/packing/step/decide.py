@@ -113,6 +113,8 @@ def decide(
             microbatch_multiple=settings.microbatch_multiple,
             cost=settings.cost,
             model=settings.model,
+            seed=settings.seed,
+            step=settings.step,
         )
         schedule = get_scheduler(settings.scheduler)(request)
         check_schedule(request, schedule)

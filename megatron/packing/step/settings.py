@@ -27,6 +27,11 @@ class PackingOptions:
     """What packs cost; None: FLOPs."""
     delay_queue: DelayQueue | None = None
     """Where outliers are delayed; its state belongs in a script's checkpoints. None: nothing is delayed."""
+    seed: int = 0
+    step: int = 0
+    """Of the run, and the number of the step: where a scheduler's random choices come from, so that a resumed run
+    repeats them. Whoever owns the loop sets the step.
+    """
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
@@ -39,7 +44,7 @@ class PackingSettings:
     """What decides how a global batch is packed, besides its lengths; equal on all ranks."""
 
     scheduler: str
-    """A name in `schedulers.SCHEDULERS`, or module:function."""
+    """A name in `registry.SCHEDULERS`, or module:function."""
     alignment: Alignment
     capacity: int
     """Tokens that a pack may hold, whole alignment units."""
@@ -50,6 +55,9 @@ class PackingSettings:
     cost: PackCost
     model: StepModel
     """How data-parallel ranks and pipeline stages wait for one another."""
+    seed: int = 0
+    step: int = 0
+    """See `PackingOptions`."""
 
     @classmethod
     def of(
@@ -81,6 +89,8 @@ class PackingSettings:
             over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
             cost=options.cost or cost_of(config),
+            seed=options.seed,
+            step=options.step,
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,

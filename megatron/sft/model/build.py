@@ -114,7 +114,9 @@ def build_transformer_config(
     if packing.sequence_packing:
         # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
         transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
-        transformer_config.sequence_packing_options = PackingOptions(over_length_policy=packing.over_length_policy)  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_options = PackingOptions(
+            over_length_policy=packing.over_length_policy, seed=config.training.seed
+        )  # type: ignore[attr-defined]
     return transformer_config
 
 

@@ -1,6 +1,7 @@
 """What one rank decides for all: every sequence placed once, and whatever a scheduler does becomes one error."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -48,6 +49,24 @@ def test_every_sequence_has_a_place() -> None:
             here = (decision.rank == rank) & (decision.microbatch == microbatch)
             assert packs[rank][microbatch] == decision.lengths[here].tolist()
     assert decision.delays == []
+
+
+def test_a_scheduler_hears_all_that_is_known() -> None:
+    """A scheduler that draws at random repeats a resumed run's choices by seed and step only."""
+    heard: list[ScheduleRequest] = []
+
+    def scheduler(request: ScheduleRequest) -> Schedule:
+        heard.append(request)
+        return Schedule(request.source_rank.copy(), np.zeros_like(request.source_rank), request.num_ranks, 1)
+
+    with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
+        counts = {"num_loss_tokens": np.array([3, 1]), "steps_delayed": np.array([2, 0])}
+        decide([offer(5, 2, **counts), offer(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2)
+    (request,) = heard
+    assert (request.seed, request.step) == (8, 31)
+    assert request.loss_tokens is not None
+    assert request.steps_delayed is not None
+    assert (request.loss_tokens.tolist(), request.steps_delayed.tolist()) == ([3, 1, 0], [2, 0, 0])
 
 
 def test_an_outlier_without_company_waits() -> None:
@@ -114,5 +133,5 @@ def test_a_scheduler_that_fails_is_one_error(scheduler: Any, words: str) -> None
         mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler),
         pytest.raises(GlobalBatchError) as error,
     ):
-        decide([offer(64), offer(64)], 1, SETTINGS.__class__(**{**vars(SETTINGS), "scheduler": "mine"}), None)
+        decide([offer(64), offer(64)], 1, replace(SETTINGS, scheduler="mine"), None)
     assert words in str(error.value)
