@@ -47,6 +47,8 @@ _SWEPT, _SWEPT_OF_MORE = 12, 7
 """Numbers of microbatches tried, ever further apart, of a few sequences and of more; then those beside the best."""
 _EXCESSES = (1.004, 1.03, 1.1, 1.2, 1.3)
 """Times over the bound that are tried one after the other."""
+_AS_GOOD = 1.001
+"""Times the quickest time, within which fewer microbatches are preferred: empty packs count for little in the model."""
 _IMPROVED = 4
 """The best numbers, which are looked into."""
 _ROUNDS = 3
@@ -65,7 +67,7 @@ def even_pipelines(request: ScheduleRequest, numbers: list[int]) -> Placed:
     sample = _sample(request)
     swept = _swept(sample, tight if sample is request else _tight(sample), numbers, is_quick=size > _FEW)
     if sample is request and size <= _FEW:
-        return min((search.improved(placed) for placed, search in swept[:_IMPROVED]), key=_time)
+        return _fewest_as_good([search.improved(placed) for placed, search in swept[:_IMPROVED]])
     # The fewer ranks there are in the sample, the less it says.
     is_sure = sample is not request and sample.num_ranks > 2 * _SAMPLED_RANKS
     if sample is not request:
@@ -122,7 +124,15 @@ def _swept(
     for one, other in pairwise(places[max(best - 1, 0) : best + 2]):
         if (one + other) // 2 not in found:
             attempt((one + other) // 2)
-    return sorted(found.values(), key=lambda entry: entry[0].time)
+    by_time = sorted(found.values(), key=lambda entry: entry[0].time)
+    fewest = _fewest_as_good([placed for placed, _ in by_time])
+    return sorted(by_time, key=lambda entry: entry[0] is not fewest)
+
+
+def _fewest_as_good(placed: list[Placed]) -> Placed:
+    """The one of the fewest microbatches among those about as quick as the quickest."""
+    enough = min(each.time for each in placed) * _AS_GOOD
+    return min((each for each in placed if each.time <= enough), key=lambda each: each.num_microbatches)
 
 
 def _time(placed: Placed) -> float:
