@@ -1,17 +1,15 @@
 """From records in files to one resumable stream. Knows no tokens, no torch.distributed.
 
-    load_dataset, get_train_dataset ...   load, dataset_loader: the functions that users begin with
-      metadataset.yaml                    metadataset, metadataset_file, yaml_*: what is blended, as a tree of values
-      folders and files                   sources, webdataset, jsonl, parquet, indexed, files: (source, index) -> record
-      a record                            decode, field_map, loads, leaves, join, file_store: -> sample
-      a sample                            task_encoder, default_encoder, cooking, seeding, samples, collate: -> batch
-    BlendDataset, MapDataset ...          datasets: streams made of streams, any output by its position
-      which comes next                    order, shares, planned, blend: functions of (seed, place, epoch, index)
-      what is left out or packed          lane, failures
-    get_loader, get_savable_loader        loader: ranks and workers, prefetch, state
-    python -m megatron.blending prepare   prepare: the index files beside data
+    formats        bytes on disk <-> records: files, prepared folders, media apart
+    metadatasets   YAML -> a tree of frozen values
+    order          pure: (seed, node, epoch, position) -> which source, which record; proportions of blends
+    streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs and groups in sequence
+    encoding       record -> sample -> batch: task encoders, cookers
+    loading        open by path; loaders over ranks and worker processes, their state
+    python -m megatron.blending prepare   writes the index files beside data
 
-Names are imported when they are used: `import megatron.blending` costs nothing.
+Each folder knows those above it only; README.md beside this file is the map. Names are imported when they are used:
+`import megatron.blending` costs nothing.
 """
 
 import importlib
@@ -20,8 +18,13 @@ from typing import Any
 _MODULES = {
     "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
     "loading.dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
-    "streams.datasets": """BatchDataset BlendDataset ConcatDataset EpochizeDataset FilterDataset GroupBatchDataset
-        SourceDataset LimitDataset MapDataset MixBatchDataset PackingDataset RepeatDataset ShuffleBufferDataset""",
+    "streams.batching": "BatchDataset MixBatchDataset",
+    "streams.choice": "BlendDataset ConcatDataset",
+    "streams.group_batch": "GroupBatchDataset",
+    "streams.mapping": "FilterDataset MapDataset",
+    "streams.packing_buffer": "PackingDataset",
+    "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
+    "streams.source": "SourceDataset",
     "streams.node": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample",

@@ -1,6 +1,6 @@
-"""tensor. Several values of one kind into one: stacked (samples into a batch) or concatenated (batches into a batch).
+"""tensor. This makes one value of several of a kind: samples are stacked into a batch, batches concatenated.
 
-Torch is imported only where a tensor is met: a stream of text never waits for it.
+Torch is imported only where a tensor is met: a stream of text never imports it.
 """
 
 import dataclasses

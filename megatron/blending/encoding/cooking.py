@@ -1,4 +1,4 @@
-"""pure. From the parts of a crude record to a sample: which of an encoder's cookers, and how it is called."""
+"""pure. A cooker makes a sample of the parts of a crude record; here it is chosen and called."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""pure. The task encoder that most are derived from: it converts samples and batches to the types that it is given."""
+"""pure. DefaultTaskEncoder, which most are derived from, converts samples and batches to the types it is given."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

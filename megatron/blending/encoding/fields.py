@@ -1,4 +1,4 @@
-"""pure. Samples and batches as what they have in common: named fields, of a dataclass, a named tuple or a dict."""
+"""pure. Samples and batches have named fields in common: of a dataclass, a named tuple or a dict."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

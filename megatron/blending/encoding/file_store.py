@@ -1,4 +1,4 @@
-"""pure. Files by name, beside a stream: what cookers read media from.
+"""pure. A store gives files by name, beside a stream: cookers read media from it.
 
 A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, or a folder of plain files.
 """

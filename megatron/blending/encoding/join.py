@@ -1,4 +1,4 @@
-"""pure. Several sources whose samples of equal key make one: the first gives keys and order, the others are looked up.
+"""pure. A join makes one sample of those of equal key: the first source gives keys and order, the others are searched.
 
 Nothing is precomputed: the partners of a block of samples are found by the `index.sqlite` of each source, at about 20
 microseconds per sample and source.

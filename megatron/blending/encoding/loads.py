@@ -1,4 +1,4 @@
-"""pure. From a record, as its source reads it, to a sample: what a SourceDataset calls. All may be pickled."""
+"""pure. A SourceDataset calls these to make a sample of a record. All may be pickled."""
 
 import os
 from collections.abc import Callable, Iterable

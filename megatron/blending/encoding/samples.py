@@ -1,4 +1,4 @@
-"""pure. What a stream is made of: samples, by kind, and batches of them. Fields are those that energon's users know.
+"""pure. A stream is made of samples, by kind, and batches of them. Fields are those that energon's users know.
 
 `__key__` names a sample within its source, `__restore_key__` is (place of the source in the blend, position in its
 stream, record), `__subflavors__` are what the metadataset says of the source, `__sources__` where the bytes lie.
@@ -42,7 +42,7 @@ class _Fields:
         return map_tensors(self, lambda tensor: tensor.pin_memory())
 
     def to_device(self, device: Any) -> Self:
-        """Return a copy whose tensors are on `device`, sent without waiting for the copy."""
+        """Return a copy whose tensors are on `device`, sent without a wait for the copy."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     @classmethod

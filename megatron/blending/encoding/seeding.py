@@ -1,4 +1,4 @@
-"""pure. What a user says about a function that samples go through, and random numbers that do not depend on the past.
+"""pure. @stateless says what a function is like; here it gets random numbers that do not depend on the past.
 
 Every function is called as if it were stateless: a sample that is read again after a restore is encoded again.
 """
@@ -41,16 +41,6 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
 def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as it is to be called: seeded if it is marked so, else itself, at no cost."""
     return Seeded(function) if getattr(function, "__restore_seeds__", False) else function
-
-
-def seeded_function_of(node: Any) -> Any:
-    """Return a function of a node of a stream that is called with seeds, or None."""
-    held = [*vars(node).values(), getattr(getattr(node, "load", None), "cook", None)]
-    for function in held:
-        function = getattr(function, "func", function)
-        if isinstance(function, Seeded):
-            return function.function
-    return None
 
 
 class Seeded:

@@ -1,4 +1,4 @@
-"""pure. Where samples were read: of one, and of those in a batch."""
+"""pure. A SourceInfo says where a sample was read, Sources where those of a batch were."""
 
 from __future__ import annotations
 

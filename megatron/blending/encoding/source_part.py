@@ -1,4 +1,4 @@
-"""pure. A part of a source, as a source."""
+"""pure. A SourcePart is consecutive records of a source, as a source."""
 
 from collections.abc import Sequence
 

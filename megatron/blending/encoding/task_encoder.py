@@ -1,4 +1,4 @@
-"""pure. What a task makes of records: cook, encode, pack, batch; and how these steps become nodes of a stream.
+"""pure. A TaskEncoder says how a task cooks, encodes, packs and batches; the steps become nodes of a stream.
 
 A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with packing):
     cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->  postencode_sample
@@ -12,17 +12,12 @@ from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
 from megatron.blending.encoding.seeding import with_seeds
-from megatron.blending.streams.datasets import (
-    BatchDataset,
-    BlendDataset,
-    ConcatDataset,
-    EpochizeDataset,
-    GroupBatchDataset,
-    LimitDataset,
-    MapDataset,
-    PackingDataset,
-    RepeatDataset,
-)
+from megatron.blending.streams.batching import BatchDataset
+from megatron.blending.streams.choice import BlendDataset, ConcatDataset
+from megatron.blending.streams.group_batch import GroupBatchDataset
+from megatron.blending.streams.mapping import MapDataset
+from megatron.blending.streams.packing_buffer import PackingDataset
+from megatron.blending.streams.positions import EpochizeDataset, LimitDataset, RepeatDataset
 
 T_sample = TypeVar("T_sample")
 T_encoded_sample = TypeVar("T_encoded_sample")

@@ -1,4 +1,4 @@
-"""pure. A part of a sample, its name and its bytes, to a value; libraries are imported when a part needs them.
+"""pure. This decodes a part of a sample, by its name; libraries are imported when a part needs them.
 
 The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array, jpg -> image ... ; a
 part of any other name stays bytes. Nothing that a file holds is executed, so pickles are refused unless allowed.

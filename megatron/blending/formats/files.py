@@ -1,4 +1,4 @@
-"""pure. Files to be read in ranges of bytes: local ones by a memory map, and URLs through fsspec where it is installed.
+"""pure. This reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where it is installed.
 
 Invariants:
 - a read gives the bytes of the range, all of them, or raises; it moves no position that another thread or a forked
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from megatron.blending.formats.paths import URL
 
 LONG_BYTES = 1 << 18
-"""Of a range that is worth a call to have it fetched."""
+"""A range of so many bytes is fetched by a call of its own."""
 
 
 class File(Protocol):

@@ -1,4 +1,4 @@
-"""pure. Token sequences as Megatron's tools write them: the tokens in FILE.bin, their places in FILE.idx.
+"""pure. An IndexedSource reads token sequences as Megatron's tools write them: FILE.bin, and places in FILE.idx.
 
 Read by numpy alone. Layout of the index: b"MMIDIDX\\0\\0", version (uint64, 1), type of the tokens (uint8), number of
 sequences and of document bounds (uint64 each), then the lengths (int32), the places in bytes (int64), and the document

@@ -1,4 +1,4 @@
-"""pure. One JSON list of objects, parsed and held in memory as a whole: for small files."""
+"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files."""
 
 import json
 from collections.abc import Sequence

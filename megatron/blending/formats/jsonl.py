@@ -1,4 +1,4 @@
-"""pure. JSON Lines: one object per line, read in any order by the offsets of the lines.
+"""pure. A JsonlSource reads a file of one JSON object per line in any order, by the offsets of the lines.
 
 The offsets come from `FILE.idx`, as `python -m megatron.blending prepare` and energon write it, if it is there: in no
 time and no memory; else from a scan for line ends, at about 1 GB/s, which keeps 8 bytes per record.
@@ -157,7 +157,7 @@ def index_lines(
         starts = np.append(carried, np.flatnonzero(data == ord("\n")) + 1)
         carried, starts = starts[starts >= len(data)] - len(data), starts[starts < len(data)]
         found.append(starts + scan)
-        # Only a line that starts with white space can be blank: few do, so they are looked at one by one.
+        # Only a line that starts with white space can be blank: few do, so they are read one by one.
         suspects.append(data[starts] <= ord(" "))
     offsets = np.append(np.concatenate([np.zeros(0, np.int64), *found]), file.size)
     is_record = np.ones(len(offsets), np.bool_)

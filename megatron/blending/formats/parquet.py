@@ -1,4 +1,4 @@
-"""pure. The rows of a Parquet file, read in any order. Needs pyarrow."""
+"""pure. A ParquetSource reads the rows of a file in any order. It needs pyarrow."""
 
 import bisect
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""pure. Paths as files name one another: local or URL, relative to the file that names them."""
+"""pure. Files name one another by paths: local or URL, relative to the file that names them."""
 
 import os
 import posixpath

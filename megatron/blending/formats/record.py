@@ -1,4 +1,4 @@
-"""pure. What a source of records is: a fixed sequence of dicts, read in any order.
+"""pure. A source of records is a fixed sequence of dicts, read in any order.
 
 A source is read-only, may be pickled, and may be read by forked processes and by threads at the same time: no read
 moves a position that they share. A file that cannot be used at all is a ValueError when it is opened; a record that

@@ -1,4 +1,4 @@
-"""pure. Files of records, opened as the kind that the suffix names.
+"""pure. This opens files of records as the kind that the suffix names.
 
 jsonl       one JSON object per line
 json_array  a JSON list of objects

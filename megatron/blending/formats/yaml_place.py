@@ -1,4 +1,4 @@
-"""pure. Where in which YAML file: the start of every message about it, and the checks that make the messages."""
+"""pure. A Place says where in which YAML file, as every message about it begins, and makes the checks."""
 
 import difflib
 import math

@@ -1,4 +1,4 @@
-"""pure. A YAML file as plain values that remember their lines, with scalars as energon reads them.
+"""pure. This reads a YAML file as plain values that remember their lines, with scalars as energon reads them.
 
 Plain scalars: `true false yes no` are bools, `null ~` and nothing are None, digits are ints, and what has a point or an
 exponent is a float; all else is a str, also what YAML 1.1 makes of `on`, `012`, `1:30` and `2024-01-01`. Quoted is str.

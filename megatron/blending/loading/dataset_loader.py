@@ -1,4 +1,4 @@
-"""pure. What `load_dataset` returns: a path, or a metadataset, that gives its sources as data sets with weights."""
+"""pure. A DatasetLoader, or a metadataset, gives the sources of a path as data sets with weights."""
 
 import inspect
 import os
@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
-from megatron.blending.encoding.leaves import Reading, file_of, open_leaf
+from megatron.blending.encoding.source_entries import Reading, file_of, open_entry
 from megatron.blending.formats.paths import is_metadataset, read_text
 from megatron.blending.formats.prepared.nv_meta import read_split_names
 from megatron.blending.formats.yaml_place import nearest
@@ -16,8 +16,8 @@ from megatron.blending.metadatasets.metadataset import (
     Blend,
     Epochized,
     Join,
-    Leaf,
     Node,
+    SourceEntry,
     flattened,
     load_metadataset,
     multiplied,
@@ -40,12 +40,14 @@ class LoadedDataset(tuple[Any, Any]):
     dataset: Any
     weight: Any
     repetitions: float | None
-    leaf: Leaf | Join
+    entry: SourceEntry | Join
     """Where it came from."""
 
-    def __new__(cls, dataset: Any, weight: Any, leaf: Leaf | Join, repetitions: float | None = None) -> "LoadedDataset":
+    def __new__(
+        cls, dataset: Any, weight: Any, entry: SourceEntry | Join, repetitions: float | None = None
+    ) -> "LoadedDataset":
         self = super().__new__(cls, (dataset, weight))
-        self.dataset, self.weight, self.leaf, self.repetitions = dataset, weight, leaf, repetitions
+        self.dataset, self.weight, self.entry, self.repetitions = dataset, weight, entry, repetitions
         return self
 
 
@@ -77,24 +79,22 @@ class DatasetLoaderInterface:
         node = self.node(split_part, told)
         if reading is None:
             reading = Reading(encoder=DefaultTaskEncoder(), is_shuffled=training)
-        kind, leaves = flattened(node)
-        opened = [(open_leaf(leaf, reading, worker_config), share, leaf) for leaf, share in leaves]
+        kind, entries = flattened(node)
+        opened = [(open_entry(entry, reading, worker_config), share, entry) for entry, share in entries]
         if not training:
-            return LoadedDatasetList([LoadedDataset(d, 1.0, leaf) for d, _, leaf in opened], DatasetBlendMode.NONE)
+            return LoadedDatasetList([LoadedDataset(d, 1.0, entry) for d, _, entry in opened], DatasetBlendMode.NONE)
         return loaded_for_training(kind, opened, repeat)
 
 
 def loaded_for_training(
-    kind: type, opened: Sequence[tuple[Any, Any, Leaf | Join]], repeat: bool = True
+    kind: type, opened: Sequence[tuple[Any, Any, SourceEntry | Join]], repeat: bool = True
 ) -> LoadedDatasetList:
-    """Return sources (data set of one pass, share, leaf), of a tree of a `kind` (see `flattened`), as often as they are
-    read.
-    """
+    """Return sources (data set of one pass, share, entry) as often as a tree of a `kind` (`flattened`) says."""
     if kind is Epochized:
-        made = [_repeated(dataset, share, leaf) for dataset, share, leaf in opened if share]
+        made = [_repeated(dataset, share, entry) for dataset, share, entry in opened if share]
         return LoadedDatasetList([one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS)
     mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
-    return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, leaf) for d, share, leaf in opened], mode)
+    return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, entry) for d, share, entry in opened], mode)
 
 
 def split_names(path: str) -> set[str]:
@@ -108,15 +108,15 @@ def _endless(dataset: Any, repeat: bool) -> Any:
     return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
 
 
-def _repeated(dataset: Any, repetitions: Any, leaf: Leaf | Join) -> LoadedDataset:
+def _repeated(dataset: Any, repetitions: Any, entry: SourceEntry | Join) -> LoadedDataset:
     if not int(len(dataset) * repetitions):
         raise ValueError(
-            f"{leaf.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is none; "
+            f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is none; "
             "raise it, or leave the source out"
         )
     if repetitions != 1:
         dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)
-    return LoadedDataset(dataset, len(dataset), leaf, float(repetitions))
+    return LoadedDataset(dataset, len(dataset), entry, float(repetitions))
 
 
 class DatasetLoader(DatasetLoaderInterface):

@@ -1,4 +1,4 @@
-"""pure. From a path and a task encoder to a stream: the functions that users begin with.
+"""pure. The functions that users begin with make a stream of a path and a task encoder.
 
 A path is data (a prepared folder, .jsonl, .json, .parquet, .bin) or a metadataset (.yaml). For training, sources are
 repeated for ever and blended by their weights, or read through a given number of times per epoch (blend_epochized); for
@@ -18,7 +18,7 @@ from numbers import Integral
 from typing import Any
 
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
-from megatron.blending.encoding.leaves import Reading
+from megatron.blending.encoding.source_entries import Reading
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,

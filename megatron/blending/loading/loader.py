@@ -1,4 +1,4 @@
-"""pure. Where a training loop gets its loader."""
+"""pure. A training loop gets its loader here."""
 
 from typing import Any, TypeVar
 

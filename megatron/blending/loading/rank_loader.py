@@ -1,4 +1,4 @@
-"""pure. The stream as a training loop sees it: batches of this rank, from workers, to be saved and restored anywhere.
+"""pure. A Loader gives a training loop the batches of its rank, from workers; it is saved and restored anywhere.
 
 Invariants, for any numbers of ranks and workers before and after:
 - a loader that begins, or is restored, at output g gives on rank r the outputs g + r, g + r + world_size, ...: so
@@ -9,18 +9,17 @@ Invariants, for any numbers of ranks and workers before and after:
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from megatron.blending.loading.compact import compact, expanded
-from megatron.blending.loading.crew import Crew, check_threads, warn_of_shared_lanes
-from megatron.blending.loading.given_states import checked_states
-from megatron.blending.loading.loader_state import VERSION, State, is_taken, merge_states
-from megatron.blending.loading.pinning import may_pin, pinned
+from megatron.blending.encoding.collate import map_tensors
 from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
+from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
 from megatron.blending.streams.arguments import check_count
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
@@ -51,19 +50,17 @@ class Loader(Generic[T_co]):
         found = dataset.found_config() if worker_config is None else worker_config
         self.config: WorkerConfig = WorkerConfig() if found is None else found
         check_worker_config(self.config)
-        if self.config.num_workers and self.config.worker_kind == "thread":
-            check_threads(dataset)
         self._stream = Stream(dataset, self.config)
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
         self._pins = (self.config.num_workers > 0 if pin_memory is None else pin_memory) and may_pin()
-        self._lanes: dict[str, Any] = {}
+        self._shards: dict[str, Any] = {}
         self._heads: dict[int, Message] = {}
         self._counts: dict[int, tuple[int, int]] = {}
         self._ahead: list[Any] = []
         self._slot = self._start = 0
         self._is_over = self._has_drawn = self._is_started = False
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
         self._failure_log = FailureLog()
         self._warned_of = 0
         self._begin_pass(0, 0)
@@ -104,12 +101,12 @@ class Loader(Generic[T_co]):
 
         A few hundred bytes, some tens per source, and one to four for each sample that open buffers hold.
         """
-        self._keep_lanes()
+        self._keep_shards()
         return {
             "version": VERSION,
             "rank": self.config.this_rank,
             "world_size": self.config.num_ranks,
-            "num_lanes": self._stream.num_lanes,
+            "num_shards": self._stream.num_shards,
             "pass": self._pass,
             "epoch_start": self._epoch_start,
             "slot": self._slot,
@@ -117,8 +114,8 @@ class Loader(Generic[T_co]):
             "since": self._run_since(),
             "taken": [row for row in self._ahead if max(row[1]) > self._slot],
             "is_over": self._is_over,
-            "lanes": compact(self._lanes),
-            "positions": self._stream.leaf_positions(self._turn, self._lanes),
+            "shards": compact(self._shards),
+            "positions": self._stream.source_positions(self._turn, self._shards),
             "stream": self._stream.described(),
         }
 
@@ -126,7 +123,7 @@ class Loader(Generic[T_co]):
         """Continue from a state, or from the states of all ranks, whose number then does not matter; at any time.
 
         If the state is of another stream: ValueError naming what differs; or, with `on_change="remap"`, each source
-        goes on from where that of its name stood, in the order that it had, and new ones begin. Then what lanes held
+        goes on from where that of its name stood, in the order that it had, and new ones begin. Then what shards held
         back is given up, and weights start anew.
         """
         if on_change not in ("error", "remap"):
@@ -143,7 +140,7 @@ class Loader(Generic[T_co]):
             self._stream.continue_by_name(merged, str(difference))
             self._begin_pass(0, 0)
             return
-        self._stream.continue_as(merged["stream"], merged["num_lanes"])
+        self._stream.continue_as(merged["stream"], merged["num_shards"])
         self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]
         if self._stream.root.goes_on and self._stream.binding.is_size_of_ranks:
@@ -152,7 +149,7 @@ class Loader(Generic[T_co]):
             self._epoch_start = self._base - turns * self.config.num_ranks
         self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
         self._since = merged["since"]
-        self._lanes = {number: lane for number, lane in merged["lanes"].items() if self._runs(int(number))}
+        self._shards = {number: shard for number, shard in merged["shards"].items() if self._runs(int(number))}
 
     def save_state_rank(self) -> State:
         """As `state_dict`, under energon's name."""
@@ -176,7 +173,7 @@ class Loader(Generic[T_co]):
             raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()
         self._catch_up()
-        self._stream.change_weights(weights, blend, here, self._lanes)
+        self._stream.change_weights(weights, blend, here, self._shards)
 
     # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
 
@@ -190,11 +187,11 @@ class Loader(Generic[T_co]):
 
     def close(self) -> None:
         """Stop the workers."""
-        self._keep_lanes()
+        self._keep_shards()
         self._since, self._start = self._run_since(), self._slot
-        if self._crew is not None:
-            self._crew.close()
-        self._crew = None
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
         self._heads = {}
         self._is_started = False
 
@@ -224,7 +221,7 @@ class Loader(Generic[T_co]):
         self._since = base
         self._epoch_start = self._count = 0
         self._ahead = []
-        self._lanes, self._heads, self._counts = {}, {}, {}
+        self._shards, self._heads, self._counts = {}, {}, {}
         self._is_over = self._has_drawn = self._is_started = False
 
     def _draw(self) -> Any:
@@ -234,12 +231,12 @@ class Loader(Generic[T_co]):
             num_over = self._turn - self._epoch_start
             if num_over and num_over + ranks > (self._stream.root.size or 0):
                 raise StopIteration
-        crew = self._started()
+        pool = self._started()
         while True:
             worker = (self._slot - self._base) // ranks % num_workers
             head = self._heads.get(worker)
             if head is None:
-                head = self._heads[worker] = crew.next(worker)
+                head = self._heads[worker] = pool.next(worker)
             if head.slot == self._slot:
                 del self._heads[worker]
                 self._take_state(worker, head)
@@ -257,49 +254,62 @@ class Loader(Generic[T_co]):
             self._slot += ranks
 
     def _take_state(self, worker: int, message: Message) -> None:
-        for number, state in message.lanes.items():
-            self._lanes[str(number)] = state
+        for number, state in message.shards.items():
+            self._shards[str(number)] = state
         self._counts[worker] = message.num_failed, message.num_skipped
 
-    def _started(self) -> Crew:
-        if self._crew is None:
+    def _started(self) -> WorkerPool:
+        if self._pool is None:
             # Once: workers start anew with each change of weights.
-            if self._stream.num_lanes != self._warned_of:
-                self._warned_of = self._stream.num_lanes
-                warn_of_shared_lanes(self._stream.num_lanes, self.config)
-            self._crew = Crew(self._stream, self.config, self._prefetch_factor, self._failure_log)
+            if self._stream.num_shards != self._warned_of:
+                self._warned_of = self._stream.num_shards
+                warn_of_common_shards(self._stream.num_shards, self.config)
+            self._pool = WorkerPool(self._stream, self.config, self._prefetch_factor, self._failure_log)
         if not self._is_started:
-            lanes = {int(number): lane for number, lane in self._lanes.items()}
-            self._crew.start(self._pass, self._slot, lanes, self._base, self._since)
+            shards = {int(number): shard for number, shard in self._shards.items()}
+            self._pool.start(self._pass, self._slot, shards, self._base, self._since)
             self._is_started = True
-        return self._crew
+        return self._pool
 
-    def _keep_lanes(self) -> None:
-        states = self._crew.lane_states() if self._crew is not None and self._is_started else None
+    def _keep_shards(self) -> None:
+        states = self._pool.shard_states() if self._pool is not None and self._is_started else None
         if states is not None:
-            self._lanes = {str(number): state for number, state in states.items()}
+            self._shards = {str(number): state for number, state in states.items()}
 
     def _catch_up(self) -> None:
-        """Run shared lanes up to here, before the stream changes: with other weights they would read other samples."""
+        """Run shared shards up to here, before the stream changes: with other weights they would read other samples."""
         if self._since == self._turn:
             return
         failures = Failures(self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell)
         server = Server(
-            self._stream.root, self._stream.num_lanes, self.config.this_rank, self.config.num_ranks, failures
+            self._stream.root, self._stream.num_shards, self.config.this_rank, self.config.num_ranks, failures
         )
-        lanes = {int(number): lane for number, lane in self._lanes.items()}
-        server.start(self._pass, self._turn, lanes, self._base, self._since)
+        shards = {int(number): shard for number, shard in self._shards.items()}
+        server.start(self._pass, self._turn, shards, self._base, self._since)
         server.catch_up()
-        self._lanes = {str(number): lane for number, lane in server.lane_states().items()}
+        self._shards = {str(number): shard for number, shard in server.shard_states().items()}
         self._since = self._turn
 
     def _run_since(self) -> int:
-        """The first output that some worker may not have run in a lane which it shares: not before its own last one."""
-        seats = self.config.num_seats
-        have_all_given = self._slot - self._start >= seats
-        if self._stream.num_lanes % seats == 0:
+        """Return the first output that a worker may not have run in a shard that others run too."""
+        workers = self.config.num_workers_of_all
+        have_all_given = self._slot - self._start >= workers
+        if self._stream.num_shards % workers == 0:
             return self._turn if have_all_given else min(self._since, self._turn)
-        return max(0, self._turn - seats if have_all_given else self._since)
+        return max(0, self._turn - workers if have_all_given else self._since)
 
-    def _runs(self, lane: int) -> bool:
-        return (lane - self._slot) % math.gcd(self._stream.num_lanes, self.config.num_ranks) == 0
+    def _runs(self, shard: int) -> bool:
+        return (shard - self._slot) % math.gcd(self._stream.num_shards, self.config.num_ranks) == 0
+
+
+def may_pin() -> bool:
+    """Whether it can be done. Torch is not imported to find out: without it there are no tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_available()
+
+
+def pinned(value: Any) -> Any:
+    """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    return map_tensors(value, lambda tensor: tensor.pin_memory())

@@ -1,8 +1,8 @@
-"""pure. The outputs that one of `num_seats` servers makes of a stream: those of its slots, whatever the others do.
+"""pure. A server makes those outputs of a stream that are one worker's, whatever the others do.
 
-Seat s of S serves the slots k with (k - base) % S == s. Slots whose lane never left anything out are made in bulk, as
-arithmetic says; the others by their lanes. A lane has one server where S divides the number of lanes. Else several
-servers run it, each of which throws away what the others serve.
+Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out are made in bulk,
+as arithmetic says; the others in sequence, by their shards. A shard has one worker where W divides the number of
+shards. Else several run it, each of which throws away what the others serve.
 """
 
 import math
@@ -30,110 +30,115 @@ class Server:
     """Makes the outputs of its slots in order, one pass at a time."""
 
     def __init__(
-        self, root: SavableDataset[Any], num_lanes: int, seat: int, num_seats: int, failures: Failures | None = None
+        self,
+        root: SavableDataset[Any],
+        num_shards: int,
+        worker: int,
+        num_workers: int,
+        failures: Failures | None = None,
     ) -> None:
         """`root`: bound."""
         self.root = root
         self.failures = Failures() if failures is None else failures
-        self.num_lanes = num_lanes
-        self._seat = self._first_seat = seat
-        self._num_seats = num_seats
-        self._step = math.gcd(num_lanes, num_seats)
+        self.num_shards = num_shards
+        self._worker = self._first_worker = worker
+        self._num_workers = num_workers
+        self._step = math.gcd(num_shards, num_workers)
         self._size = None if root.goes_on else root.size
         self.changed: set[int] = set()
-        """Lanes whose state changed since it was last taken."""
+        """Shards whose state changed since it was last taken."""
         self.start(0, 0, {})
 
-    def start(self, pass_number: int, slot: int, lanes: dict[int, Any], base: int = 0, since: int = END) -> None:
-        """Go on with the first slot of this server from `slot` on. `lanes`: states of those that were out of step.
+    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int = 0, since: int = END) -> None:
+        """Go on with the first slot of this server from `slot` on. `shards`: states of those that were out of step.
 
-        `base`: the slot that is seat 0's. `since`: slots from here on may not have been run by who made the states.
+        `base`: the slot that is worker 0's. `since`: slots from here on may not have been run by who made the states.
         """
         self._pass = pass_number
-        self._seat = (self._first_seat + base) % self._num_seats
-        self._lanes = {number: self._lane(number, state) for number, state in lanes.items() if self._runs(number)}
+        self._worker = (self._first_worker + base) % self._num_workers
+        self._shards = {number: self._shard(number, state) for number, state in shards.items() if self._runs(number)}
         first = min(slot, since)
-        self._slot = first + (self._seat - first) % self._step
+        self._slot = first + (self._worker - first) % self._step
         self._length = _FIRST_PLANNED
         self._slots: list[int] = []
         self._plan: Plan | None = None
         self._at = 0
-        # Where lanes are shared, the states may be those of servers that had come less far.
-        behind = [lane.index * self.num_lanes + number for number, lane in self._lanes.items() if not lane.is_over]
+        # Where shards are shared, the states may be those of servers that had come less far.
+        behind = [shard.index * self.num_shards + number for number, shard in self._shards.items() if not shard.is_over]
         self._slot = min([self._slot, *behind])
         self._first_wanted = slot
 
     def next(self) -> Output:
-        """Make the next output of this seat. Output(END) for ever after the last one of the pass."""
+        """Make the next output of this worker. Output(END) for ever after the last one of the pass."""
         while (output := self._go_on()) is None:
             pass
         return output
 
     def catch_up(self) -> None:
-        """Run the lanes of this server up to the slot that it was started at, where another had come less far."""
+        """Run the shards of this server up to the slot that it was started at, where another had come less far."""
         while self._slot < self._first_wanted and self._go_on() is None:
             pass
 
     def _go_on(self) -> Output | None:
-        """Make the output of the next slot; None if it is not of this seat, not wanted, or there is none."""
+        """Make the output of the next slot; None if it is not of this worker, not wanted, or there is none."""
         slot = self._slot
-        number = slot % self.num_lanes
-        lane = self._lanes.get(number)
+        number = slot % self.num_shards
+        shard = self._shards.get(number)
         is_beyond = self._size is not None and slot >= self._size
-        if is_beyond and all(lane.is_over for lane in self._lanes.values()):
+        if is_beyond and all(shard.is_over for shard in self._shards.values()):
             return Output(END)
-        if (lane is None and is_beyond) or (lane is not None and self._is_done(lane, slot)):
+        if (shard is None and is_beyond) or (shard is not None and self._is_done(shard, slot)):
             self._slot += self._step
             return None
         counts = self.failures.num_failed, self.failures.num_skipped
         try:
-            if lane is None:
+            if shard is None:
                 value = self._take(slot)
             else:
                 self.changed.add(number)
-                value = lane.next()
+                value = shard.next()
         except ShardEnd:
             if self._size is None:
                 raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
             self._slot += self._step
             return None
         except _NotTaken:
-            self._lanes[number] = StreamShard(
+            self._shards[number] = StreamShard(
                 self.root,
                 number,
-                self.num_lanes,
+                self.num_shards,
                 self.failures,
                 pass_number=self._pass,
-                index=slot // self.num_lanes,
+                index=slot // self.num_shards,
             )
             return None
         self._slot += self._step
-        self.failures.succeeded(self._sources if lane is None else lane.sources)
-        if slot >= self._first_wanted and slot % self._num_seats == self._seat:
+        self.failures.succeeded(self._sources if shard is None else shard.sources)
+        if slot >= self._first_wanted and slot % self._num_workers == self._worker:
             return Output(slot, value)
         # Whoever serves it counts what was left out for it.
         self.failures.num_failed, self.failures.num_skipped = counts
         return None
 
-    def lane_states(self) -> dict[int, Any]:
-        """States of the lanes that are out of step."""
-        return {number: lane.state() for number, lane in self._lanes.items()}
+    def shard_states(self) -> dict[int, Any]:
+        """States of the shards that are out of step."""
+        return {number: shard.state() for number, shard in self._shards.items()}
 
     def changed_states(self) -> dict[int, Any]:
-        """Those of the lanes that changed since this was last asked for."""
+        """Those of the shards that changed since this was last asked for."""
         changed, self.changed = self.changed, set()
-        return {number: self._lanes[number].state() for number in changed}
+        return {number: self._shards[number].state() for number in changed}
 
-    def _is_done(self, lane: StreamShard, slot: int) -> bool:
-        return lane.is_over or lane.index * self.num_lanes + lane.number > slot
+    def _is_done(self, shard: StreamShard, slot: int) -> bool:
+        return shard.is_over or shard.index * self.num_shards + shard.number > slot
 
-    def _runs(self, lane: int) -> bool:
-        return lane % self._step == self._seat % self._step
+    def _runs(self, shard: int) -> bool:
+        return shard % self._step == self._worker % self._step
 
-    def _lane(self, number: int, state: list[Any]) -> StreamShard:
-        lane = StreamShard(self.root, number, self.num_lanes, self.failures, pass_number=self._pass)
-        lane.restore(state)
-        return lane
+    def _shard(self, number: int, state: list[Any]) -> StreamShard:
+        shard = StreamShard(self.root, number, self.num_shards, self.failures, pass_number=self._pass)
+        shard.restore(state)
+        return shard
 
     def _take(self, slot: int) -> Any:
         """The output of a slot by arithmetic; _NotTaken if it cannot be made so."""
@@ -158,14 +163,14 @@ class Server:
         return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
 
     def _plan_from(self, slot: int) -> None:
-        """Plan the next slots whose lanes are in step: few at first, so that the first output comes soon."""
+        """Plan the next slots whose shards are in step: few at first, so that the first output comes soon."""
         count = max(1, self._length // self.root.samples_per_output)
         self._length = min(2 * self._length, _MOST_PLANNED)
         slots = slot + self._step * np.arange(count, dtype=np.int64)
         if self._size is not None:
             slots = slots[slots < self._size]
-        if self._lanes:
-            slots = slots[[number not in self._lanes for number in (slots % self.num_lanes).tolist()]]
+        if self._shards:
+            slots = slots[[number not in self._shards for number in (slots % self.num_shards).tolist()]]
         first = 0 if self._size is None else self._pass * (self.root.num_positions or 0)
         self._plan = self.root.plan(first + slots, Block())
         self._slots = slots.tolist()

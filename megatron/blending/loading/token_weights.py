@@ -1,4 +1,4 @@
-"""pure. Weights that are shares of tokens: the mean length of each source's samples, and the weights in samples.
+"""pure. This turns weights in tokens into weights in samples, by the mean length of each source's samples.
 
 The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the result is the same on
 every rank. Where the index tells how many bytes each record has, the mean follows from that of the bytes, as tokens do
@@ -41,7 +41,7 @@ def by_tokens(
     """
     means = [mean_tokens(one, encoder) if one.weight or schedule else 1.0 for one in loaded]
     weights = weights_by_tokens([one.weight for one in loaded], means)
-    changed = [LoadedDataset(one.dataset, weight, one.leaf, one.repetitions) for one, weight in zip(loaded, weights)]
+    changed = [LoadedDataset(one.dataset, weight, one.entry, one.repetitions) for one, weight in zip(loaded, weights)]
     if schedule is not None:
         points = tuple((step, weights_by_tokens(weights, means)) for step, weights in schedule.points)
         schedule = WeightSchedule(points, schedule.outputs_per_step, schedule.kind, schedule.num_pieces)
@@ -60,18 +60,18 @@ def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -
 
 def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
     """Return the mean number of tokens per record of a source, as it comes out of the encoder."""
-    leaf = loaded.dataset
-    while leaf.children:
-        leaf = leaf.children[0]
+    entry = loaded.dataset
+    while entry.children:
+        entry = entry.children[0]
     step = next((step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)), None)
-    if isinstance(leaf.source, IndexedSource) and step is None and not encoder.uses("num_tokens"):
-        return float(np.mean(leaf.source.lengths))
-    places = sorted({probe * len(leaf.source) // _PROBES for probe in range(_PROBES)})
+    if isinstance(entry.source, IndexedSource) and step is None and not encoder.uses("num_tokens"):
+        return float(np.mean(entry.source.lengths))
+    places = sorted({probe * len(entry.source) // _PROBES for probe in range(_PROBES)})
     lengths: list[int] = []
     probed, fault = [], ""
     for place in places:
         try:
-            sample = leaf.load(leaf.source[place], ("probe", place, place))
+            sample = entry.load(entry.source[place], ("probe", place, place))
             made = sample if step is None else getattr(encoder, step)(sample)
             many = made if hasattr(made, "__next__") else [made]
             lengths.append(sum(encoder.num_tokens(one) for one in many))
@@ -84,8 +84,8 @@ def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
         except Exception as error:  # as in the stream: a sample that fails is left out
             fault = f"; the last: {type(error).__name__}: {' '.join(str(error).split())}"
     if not any(lengths):
-        raise ValueError(f"{loaded.leaf.where}: none of {len(places)} probed samples has tokens{fault}")
-    return _mean_by_bytes(leaf.source, probed, lengths) or sum(lengths) / len(lengths)
+        raise ValueError(f"{loaded.entry.where}: none of {len(places)} probed samples has tokens{fault}")
+    return _mean_by_bytes(entry.source, probed, lengths) or sum(lengths) / len(lengths)
 
 
 def _mean_by_bytes(source: RecordSource, places: Sequence[int], lengths: Sequence[int]) -> float | None:

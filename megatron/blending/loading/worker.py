@@ -1,22 +1,46 @@
-"""pure. What a worker does, in a process or a thread of its own: a server that works ahead of what it is asked for.
+"""pure. A worker process makes outputs ahead of what it is asked for, and sends them.
 
 A worker may have as many outputs on the way as it was given credit for. It is told to start anew at any time; outputs
-of before carry an older generation, and are thrown away by whoever gets them.
+of before carry an older generation, and are thrown away by whoever gets them. A sample that fails is told at once,
+ahead of the output that it was to be part of: it is known also if the worker then dies, hangs or gives up.
 
-A sample that fails is told at once, ahead of the output that it was to be part of: it is known also if the worker then
-dies, hangs or gives up.
+What is sent is a pickle, with large arrays and tensors beside it: by far most of a batch of images. They are written
+into shared memory without a name, whose descriptor follows through the socket, so that the rank maps it and copies
+nothing; it is gone when both have let go of it, whichever of them dies.
 """
 
 import contextlib
+import copyreg
+import faulthandler
+import gc
+import io
+import mmap
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from multiprocessing.reduction import send_handle
+from typing import Any, NamedTuple
 
+from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Server
+from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
 
-LEAVE_SECONDS = 3.0
-"""How long a worker that is told to stop is waited for."""
+MakeServer = Callable[[Callable[[Failure], None]], Server]
+"""Called with what is to be told of failures."""
+
+SMALL_BYTES = 4096
+"""A smaller buffer stays in the pickle."""
+SHARED_BYTES = 1 << 18
+"""From so many bytes of buffers on they go through shared memory: below, mapping it takes longer than copying."""
+_KEPT_BYTES = 1 << 20
+_PARENT_SECONDS = 2.0
+"""So often an idle worker finds out whether its parent still lives."""
 
 
 class Message(NamedTuple):
@@ -25,8 +49,8 @@ class Message(NamedTuple):
     generation: int
     slot: int
     value: Any
-    lanes: dict[int, Any]
-    """States of the lanes that it changed."""
+    shards: dict[int, Any]
+    """States of the shards that it changed."""
     num_failed: int
     num_skipped: int
     error: tuple[str, bool] | None = None
@@ -34,38 +58,107 @@ class Message(NamedTuple):
 
 
 class Start(NamedTuple):
+    """Where a worker is to begin anew."""
+
     generation: int
     pass_number: int
     slot: int
-    lanes: dict[int, Any]
+    shards: dict[int, Any]
     base: int
     since: int
 
 
-class Patience(NamedTuple):
-    """How long a worker may give nothing: until it is named in the log, until it is an error."""
+class Sender:
+    """Sends values over a multiprocessing connection.
 
-    slow_seconds: float
-    timeout_seconds: float
+    What it writes to is kept from one value to the next, up to a megabyte. Made anew each time, in pieces of ever other
+    sizes, it would scatter what else a worker holds over more and more memory: 0.4 MB per million samples of text.
+    """
+
+    def __init__(self, connection: Any, receiver: int) -> None:
+        """`receiver`: the id of the process at the other end."""
+        self._connection = connection
+        self._receiver = receiver
+        self._buffers: list[pickle.PickleBuffer] = []
+        self._file = io.BytesIO()
+        self._pickler = pickle.Pickler(self._file, protocol=5, buffer_callback=self._keep)
+
+    def send(self, value: Any) -> None:
+        if (torch := sys.modules.get("torch")) is not None:
+            self._pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
+        self._file.seek(0)
+        try:
+            self._pickler.dump(value)
+            views = [buffer.raw() for buffer in self._buffers]
+        finally:
+            # Else it would keep what it pickled.
+            self._pickler.clear_memo()
+            self._buffers.clear()
+        # Behind the pickle, which ends by itself: before it, they would have to be known, or all of it be copied.
+        self._file.write(struct.pack(f"<{len(views) + 1}Q", *(view.nbytes for view in views), len(views)))
+        num_bytes = self._file.tell()
+        with self._file.getbuffer() as pickled:
+            self._connection.send_bytes(pickled, size=num_bytes)
+        if is_shared(sum(view.nbytes for view in views)):
+            self._share(views)
+        else:
+            for view in views:
+                self._connection.send_bytes(view)
+        if num_bytes > _KEPT_BYTES:
+            self._file.truncate(0)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Put a large buffer aside: False tells the pickler so."""
+        if buffer.raw().nbytes < SMALL_BYTES:
+            return True
+        self._buffers.append(buffer)
+        return False
+
+    def _share(self, views: list[memoryview]) -> None:
+        handle = os.memfd_create("batch")
+        try:
+            os.ftruncate(handle, sum(aligned(view.nbytes) for view in views))
+            with mmap.mmap(handle, 0) as memory:
+                at = 0
+                for view in views:
+                    memory[at : at + view.nbytes] = view
+                    at += aligned(view.nbytes)
+            send_handle(self._connection, handle, self._receiver)
+        finally:
+            os.close(handle)
 
 
-class Worker(Protocol):
-    def start(self, start: Start) -> None: ...
-
-    def next(self) -> Message | Failure:
-        """Return the next output of the latest generation, or a sample, of any, that failed.
-
-        RuntimeError if the worker failed, died or hangs.
-        """
-
-    def close(self) -> None: ...
+def is_shared(num_bytes: int) -> bool:
+    """Return whether buffers of so many bytes together go through shared memory."""
+    return num_bytes >= SHARED_BYTES and hasattr(os, "memfd_create")
 
 
-MakeServer = Callable[[Callable[[Failure], None]], Server]
-"""Called with what is to be told of failures."""
+def aligned(num_bytes: int) -> int:
+    """Return how many bytes of shared memory a buffer takes: so that each begins where any type may."""
+    return -(-num_bytes // 64) * 64
 
 
-def serve(make_server: MakeServer, get: Callable[[bool], Any], put: Callable[[Message | Failure], None], ahead: int):
+def _reduced(value: Any) -> Any:
+    """How a tensor is pickled: its bytes as a buffer, where it is a plain one, else torch's own way."""
+    import torch
+
+    is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+    if not is_plain or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
+        return value.__reduce_ex__(5)
+    flat = value.contiguous().view(-1).view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(flat), str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    data = bytearray(buffer) if memoryview(buffer).readonly else buffer
+    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
+
+
+def serve(
+    make_server: MakeServer, get: Callable[[bool], Any], put: Callable[[Message | Failure], None], ahead: int
+) -> None:
     """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends an output."""
 
     def tell(failure: Failure) -> None:
@@ -108,7 +201,56 @@ def _failed(generation: int, error: Exception) -> Message:
     return Message(generation, -1, None, {}, 0, 0, (text, is_sample))
 
 
-def raise_error(name: str, message: Message) -> None:
-    if message.error is not None:
-        text, is_sample = message.error
-        raise (FatalSampleError if is_sample else RuntimeError)(f"{name}: {text}")
+def process_main(
+    make_server: MakeServer,
+    connection: Any,
+    to_close: list[Any],
+    ahead: int,
+    stack_file: str,
+    parent: int,
+    salt: tuple[int, str],
+) -> None:
+    """Run a worker. `salt`: seed and name, for random numbers of functions that are not seeded for each sample."""
+    # The end of the socket must be seen when the parent is gone, so no other process may hold it open.
+    for inherited in to_close:
+        inherited.close()
+    # What was inherited stays as it is: collections would go through all of it, and so copy its pages.
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
+    # Both have it open now. Were it the parent's to remove, it would stay when that is killed.
+    remove(stack_file)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # From now on this process may be asked where it stands.
+    print("started", file=stacks, flush=True)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+
+    def get(is_waiting: bool) -> Any:
+        while not poll.poll(_PARENT_SECONDS * 1000 if is_waiting else 0):
+            if not is_waiting:
+                return None
+            if os.getppid() != parent:
+                return "stop"
+        command = connection.recv_bytes()
+        told = pickle.loads(command) if command else "more"
+        if isinstance(told, Start):
+            # Else forked workers would all draw what their parent was about to.
+            seed, name = salt
+            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            seed_generators(salted_seed(seed, place) % 2**32)
+        return told
+
+    # The error is that the other end was closed.
+    with contextlib.suppress(EOFError, OSError):
+        serve(make_server, get, Sender(connection, parent).send, ahead)
+
+
+def remove(path: str) -> None:
+    """Remove a file that may be gone; or open, where that is an obstacle."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

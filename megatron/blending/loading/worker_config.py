@@ -1,4 +1,4 @@
-"""pure. Which part of the stream this process takes, and how it is worked on."""
+"""pure. A WorkerConfig says which part of the stream this process takes, and how it is worked on."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Any
 from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
-WORKER_KINDS = ("process", "thread")
 START_METHODS = ("fork", "spawn", "forkserver")
 
 
@@ -30,18 +29,15 @@ class WorkerConfig:
     process draws in functions that are not `@stateless(restore_seeds=True)`."""
     seed_offset: int = 0
     """Is added to the seed."""
-    num_lanes: int | None = None
+    num_shards: int | None = None
     """Part of what makes the stream, where samples are left out or packed: a state keeps it. A multiple of ranks times
-    workers costs least; but where a sample is left out the lane's own next one takes its place, and with packing each
-    lane has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under way: see `lanes_of`.
+    workers costs least; but where a sample is left out the shard's own next one takes its place, and with packing each
+    shard has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under way (`stream.py`).
     """
     failure_tolerance: int = DEFAULT_TOLERANCE
     """So many failures of a function in a row are fatal; 0: none ever is. `@stateless(failure_tolerance=...)` wins."""
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
     """Called with (error, sample, place) in place of the log, for a sample that failed; what it raises is fatal."""
-    worker_kind: str = "process"
-    """"process" or "thread". Threads share the generators of random numbers with the training loop, so that functions
-    marked `@stateless(restore_seeds=True)` are refused there."""
     start_method: str | None = None
     """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
@@ -56,9 +52,9 @@ class WorkerConfig:
         if self.rank is None:
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
-        for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_lanes", "failure_tolerance"):
+        for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_shards", "failure_tolerance"):
             value = getattr(self, name)
-            if value is None and name == "num_lanes":
+            if value is None and name == "num_shards":
                 continue
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, but is {value!r}")
@@ -70,14 +66,13 @@ class WorkerConfig:
                 raise ValueError(f"{name} must be a number above 0, but is {value!r}")
         if not 0 <= self.this_rank < self.num_ranks:
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
-        for name, least in (("num_workers", 0), ("num_lanes", 1), ("failure_tolerance", 0)):
+        for name, least in (("num_workers", 0), ("num_shards", 1), ("failure_tolerance", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, but is {value}")
-        for name, known in (("worker_kind", WORKER_KINDS), ("start_method", START_METHODS)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}; {nearest(value, known)}")
+        if self.start_method is not None and self.start_method not in START_METHODS:
+            told = f"but is {self.start_method!r}; {nearest(self.start_method, START_METHODS)}"
+            raise ValueError(f"start_method must be one of {', '.join(START_METHODS)}, {told}")
 
     @classmethod
     def default_worker_config(cls, num_workers: int = 4, data_parallel_group: Any = None) -> "WorkerConfig":
@@ -92,10 +87,12 @@ class WorkerConfig:
         return 1 if self.world_size is None else self.world_size
 
     @property
-    def num_seats(self) -> int:
+    def num_workers_of_all(self) -> int:
+        """Workers of all ranks together."""
         return self.num_ranks * max(1, self.num_workers)
 
-    def seat_of(self, worker: int) -> int:
+    def worker_of_all(self, worker: int) -> int:
+        """Return the number that a worker of this rank has among those of all ranks."""
         return self.this_rank + self.num_ranks * worker
 
 

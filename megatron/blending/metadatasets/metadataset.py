@@ -1,6 +1,6 @@
-"""pure. A metadataset, with the files that it names, as one tree of frozen values; nothing is opened but the YAML.
+"""pure. This reads a metadataset, with the files that it names, as a tree of frozen values; only YAML is opened.
 
-`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into the leaves: the
+`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into the entries: the
 split to read, subflavors (the outer wins), multipliers (their product; None wins, then -1) and parts of sources (a
 part of a part). A blend stays a level of the tree, as its weights are shares among its own children.
 """
@@ -66,7 +66,7 @@ EVERYTHING = Subset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class SourceEntry:
     """One source of records."""
 
     path: str
@@ -101,7 +101,7 @@ class Epochized:
 @dataclass(frozen=True)
 class JoinLeg:
     name: str | None
-    leaf: Leaf
+    entry: SourceEntry
     nonmatch: str
 
 
@@ -117,7 +117,7 @@ class Join:
     where: str = ""
 
 
-Node = Leaf | Blend | Epochized | Join
+Node = SourceEntry | Blend | Epochized | Join
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ _Files = dict[str, dict[str, Entry]]
 def load_metadataset(
     path: str | os.PathLike[str], split: str, *, told: Reference | None = None, files: _Files | None = None
 ) -> Node:
-    """Return the tree of `split` of the metadataset at `path`; a path that is data is a Leaf.
+    """Return the tree of `split` of the metadataset at `path`; a path that is data is a SourceEntry.
 
     `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that need not be there.
     ValueError, one line that names file, line and key, for anything that the grammar does not have, a path where
@@ -149,36 +149,36 @@ def load_metadataset(
     return _follow(reference, path, _Outer(split), {} if files is None else dict(files))
 
 
-def flattened(node: Node) -> tuple[type, list[tuple[Leaf | Join, Fraction]]]:
+def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction]]]:
     """Return what the top of a tree is, and its sources with their shares of the whole, or repetitions per epoch.
 
     Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are 10/24 and 5/24.
     """
-    if isinstance(node, (Leaf, Join)):
+    if isinstance(node, (SourceEntry, Join)):
         return type(node), [(node, Fraction(1))]
     shares = [Fraction(str(share)) for _, share in node.children]
     total = sum(shares) if isinstance(node, Blend) else 1
     return type(node), [
-        (leaf, share / total * inner)
+        (entry, share / total * inner)
         for (child, _), share in zip(node.children, shares)
-        for leaf, inner in flattened(child)[1]
+        for entry, inner in flattened(child)[1]
     ]
 
 
-def leaves(node: Node) -> Iterator[Leaf | Join]:
+def source_entries(node: Node) -> Iterator[SourceEntry | Join]:
     """Yield the sources of a tree, in order."""
-    if isinstance(node, (Leaf, Join)):
+    if isinstance(node, (SourceEntry, Join)):
         yield node
     else:
         for child, _ in node.children:
-            yield from leaves(child)
+            yield from source_entries(child)
 
 
 def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> Node:
     split = reference.split_part or outer.split
     outer = replace(_told(reference, outer), split=split)
     if not is_metadataset(path) and path not in files:
-        return _leaf(reference, path, outer)
+        return _source_entry(reference, path, outer)
     for key in ("dataset_config", "split_config", "aux"):
         if getattr(reference, key):
             raise _error(reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there")
@@ -217,13 +217,13 @@ def _group(entry: Group, children: tuple[tuple[Node, float], ...]) -> Blend | Ep
     return made(children=children, where=entry.where)
 
 
-def _leaf(reference: Reference, path: str, outer: _Outer) -> Leaf:
+def _source_entry(reference: Reference, path: str, outer: _Outer) -> SourceEntry:
     check_exists(path, reference.where)
     if not is_folder(path):
         for key in ("dataset_config", "split_config"):
             if getattr(reference, key):
                 raise _error(reference.where, f"{key!r} is for folders with .nv-meta, but {path} is a file; remove it")
-    return Leaf(
+    return SourceEntry(
         path=path,
         split_part=outer.split,
         subflavors=outer.subflavors,
@@ -253,7 +253,7 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
         if legs and reference.subset:
             raise _error(reference.where, "subset is for the first source of a join, or for the join; remove it")
         leg = replace(_told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING)
-        legs.append(JoinLeg(name, _leaf(reference, leg_path, leg), nonmatch))
+        legs.append(JoinLeg(name, _source_entry(reference, leg_path, leg), nonmatch))
     return Join(
         legs=tuple(legs),
         joiner=entry.joiner,

@@ -1,4 +1,4 @@
-"""pure. One metadataset YAML file, checked key by key: strict, so that a misspelt key is an error and not a default.
+"""pure. This checks one metadataset file key by key, so that a misspelt key is an error and not a default.
 
 What the file says is kept as it says it; `metadataset` follows its paths and puts files into one another. Classes are
 known by their names: `__module__: megatron.energon` is ours, and no module is imported because a file names it.

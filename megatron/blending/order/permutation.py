@@ -1,8 +1,7 @@
-"""pure. A permutation of range(size) for every seed and epoch, computed index by index and never stored.
+"""pure. This permutes range(size), in another way for every seed and epoch, index by index; nothing is stored.
 
 Invariants:
-- for any size, seed and epoch, `permute_index` maps range(size) onto itself, one to one;
-- `permute_indices` gives what `permute_index` gives, index by index;
+- for any size, seed and epoch, `permute_indices` maps range(size) onto itself, one to one;
 - the result depends on the arguments alone: not on the machine, the Python version or what was asked before.
 
 The permutation is a Feistel network by modular addition over a grid of about sqrt(size) x sqrt(size) cells, walked on
@@ -20,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_MASK64 = 2**64 - 1
-
 
 class Grid(NamedTuple):
     """Numbers, or arrays that say it per index."""
@@ -35,23 +32,11 @@ class Grid(NamedTuple):
         return Grid(_at(self.num_rows, places), _at(self.num_columns, places), round_keys)
 
 
-def permute_index(index: int, size: int, seed: int, epoch: int) -> int:
-    """Return the image of `index` under the permutation of range(size) that belongs to (seed, epoch).
-
-    `size` may be anything from 1 to 10**12 and beyond. About 10 microseconds and no memory, whatever the size.
-    """
-    check_size(size)
-    if not 0 <= index < size:
-        raise ValueError(f"index must be in range({size}), but is {index}")
-    grid = make_grid(size, seed, epoch)
-    image = _permute_grid(index, grid)
-    while image >= size:
-        image = _permute_grid(image, grid)
-    return image
-
-
 def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return `permute_index` of each of `indices`, as int64 of the same shape. About 0.2 microseconds per index."""
+    """Return where the permutation of range(size) that belongs to (seed, epoch) maps `indices`: int64 of their shape.
+
+    `size` may be anything from 1 to 10**12 and beyond. About 0.2 microseconds per index.
+    """
     check_size(size)
     asked = np.asarray(indices, dtype=np.int64)
     outside = asked[(asked < 0) | (asked >= size)]
@@ -92,17 +77,8 @@ def make_grid(size: int, seed: int, epoch: int) -> Grid:
     return Grid(*grid_sides(size), struct.unpack("<8Q", digest))
 
 
-def _permute_grid(cell: int, grid: Grid) -> int:
-    """Shift the row by a random number that the column decides, then the column likewise, four times over."""
-    row, column = divmod(cell, grid.num_columns)
-    for row_key, column_key in zip(grid.round_keys[::2], grid.round_keys[1::2]):
-        row = (row + _mix(column, row_key) % grid.num_rows) % grid.num_rows
-        column = (column + _mix(row, column_key) % grid.num_columns) % grid.num_columns
-    return row * grid.num_columns + column
-
-
 def _permute_array(cell: Any, grid: Grid) -> Any:
-    """As `_permute_grid`, of an array of uint64."""
+    """Shift the row by a random number that the column decides, then the column likewise, four times over."""
     num_rows, num_columns = grid.num_rows, grid.num_columns
     row = cell // num_columns
     column = cell - row * num_columns
@@ -115,16 +91,8 @@ def _permute_array(cell: Any, grid: Grid) -> Any:
     return row * num_columns + column
 
 
-def _mix(value: int, key: int) -> int:
-    """Return number `value` of the splitmix64 sequence that starts at `key`: 64 random bits."""
-    value = (value * 0x9E3779B97F4A7C15 + key) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
 def mix_array(value: Any, key: Any) -> Any:
-    """As `_mix`, of an array of uint64, whose overflow does what the masks do."""
+    """Return numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each, as uint64."""
     value = value * np.uint64(0x9E3779B97F4A7C15)
     value += key
     shifted = value >> np.uint64(30)

@@ -1,4 +1,4 @@
-"""pure. Which child of a blend gives each output, and how many of that child's came before: functions of the position.
+"""pure. Proportions say which child of a blend gives each output, and how many of that child's came before.
 
 A child's share W(k) is what its weights, of 1 together, sum to over the first k outputs. Invariants, at every k:
 - a child gave floor(W(k)) or ceil(W(k)) outputs, for weights that are constant or planned, and for finite children;
@@ -172,7 +172,7 @@ def _exact_stretches(shares: _Shares, start: int, before: Ints, seed: int) -> It
                     children, numbers = map(np.concatenate, zip(*tables))
                     table = partial(Choices, children, numbers - at_mark[children])
                     yield (stretch := _Stretch(start + place, start + limit, before + counts, table))
-                    # The rest of the segment looks ahead.
+                    # The rest of the segment depends on the next one.
                     place, counts, mark = limit, stretch.counts(start + limit) - before, _NEVER
                     continue
                 mark, at_mark, tables = place, counts, []

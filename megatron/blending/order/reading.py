@@ -1,4 +1,4 @@
-"""pure. The order in which records are read: a function of (seed, place, epoch, index), computed and never stored.
+"""pure. The order in which records are read is a function of (seed, place, epoch, index), and never stored.
 
 Invariants:
 - `ReadingOrder` reads each record once per epoch, whatever its slices and windows;
@@ -15,23 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.order.permutation import Grid, check_size, grid_sides, make_grid, mix_array, walk
+from megatron.blending.order.permutation import Grid, grid_sides, make_grid, mix_array, walk
 
 _MASK64 = 2**64 - 1
 _KEPT_EPOCHS = 2
 # Numbers of one page are cheaper than arrays of them from so many positions on.
 _POSITIONS_ALONE = 512
-
-
-def stream_position(position: int, size: int) -> tuple[int, int]:
-    """Return (epoch, index) of the `position`-th record of an endless stream over `size` records.
-
-    `stream_position(7, 3) -> (2, 1)`: two epochs of three records are over, and this one is at its second record.
-    """
-    check_size(size)
-    if position < 0:
-        raise ValueError(f"position must be at least 0, but is {position}")
-    return divmod(position, size)
 
 
 def salted_seed(seed: int, place: str) -> int:

@@ -1,4 +1,4 @@
-"""pure. What a user says about the proportions of a blend: weights, and how they change over training steps."""
+"""pure. A user gives the proportions of a blend as weights, which may change over training steps."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""pure. What users pass to nodes, checked as it comes: ValueErrors that name the node and the argument."""
+"""pure. Here what users pass to nodes is checked as it comes: errors name the node and the argument."""
 
 from collections.abc import Sequence
 from numbers import Integral

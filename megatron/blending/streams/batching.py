@@ -1,4 +1,4 @@
-"""pure. Nodes whose outputs are made of several, as many each time: BatchDataset, MixBatchDataset."""
+"""pure. BatchDataset and MixBatchDataset make each output of several, as many each time."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -8,9 +8,9 @@ import numpy as np
 
 from megatron.blending.streams.arguments import check_count, check_function, check_no_more
 from megatron.blending.streams.choice import BlendDataset
+from megatron.blending.streams.holder import Holder, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
 from megatron.blending.streams.node import Binding, Block, Ints
-from megatron.blending.streams.shard import Holder, ShardEnd
 
 
 class BatchHolder(Holder):

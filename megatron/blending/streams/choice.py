@@ -1,4 +1,4 @@
-"""pure. Nodes with several children, each of whose outputs is one of a child's: BlendDataset and ConcatDataset."""
+"""pure. BlendDataset and ConcatDataset choose for each of their outputs one of a child's."""
 
 from collections import Counter
 from collections.abc import Iterator

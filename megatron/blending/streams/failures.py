@@ -1,4 +1,4 @@
-"""pure. What happens to a sample that makes a function fail: it is left out, logged once and counted, up to a limit.
+"""pure. A sample that makes a function fail is left out, logged once and counted, up to a limit.
 
 Counting is done where the samples are made, in a worker; logging by the rank's loader, which the workers tell what
 failed (`Failure`): several may meet the same sample, and a worker that starts anew remembers none.
@@ -100,11 +100,12 @@ class Failures:
         function: Any,
         where: Callable[[], str],
         sample: Any,
-        source: int | None = None,
+        sources: Callable[[], Set[int]] = frozenset,
     ) -> None:
         """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
 
-        `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to find the sample.
+        `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to find the sample;
+        `sources()`: numbers of those that it is made of.
         """
         if error is None or isinstance(error, SkipSample):
             self._skip(function, where)
@@ -112,7 +113,8 @@ class Failures:
         if isinstance(error, FatalSampleError):
             raise error
         self.num_failed += 1
-        row = (node, source)
+        found = sources()
+        row = (node, next(iter(found)) if len(found) == 1 else None)
         in_a_row = self._in_a_row[row] = self._in_a_row.get(row, 0) + 1
         own = failure_tolerance_of(function)
         tolerance = self._tolerance if own is None else own

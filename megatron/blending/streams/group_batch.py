@@ -1,13 +1,13 @@
-"""pure. Batches of samples that are alike: GroupBatchDataset."""
+"""pure. GroupBatchDataset makes batches of samples that are alike."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from megatron.blending.streams.arguments import check_function, check_no_more
+from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
 from megatron.blending.streams.node import Hole
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
-from megatron.blending.streams.shard import ShardEnd
 
 _ABOUT_HELD = 32
 # How many keys are there is not known before: half-filled batches of eight, say.

@@ -1,4 +1,4 @@
-"""pure. Outputs that are made of several samples, or hold some back: made in sequence where they are not as planned.
+"""pure. Some nodes make an output of several samples, or hold some back: in sequence where it is not as planned.
 
 The outputs of a stream are dealt to a fixed number of shards: output k belongs to shard k % num_shards. Within a shard,
 a node that makes one output of several takes them from its child in order, from a cursor of its own, so that holes are
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.blending.streams.arguments import check_datasets
 from megatron.blending.streams.node import (
+    ONLY_PLAIN,
     Block,
     Holders,
     Hole,
@@ -106,16 +107,18 @@ class HoldingPlan:
         self._child = node.children[0].plan(self.positions, block)
 
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
-        if holders is not None:
+        if holders is not None and holders is not ONLY_PLAIN:
             return [holders.output_of(self._node, self, place) for place in range(start, end)]
         if self._node.num_held:
             raise NotPlain
-        return [self._made(*self.span(place)) for place in range(start, end)]
+        return [self._made(*self.child_range(place)) for place in range(start, end)]
 
     def _made(self, start: int, end: int) -> Any:
-        values = self._child.values(start, end, None)
-        kinds = set(map(type, values))
-        if Hole in kinds or Several in kinds or type(made := self._node.make(values)) is GeneratorType:
+        try:
+            made = self._node.make(self._child.values(start, end, ONLY_PLAIN))
+        except Exception as error:
+            raise NotPlain from error
+        if type(made) is GeneratorType:
             raise NotPlain
         return made
 
@@ -125,9 +128,9 @@ class HoldingPlan:
     def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
         if inner is not None:
             return [entry for origin in inner[0] for entry in entries_of(self._node.children[0], origin)]
-        return self._child.entries(self.span(start)[0], self.span(end - 1)[1])
+        return self._child.entries(self.child_range(start)[0], self.child_range(end - 1)[1])
 
-    def span(self, place: int) -> tuple[int, int]:
+    def child_range(self, place: int) -> tuple[int, int]:
         """Return where in the child's plan the samples of an output start and end."""
         return int(self._ends[place - 1]) if place else 0, int(self._ends[place])
 

@@ -1,15 +1,18 @@
-"""pure. Nodes that change or leave out single outputs: MapDataset, FilterDataset."""
+"""pure. MapDataset changes single outputs, FilterDataset leaves some out."""
 
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any
 
 from megatron.blending.streams.arguments import check_datasets, check_function, check_no_more
 from megatron.blending.streams.node import (
+    ONLY_PLAIN,
     Binding,
     Block,
     Holders,
     Hole,
     Ints,
+    NotPlain,
     Plan,
     SavableDataset,
     Several,
@@ -51,7 +54,11 @@ class SameOutputs(SavableDataset[Any]):
         return None if found is None else self.apply(found)
 
     def apply(self, value: Any) -> Any:
-        """Return what becomes of an output of the child."""
+        """Return what becomes of an output of the child, or what else stands in its place."""
+        raise NotImplementedError
+
+    def apply_plainly(self, values: list[Any]) -> list[Any]:
+        """Return what becomes of outputs of the child; any exception if that is not one output of each."""
         raise NotImplementedError
 
 
@@ -68,6 +75,12 @@ class MapDataset(SameOutputs):
 
     def apply(self, value: Any) -> Any:
         return applied(self.map_fn, value, self.number)
+
+    def apply_plainly(self, values: list[Any]) -> list[Any]:
+        made = list(map(self.map_fn, values))
+        if GeneratorType in map(type, made):
+            raise NotPlain
+        return made
 
 
 class FilterDataset(SameOutputs):
@@ -88,6 +101,11 @@ class FilterDataset(SameOutputs):
         except Exception as error:
             return Hole(self.number, self.filter_fn, error, value)
 
+    def apply_plainly(self, values: list[Any]) -> list[Any]:
+        if not all(map(self.filter_fn, values)):
+            raise NotPlain
+        return values
+
 
 class MapPlan:
     """A part of a node that changes single outputs."""
@@ -98,7 +116,8 @@ class MapPlan:
         self._child = child
 
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
-        return list(map(self._node.apply, self._child.values(start, end, holders)))
+        values = self._child.values(start, end, holders)
+        return self._node.apply_plainly(values) if holders is ONLY_PLAIN else list(map(self._node.apply, values))
 
     def child(self, number: int) -> Plan:
         return self._child

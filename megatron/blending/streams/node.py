@@ -1,4 +1,4 @@
-"""pure. What every node of a stream is: an endless sequence of outputs by position, and how a part of it is planned.
+"""pure. Every node of a stream is an endless sequence of outputs by position, of which parts are planned.
 
 A node says which positions of its children its own positions are made of, in arrays (`plan`); items are read when the
 plan is asked for values. Position `k` of a node with `size` outputs is output `k % size` of pass `k // size`; a size of
@@ -81,6 +81,15 @@ class Holders(Protocol):
         """Return the next output of such a node; a Hole if it has no more."""
 
 
+class _NoHolders:
+    def output_of(self, node: Any, plan: Any, place: int) -> Any:
+        raise NotPlain
+
+
+ONLY_PLAIN: Holders = _NoHolders()
+"""Given for what makes the outputs of nodes that hold samples back: NotPlain at the first hole, before more is made."""
+
+
 class Plan(Protocol):
     """A part of a node's outputs."""
 
@@ -89,7 +98,7 @@ class Plan(Protocol):
     def values(self, start: int, end: int, holders: Holders | None) -> list[Any]:
         """Return outputs, or what else stands in their places.
 
-        Of nodes that hold samples back: by `holders`; if that is None, as planned, or NotPlain.
+        Of nodes that make one output of several: by `holders`; if that is None, as planned, or NotPlain.
         """
 
     def child(self, number: int) -> "Plan | None":

@@ -1,4 +1,4 @@
-"""pure. Packing by a user's functions: which of a buffer's samples go together, and what is made of them.
+"""pure. PackingDataset packs samples by a user's functions: which of a buffer go together, and what they make.
 
 Samples that are chosen for no pack stay in the buffer, in front, and are offered again.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.blending.streams.arguments import check_count, check_function, check_no_more
 from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
 from megatron.blending.streams.node import Hole
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
-from megatron.blending.streams.shard import ShardEnd
 
 OVER_LONG = ("error", "alone", "drop")
 _MOST_OFFERS = 16

@@ -1,4 +1,4 @@
-"""pure. Nodes that only say which positions of their child there are, and in which order."""
+"""pure. Some nodes only say which positions of their child there are, and in which order."""
 
 import math
 from fractions import Fraction

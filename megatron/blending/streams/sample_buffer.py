@@ -1,13 +1,13 @@
-"""pure. What nodes have in common that hold samples back: an output takes as many of the child's as it turns out."""
+"""pure. Nodes that hold samples back have this in common: an output takes as many of the child's as it turns out."""
 
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megatron.blending.streams.holder import Holder
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
 from megatron.blending.streams.node import Binding, Block, Ints
-from megatron.blending.streams.shard import Holder
 
 _MOST_CONSECUTIVE = 128
 

@@ -1,178 +1,15 @@
-"""pure. One shard of a stream: every num_shards-th output, made in sequence, each hole filled by what follows it."""
+"""pure. A shard is every num_shards-th output of a stream; here they are made in sequence, and holes filled."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron.blending.streams.failures import Failures
-from megatron.blending.streams.holding import HoldingDataset, entries_of, remade, value_again
-from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Ints, Plan, SavableDataset, Several, applied
+from megatron.blending.streams.holder import Cursor, Holder, Planned, ShardEnd
+from megatron.blending.streams.holding import HoldingDataset, entries_of
+from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Plan, SavableDataset
 
 _SAMPLES_PER_BLOCK = 512
-_MOST_EMPTY_BLOCKS = 200
-
-
-class ShardEnd(Exception):
-    """There is nothing more in this shard."""
-
-
-class Planned(NamedTuple):
-    """What is asked of a part of the tree in one block of a shard."""
-
-    plan: Plan
-    positions: Ints
-
-
-class Cursor:
-    """Takes the outputs of a part of the tree in a shard one after the other, and passes over holes."""
-
-    def __init__(
-        self, node: SavableDataset[Any], planned: Callable[[int], Planned | None], shard: "StreamShard"
-    ) -> None:
-        """`planned`: by number of the block; None beyond the end."""
-        self.node = node
-        self.shard = shard
-        self.at: list[Any] = [0, 0, 0, None]
-        """Of the next output: block, place, part of several, and origin where it is beyond what was planned."""
-        self._planned = planned
-        self._kept: tuple[int, Planned | None] = (-1, None)
-        self._values: list[Any] | None = None
-        self._origin: tuple[int, Any] = (0, None)
-
-    def planned(self, block: int) -> Planned | None:
-        if self._kept[0] != block:
-            self._kept = block, self._planned(block)
-        return self._kept[1]
-
-    def draw(self) -> tuple[Any, Any]:
-        """Return (origin, value) of the next output; ShardEnd if there is none."""
-        while True:
-            if self._values is None:
-                self._evaluate()
-            block, place, part, extra = self.at
-            values, (position, inner) = self._values or [EXHAUSTED], self._origin
-            self.at[2] += 1
-            if self.at[2] >= len(values):
-                self.at = [block, place + (extra is None), 0, None]
-                self._values = None
-            if type(values[part]) is not Hole:
-                return (position if part == 0 and inner is None else [position, part, inner]), values[part]
-            self.shard.leave_out(values[part], self.node, [position, part, inner])
-
-    def _evaluate(self) -> None:
-        """Make what stands at the cursor; ShardEnd if nothing does."""
-        block, place, _, extra = self.at
-        num_empty = 0
-        while extra is None and (found := self.planned(block)) is not None:
-            if place < found.plan.length:
-                self.at[:2] = block, place
-                position = int(found.positions[place])
-                self._take(self.shard.evaluate(self, found.plan, place, position), position)
-                return
-            num_empty = 0 if found.plan.length else num_empty + 1
-            block, place = block + 1, 0
-            if num_empty > _MOST_EMPTY_BLOCKS:
-                break
-        else:
-            value = self.node.extra(self.shard) if extra is None else value_again(self.node, extra)
-            if value is not None:
-                self.at = [block, place, self.at[2], extra or [self.shard.asked_position, 0, self.shard.inner]]
-                self._take(value, self.at[3][0])
-                return
-        self.at[:2] = block, place
-        raise ShardEnd
-
-    def _take(self, value: Any, position: int) -> None:
-        self._values = value if type(value) is Several else [value]
-        self._origin, self.shard.inner = (position, self.shard.inner), None
-
-
-class Holder:
-    """Makes the outputs of one node in one shard, in order."""
-
-    num_drawn = 0
-    asked_position = 0
-    """Where in the part of the tree above it was asked for last."""
-
-    def __init__(self, node: Any, shard: "StreamShard", planned: Callable[[int], Planned | None]) -> None:
-        self.node = node
-        self.cursor = Cursor(node.children[0], planned, shard)
-        self.inner: Any = None
-        """Of the last output: the origins of what it was made of, and its part of several."""
-        self._origins: Any = None
-        self._outputs: list[Any] | None = None
-        self._given = 0
-        """Of what a generator gave: what it was made from, all of it, and how many were given."""
-
-    def next(self) -> Any:
-        """Make the next output; ShardEnd if there is none."""
-        while True:
-            if self._outputs is None:
-                self._outputs = self._made()
-            origins, number = self._origins, self._given
-            found = self._outputs[number] if number < len(self._outputs) else EXHAUSTED
-            self._given += 1
-            if self._given >= len(self._outputs):
-                self._origins, self._outputs, self._given = None, None, 0
-            if type(found) is not Hole:
-                self.inner = [origins, number]
-                return found
-            self.leave_out(found, origins[0])
-
-    def gather(self) -> tuple[list[Any], list[Any]]:
-        """Return origins and values of the samples of the next output; ShardEnd if there are none."""
-        raise NotImplementedError
-
-    def draw(self) -> tuple[Any, Any]:
-        found = self.cursor.draw()
-        self.num_drawn += 1
-        return found
-
-    def leave_out(self, hole: Hole, origin: Any) -> None:
-        self.cursor.shard.leave_out(hole, self.node.children[0], origin)
-
-    def described(self, origin: Any) -> str:
-        """Say where the (first) record of a sample stands."""
-        source, position = entries_of(self.node.children[0], origin)[0]
-        return source.describe(position)
-
-    def try_again(self, origin: Any) -> list[Any]:
-        """Return a sample that was held back: a list of it, or of none if it fails this time."""
-        child = self.node.children[0]
-        try:
-            return [remade(child, origin)]
-        except Exception as error:
-            self.leave_out(Hole(child.number, child, error), origin)
-            return []
-
-    def state(self) -> list[Any]:
-        """Return what must be saved, in ints and lists, beginning with how many samples it drew."""
-        pending = None if self._origins is None else [self._origins, self._given]
-        return [self.num_drawn, list(self.cursor.at), pending, self.held()]
-
-    def restore(self, state: list[Any]) -> None:
-        self.num_drawn, self.cursor.at, pending, held = state[0], list(state[1]), state[2], state[3]
-        if pending is not None:
-            self._origins, self._given = pending
-        self.restore_held(held)
-
-    def held(self) -> Any:
-        return None
-
-    def restore_held(self, held: Any) -> None:
-        pass
-
-    def _made(self) -> list[Any]:
-        if self._origins is None:
-            self._origins, values = self.gather()
-        else:
-            try:
-                values = self.node.values_again(self._origins)
-            except Exception as error:
-                return [*[EXHAUSTED] * self._given, Hole(self.node.number, self.node.make, error)]
-        made = applied(self.node.make, values, self.node.number)
-        return made if type(made) is Several else [made]
 
 
 class StreamShard:
@@ -242,7 +79,7 @@ class StreamShard:
             if plan is None:
                 return EXHAUSTED
             holder = self._holder(node)
-            holder.cursor.at[:2] = self._asking.at[0], plan.span(place)[0]
+            holder.cursor.at[:2] = self._asking.at[0], plan.child_range(place)[0]
         if plan is not None:
             holder.asked_position = self.asked_position
         try:
@@ -256,16 +93,15 @@ class StreamShard:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
         if hole is EXHAUSTED:
             return
-        found = entries_of(node, origin)
-        sources = {source.number for source, _ in found}
-        self.failures.leave_out(
-            hole.error,
-            hole.node,
-            hole.function,
-            lambda: found[0][0].describe(found[0][1]),
-            hole.value,
-            sources.pop() if len(sources) == 1 else None,
-        )
+
+        def sources() -> set[int]:
+            return {source.number for source, _ in entries_of(node, origin)}
+
+        def where() -> str:
+            source, position = entries_of(node, origin)[0]
+            return source.describe(position)
+
+        self.failures.leave_out(hole.error, hole.node, hole.function, where, hole.value, sources)
 
     def state(self) -> list[Any]:
         """Return nested lists of ints: [next index, is over, cursor, [node number, its state], ...]."""

@@ -1,4 +1,4 @@
-"""pure. A source of records as a node: which record is read when, and the reading."""
+"""pure. A SourceDataset is a source of records as a node: it says which record is read when, and reads it."""
 
 from collections.abc import Callable
 from itertools import repeat
@@ -8,7 +8,16 @@ import numpy as np
 
 from megatron.blending.formats.record import Record, RecordError, RecordSource
 from megatron.blending.order.reading import ReadingOrder, records_at
-from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset
+from megatron.blending.streams.node import (
+    ONLY_PLAIN,
+    Binding,
+    Block,
+    Holders,
+    Hole,
+    Ints,
+    NotPlain,
+    SavableDataset,
+)
 
 Load = Callable[[Record, tuple[str, int, int]], Any]
 
@@ -124,6 +133,10 @@ class SourcePlan:
             except Exception:
                 # One by one it is found out which.
                 pass
+        if holders is ONLY_PLAIN and RecordError in map(type, records):
+            raise NotPlain
+        if holders is ONLY_PLAIN and node.load is not None:
+            return [node.load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
         return [self._loaded(record, key) for record, key in zip(records, keys)]
 
     def _loaded(self, record: Any, key: tuple[str, int, int]) -> Any:

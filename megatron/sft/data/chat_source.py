@@ -16,12 +16,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.blending.encoding.leaves import Reading, open_leaf
 from megatron.blending.encoding.loads import TypedLoad
 from megatron.blending.encoding.samples import TextSample
+from megatron.blending.encoding.source_entries import Reading, open_entry
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.decode import decode_part
-from megatron.blending.metadatasets.metadataset import Join, Leaf
+from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.failures import Failures, FatalSampleError, SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
@@ -63,11 +63,11 @@ class ChatSource:
     """
 
     def __init__(
-        self, leaf: SourceDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
+        self, entry: SourceDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
     ) -> None:
-        """`first_record`: where the leaf begins in the whole source, for keys."""
+        """`first_record`: where the entry begins in the whole source, for keys."""
         self.name = name
-        self._leaf = leaf
+        self._leaf = entry
         self._task = task
         self._failures = failures
         self._first_record = first_record
@@ -101,14 +101,14 @@ class ChatSource:
         return self._leaf.source.fingerprint()
 
 
-def open_chats(leaf: Leaf | Join, task: ChatTask) -> SourceDataset:
+def open_chats(entry: SourceEntry | Join, task: ChatTask) -> SourceDataset:
     """Open a source; ValueError, starting with where it is named, if its samples cannot be text."""
-    source_weight(leaf.subflavors, f"{leaf.where}: subflavors: ")
-    opened: SourceDataset = open_leaf(leaf, Reading(encoder=task))
+    source_weight(entry.subflavors, f"{entry.where}: subflavors: ")
+    opened: SourceDataset = open_entry(entry, Reading(encoder=task))
     kind = opened.load.kind if isinstance(opened.load, TypedLoad) else None
     if kind is not None and not issubclass(kind, TextSample):
         raise ValueError(
-            f"{leaf.where}: has samples of {kind.__name__}, but must have text: prepare it as TextSample, or as "
+            f"{entry.where}: has samples of {kind.__name__}, but must have text: prepare it as TextSample, or as "
             "CrudeWebdataset with parts txt or json"
         )
     return opened

@@ -23,7 +23,7 @@ from megatron.blending.loading.dataset_loader import (
     split_names,
 )
 from megatron.blending.loading.token_weights import by_tokens
-from megatron.blending.metadatasets.metadataset import Join, Leaf, flattened, leaves, load_metadataset
+from megatron.blending.metadatasets.metadataset import Join, SourceEntry, flattened, load_metadataset, source_entries
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.source import SourceDataset
@@ -90,7 +90,9 @@ class _Builder:
     def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
         """Returns the sources one after the other."""
         data = self._data
-        sources = self._sources([leaf for path in data.data_path for leaf in leaves(load_metadataset(path, "train"))])
+        sources = self._sources(
+            [entry for path in data.data_path for entry in source_entries(load_metadataset(path, "train"))]
+        )
         total = sum(map(len, sources))
         if data.valid_data_path or self._held_out:
             return Concatenation(sources, seed=self._seed), self._all_of("val"), self._all_of("test")
@@ -105,18 +107,18 @@ class _Builder:
         """Returns the sources in the proportions of a metadataset."""
         path = self._data.data_path[0]
         kind, shares = flattened(load_metadataset(path, "train"))
-        opened = [(open_chats(leaf, self._task), share, leaf) for leaf, share in shares]
+        opened = [(open_chats(entry, self._task), share, entry) for entry, share in shares]
         if self._data.valid_data_path or self._held_out:
             return self._blended(loaded_for_training(kind, opened)), self._all_of("val"), self._all_of("test")
-        cuts = [self._cut(len(dataset.source), f" of {leaf.where}") for dataset, _, leaf in opened]
+        cuts = [self._cut(len(dataset.source), f" of {entry.where}") for dataset, _, entry in opened]
         parts = [
-            (_part(dataset, leaf, train), share, leaf) for (dataset, share, leaf), (train, _, _) in zip(opened, cuts)
+            (_part(dataset, entry, train), share, entry) for (dataset, share, entry), (train, _, _) in zip(opened, cuts)
         ]
         held_out = [
             self._chats(
                 [
-                    (_part(d, leaf, cut[which]), leaf, cut[which].start)
-                    for (d, _, leaf), cut in zip(opened, cuts)
+                    (_part(d, entry, cut[which]), entry, cut[which].start)
+                    for (d, _, entry), cut in zip(opened, cuts)
                     if cut[which]
                 ]
             )
@@ -147,14 +149,16 @@ class _Builder:
         paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.data_path if split in split_names(path)]
-        return Concatenation(self._sources([leaf for path in paths for leaf in leaves(load_metadataset(path, split))]))
+        return Concatenation(
+            self._sources([entry for path in paths for entry in source_entries(load_metadataset(path, split))])
+        )
 
-    def _sources(self, found: Sequence[Leaf | Join]) -> list[ChatSource]:
-        return self._chats([(open_chats(leaf, self._task), leaf, 0) for leaf in found])
+    def _sources(self, found: Sequence[SourceEntry | Join]) -> list[ChatSource]:
+        return self._chats([(open_chats(entry, self._task), entry, 0) for entry in found])
 
-    def _chats(self, opened: Sequence[tuple[SourceDataset, Leaf | Join, int]]) -> list[ChatSource]:
+    def _chats(self, opened: Sequence[tuple[SourceDataset, SourceEntry | Join, int]]) -> list[ChatSource]:
         """Returns opened sources with their names; the number is the record at which they begin."""
-        names = short_names([_path_of(leaf) for _, leaf, _ in opened])
+        names = short_names([_path_of(entry) for _, entry, _ in opened])
         return [
             ChatSource(dataset, name, self._task, self._failures(), first)
             for name, (dataset, _, first) in zip(names, opened)
@@ -165,7 +169,7 @@ class _Builder:
 
     def _blended(self, loaded: LoadedDatasetList) -> Mixture:
         shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
-        sources = self._chats([(_leaf_of(one), one.leaf, 0) for one in loaded.datasets])
+        sources = self._chats([(_entry_of(one), one.entry, 0) for one in loaded.datasets])
         weighted, schedule = loaded.datasets, self._schedule
         asks = schedule is not None or self._data.blend_weights_by == "tokens"
         if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
@@ -219,24 +223,24 @@ def _ending(parts: tuple[str, ...], count: int, has_suffix: bool) -> str:
     return str(path if has_suffix or path.suffix not in SOURCES else path.with_suffix(""))
 
 
-def _part(dataset: SourceDataset, leaf: Leaf | Join, records: range) -> SourceDataset:
+def _part(dataset: SourceDataset, entry: SourceEntry | Join, records: range) -> SourceDataset:
     return SourceDataset(
         SourcePart(dataset.source, records),
         load=dataset.load,
-        multiplier=leaf.shuffle_over_epochs_multiplier,
+        multiplier=entry.shuffle_over_epochs_multiplier,
         name=dataset.name,
     )
 
 
-def _leaf_of(loaded: LoadedDataset) -> SourceDataset:
+def _entry_of(loaded: LoadedDataset) -> SourceDataset:
     node = loaded.dataset
     while node.children:
         node = node.children[0]
     return node
 
 
-def _path_of(leaf: Leaf | Join) -> str:
-    return leaf.path if isinstance(leaf, Leaf) else leaf.legs[0].leaf.path
+def _path_of(entry: SourceEntry | Join) -> str:
+    return entry.path if isinstance(entry, SourceEntry) else entry.legs[0].entry.path
 
 
 def _build_mock(config: SFTConfig) -> Datasets:

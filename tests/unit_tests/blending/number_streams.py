@@ -1,15 +1,19 @@
 """Sources in memory, and what comes of a tree of data sets for some number of ranks and workers."""
 
 import json
+import pickle
+from collections import deque
+from typing import Any
 
+from megatron.blending import RepeatDataset, SourceDataset
 from megatron.blending.formats.record import RecordError, read_each
 from megatron.blending.loading.loader import WorkerConfig, get_savable_loader
 from megatron.blending.loading.server import END, Server
-from megatron.blending.streams.datasets import RepeatDataset, SourceDataset
+from megatron.blending.loading.worker import Message
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.node import Binding
 
-NUM_LANES = 12
+NUM_SHARDS = 12
 
 
 class Numbers:
@@ -38,23 +42,23 @@ class Numbers:
         return f"{self.name} {self.count}".ljust(32, ".")
 
 
-def leaf(name="a", count=50, bad=(), **options):
+def source_of(name="a", count=50, bad=(), **options):
     return SourceDataset(Numbers(name, count, bad), name=name, **options)
 
 
 def endless(name="a", count=50, bad=(), **options):
-    return RepeatDataset(leaf(name, count, bad, **options))
+    return RepeatDataset(source_of(name, count, bad, **options))
 
 
-def servers(dataset, num_seats=1, num_lanes=NUM_LANES, seed=1, tolerance=0):
+def servers(dataset, num_servers=1, num_shards=NUM_SHARDS, seed=1, tolerance=0):
     root = dataset.bind(Binding(seed))
-    return [Server(root, num_lanes, seat, num_seats, Failures(tolerance)) for seat in range(num_seats)]
+    return [Server(root, num_shards, worker, num_servers, Failures(tolerance)) for worker in range(num_servers)]
 
 
-def outputs(dataset, count=None, num_seats=1, **options):
-    """{slot: output} of all seats, of `count` slots or of a pass."""
+def outputs(dataset, count=None, num_servers=1, **options):
+    """{slot: output} of all of them, of `count` slots or of a pass."""
     found = {}
-    for server in servers(dataset, num_seats, **options):
+    for server in servers(dataset, num_servers, **options):
         while True:
             output = server.next()
             if output.slot == END or (count is not None and output.slot >= count):
@@ -69,7 +73,7 @@ def listed(dataset, count=None, **options):
 
 
 def config(rank=0, num_ranks=1, num_workers=0, **options):
-    options = {"num_lanes": NUM_LANES, "seed": 1, "worker_kind": "thread", "failure_tolerance": 0, **options}
+    options = {"num_shards": NUM_SHARDS, "seed": 1, "failure_tolerance": 0, **options}
     return WorkerConfig(rank=rank, world_size=num_ranks, num_workers=num_workers, **options)
 
 
@@ -87,3 +91,41 @@ def drawn(made, count):
     for loader in made:
         loader.close()
     return [output for row in rows for output in row if output is not None], states
+
+
+class WorkerHere:
+    """A worker that works ahead as a process does, but in this one: hundreds of tests would start thousands."""
+
+    def __init__(self, name, make_server, ahead, config, others):
+        self._make, self._ahead = make_server, ahead
+        self._server: Any = None
+        self._error: Any = None
+
+    def start(self, start):
+        start = pickle.loads(pickle.dumps(start))
+        self._told: deque[bytes] = deque()
+        self._messages: deque[bytes] = deque()
+        self._error, self._is_over = None, False
+        self._generation = start.generation
+        self._server = self._server or self._make(lambda failure: self._told.append(pickle.dumps(failure)))
+        self._server.start(*start[1:])
+
+    def next(self):
+        while not self._is_over and not self._error and len(self._messages) < self._ahead:
+            try:
+                slot, value = self._server.next()
+            except Exception as error:
+                self._error, self._server = error, None
+                break
+            counts = self._server.failures.num_failed, self._server.failures.num_skipped
+            message = Message(self._generation, slot, value, self._server.changed_states(), *counts)
+            self._messages.append(pickle.dumps(message))
+            self._is_over = slot == END
+        if self._told:
+            return pickle.loads(self._told.popleft())
+        if not self._messages:
+            raise self._error
+        return pickle.loads(self._messages.popleft())
+
+    def close(self):
+        pass

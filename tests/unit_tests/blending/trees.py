@@ -1,6 +1,6 @@
 """Streams of every kind of node, for what must hold of all of them."""
 
-from megatron.blending.streams.datasets import (
+from megatron.blending import (
     BatchDataset,
     BlendDataset,
     ConcatDataset,
@@ -15,7 +15,7 @@ from megatron.blending.streams.datasets import (
     ShuffleBufferDataset,
 )
 from megatron.blending.streams.failures import SkipSample
-from tests.unit_tests.blending.number_streams import endless, leaf
+from tests.unit_tests.blending.number_streams import endless, source_of
 
 
 def skip_thirds(sample):
@@ -80,7 +80,7 @@ def shares(a, b):
 
 
 ENDLESS = {
-    "leaf": lambda: endless(),
+    "source": lambda: endless(),
     "batch": lambda: BatchDataset(endless(), 4),
     "blend of samples": lambda: BatchDataset(shares(endless("a"), endless("b", 30)), 5),
     "blend of batches": lambda: shares(BatchDataset(endless("a"), 3), BatchDataset(endless("b", 30), 4)),
@@ -89,7 +89,7 @@ ENDLESS = {
     "mixed batches": lambda: MixBatchDataset((endless("a"), 6), (endless("b", 30), 4), batch_size=8),
     "shuffled batches": lambda: ShuffleBufferDataset(BatchDataset(endless(), 4), 7),
     "slices": lambda: BatchDataset(endless("a", 1000, slice_length=10, shuffle_window=20), 5),
-    "epochs": lambda: EpochizeDataset(BatchDataset(leaf(), 4), num_epochs=1000),
+    "epochs": lambda: EpochizeDataset(BatchDataset(source_of(), 4), num_epochs=1000),
     "bad records": lambda: BatchDataset(shares(endless("a", 50, [3, 7, 9]), endless("b", 30)), 5),
     "skips": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds), 5),
     "failures": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), fail_fifths), 5),
@@ -119,21 +119,23 @@ ENDLESS = {
 }
 
 FINITE = {
-    "leaf": lambda: leaf(),
-    "turns": lambda: RepeatDataset(leaf("a", 20), 2.5),
-    "concat": lambda: BatchDataset(ConcatDataset(leaf("a", shuffle=False), leaf("b", 30, shuffle=False)), 7),
-    "concat of batches": lambda: ConcatDataset(BatchDataset(leaf("a"), 7), BatchDataset(leaf("b", 30), 7)),
-    "blend": lambda: BatchDataset(shares(leaf("a"), leaf("b", 30)), 5),
-    "limit": lambda: ConcatDataset(LimitDataset(BatchDataset(leaf("a", 200), 3), 25)),
-    "shuffled": lambda: ShuffleBufferDataset(leaf("a", shuffle=False), 7),
-    "skips": lambda: BatchDataset(MapDataset(ConcatDataset(leaf("a"), leaf("b", 30)), skip_thirds), 5),
-    "failures": lambda: BatchDataset(MapDataset(shares(leaf("a"), leaf("b", 30)), fail_fifths), 5),
-    "failures in concat": lambda: MapDataset(ConcatDataset(leaf("a"), leaf("b", 30)), fail_fifths),
-    "bad records": lambda: BatchDataset(ConcatDataset(leaf("a", bad=range(3, 40, 3)), leaf("b", 30)), 5),
-    "filtered children": lambda: shares(BatchDataset(FilterDataset(leaf("a", 90), is_odd), 2), leaf("b", 60, range(9))),
-    "several in children": lambda: ConcatDataset(MapDataset(leaf("a"), several), leaf("b", 30)),
-    "several": lambda: BatchDataset(MapDataset(ConcatDataset(leaf("a"), leaf("b", 30)), several), 5),
-    "limited filter": lambda: ConcatDataset(LimitDataset(FilterDataset(leaf("a", 200), is_odd), 30)),
-    "packs": lambda: PackingDataset(ConcatDataset(leaf("a", 400), leaf("b", 300)), 10, first_fit, list),
-    "groups": lambda: GroupBatchDataset(leaf("a", 200), parity, fixed_batch_size=4),
+    "source": lambda: source_of(),
+    "turns": lambda: RepeatDataset(source_of("a", 20), 2.5),
+    "concat": lambda: BatchDataset(ConcatDataset(source_of("a", shuffle=False), source_of("b", 30, shuffle=False)), 7),
+    "concat of batches": lambda: ConcatDataset(BatchDataset(source_of("a"), 7), BatchDataset(source_of("b", 30), 7)),
+    "blend": lambda: BatchDataset(shares(source_of("a"), source_of("b", 30)), 5),
+    "limit": lambda: ConcatDataset(LimitDataset(BatchDataset(source_of("a", 200), 3), 25)),
+    "shuffled": lambda: ShuffleBufferDataset(source_of("a", shuffle=False), 7),
+    "skips": lambda: BatchDataset(MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), skip_thirds), 5),
+    "failures": lambda: BatchDataset(MapDataset(shares(source_of("a"), source_of("b", 30)), fail_fifths), 5),
+    "failures in concat": lambda: MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), fail_fifths),
+    "bad records": lambda: BatchDataset(ConcatDataset(source_of("a", bad=range(3, 40, 3)), source_of("b", 30)), 5),
+    "filtered children": lambda: shares(
+        BatchDataset(FilterDataset(source_of("a", 90), is_odd), 2), source_of("b", 60, range(9))
+    ),
+    "several in children": lambda: ConcatDataset(MapDataset(source_of("a"), several), source_of("b", 30)),
+    "several": lambda: BatchDataset(MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), several), 5),
+    "limited filter": lambda: ConcatDataset(LimitDataset(FilterDataset(source_of("a", 200), is_odd), 30)),
+    "packs": lambda: PackingDataset(ConcatDataset(source_of("a", 400), source_of("b", 300)), 10, first_fit, list),
+    "groups": lambda: GroupBatchDataset(source_of("a", 200), parity, fixed_batch_size=4),
 }

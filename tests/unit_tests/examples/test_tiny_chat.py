@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "tiny_chat" / "make_data.py"
 MODULES = ["json", "collections", "bisect", "os.path"]
@@ -106,12 +106,12 @@ def test_blend_is_of_the_training_data(make_data, tmp_path):
     make_data.write(make_data.build(["math", *MODULES]), tmp_path / "data/tiny_chat")
     (tmp_path / "examples/tiny_chat").mkdir(parents=True)
     blend = shutil.copy(SCRIPT.parent / "blend.yaml", tmp_path / "examples/tiny_chat")
-    files = [Path(leaf.path) for leaf in leaves(load_metadataset(blend, "train"))]  # type: ignore[union-attr]
+    files = [Path(entry.path) for entry in source_entries(load_metadataset(blend, "train"))]  # type: ignore[union-attr]
     assert len(files) == 2
     assert all(file.read_text() for file in files)
     parts = [line for file in files for line in file.read_text().splitlines()]
     assert sorted(parts) == sorted((tmp_path / "data/tiny_chat/train.jsonl").read_text().splitlines())
-    (valid,) = leaves(load_metadataset(blend, "val"))
+    (valid,) = source_entries(load_metadataset(blend, "val"))
     assert Path(valid.path).name == "valid.jsonl"  # type: ignore[union-attr]
 
 

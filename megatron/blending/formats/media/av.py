@@ -1,4 +1,4 @@
-"""tensor. Video and audio decoded on demand, as far as a sample needs it. Needs PyAV.
+"""tensor. An AVDecoder decodes video and audio on demand, as far as a sample needs it. It needs PyAV.
 
 Frames are uint8 of shape [frames, 3, height, width], audio is [channels, samples] in the type that it is stored in.
 """

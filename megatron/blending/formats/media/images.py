@@ -1,4 +1,4 @@
-"""pure. Bytes of an image to a tensor, an array or a PIL image. Needs Pillow, and torch for tensors."""
+"""pure. This decodes images to tensors, arrays or PIL images. It needs Pillow, and torch for tensors."""
 
 import io
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""pure. Where the fields of a sample come from: `{"text": "txt", "label": "json[classes][0],cls"}`.
+"""pure. A FieldMap says where the fields of a sample come from: `{"text": "txt", "label": "json[classes][0],cls"}`.
 
 A part, or what stands in it under keys and list positions; alternatives by comma, of which the first that is there is
 taken. A part is decoded once, and only if a field asks for it.
@@ -59,7 +59,7 @@ class FieldMap:
     def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
         """Return for each field that is not there in a record what is missing: of alternatives, a key before a part.
 
-        Keys are looked for in JSON, text, numbers and arrays, as other parts may be dear to decode; a list that is too
+        Keys are sought in JSON, text, numbers and arrays, as other parts may be dear to decode; a list that is too
         short, and null, are taken to be longer in other records. Raises what `decode` raises.
         """
         decoded: dict[str, Any] = {}

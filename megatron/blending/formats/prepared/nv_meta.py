@@ -1,4 +1,4 @@
-"""pure. The `.nv-meta` folder of a prepared WebDataset: which shards there are, how they are split, what a sample is.
+"""pure. The folder `.nv-meta` says which shards there are, how they are split, and what a sample is.
 
 .info.json, or .info.yaml   shards and their numbers of samples
 split.yaml, or split.json   the shards of each part, and what is left out

@@ -1,4 +1,4 @@
-"""pure. Writes the index files that reading by index needs, so that energon 7 can read them too.
+"""pure. This writes the index files that reading by index needs, so that energon 7 can read them too.
 
 A folder of tar shards gets `X.tar.idx` beside each shard and a `.nv-meta` folder; a JSONL file gets `FILE.jsonl.idx`.
 
@@ -154,12 +154,12 @@ def _scans(folder: str, shards: Sequence[str], num_workers: int) -> Iterator[tup
         for shard in shards:
             yield shard, _index_shard(folder, shard)
         return
-    waiting = deque(shards)
+    pending = deque(shards)
     with ProcessPoolExecutor(num_workers) as pool:
         ahead: deque[tuple[str, Future[TarScan]]] = deque()
-        while waiting or ahead:
-            while waiting and len(ahead) < num_workers * _SHARDS_AHEAD_PER_WORKER:
-                ahead.append((waiting[0], pool.submit(_index_shard, folder, waiting.popleft())))
+        while pending or ahead:
+            while pending and len(ahead) < num_workers * _SHARDS_AHEAD_PER_WORKER:
+                ahead.append((pending[0], pool.submit(_index_shard, folder, pending.popleft())))
             shard, scan = ahead.popleft()
             try:
                 yield shard, scan.result()

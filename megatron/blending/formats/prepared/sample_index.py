@@ -1,4 +1,4 @@
-"""pure. `index.sqlite` of a prepared WebDataset: where each key and each part stands.
+"""pure. The file `index.sqlite` of a prepared folder says where each key and each part stands.
 
 Reading in order of index needs none of it; it serves what asks by key, here and in energon.
 """

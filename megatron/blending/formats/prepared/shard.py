@@ -1,4 +1,4 @@
-"""pure. A shard of a prepared WebDataset: an archive, and where in it each sample starts, by its `.tar.idx`."""
+"""pure. A shard of a prepared folder is an archive, and where in it each sample starts, by its `.tar.idx`."""
 
 import warnings
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""pure. Tar archives as samples: members that stand together and share a name up to the first dot are one.
+"""pure. This reads tar archives as samples: members that stand together and share a name up to the first dot.
 
 `a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key "a/y" with part "txt".
 Members that are no regular files, have no dot in the last part of their name, or stand in a folder like `__meta__/`,
@@ -200,7 +200,7 @@ def _size_field(header: bytes, at: int) -> int:
         # As if the checksum's own field held eight spaces.
         if expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise ValueError
-        # Sizes that octal digits have no room for are big-endian numbers, marked by their first bit.
+        # Sizes that are too large for octal digits are big-endian numbers, marked by their first bit.
         if header[124] & 0x80:
             return int.from_bytes(bytes([header[124] & 0x7F]) + header[125:136], "big")
         return int(header[124:136].strip(b" \0") or b"0", 8)

@@ -1,4 +1,4 @@
-"""pure. A prepared WebDataset: any sample of its tar shards by index, or by key.
+"""pure. A WebDataset reads any sample of the tar shards of a prepared folder by index, or finds it by key.
 
 Opening reads `.nv-meta` only: the numbers of samples there give every index its shard. A shard is mapped when a sample
 of it is first asked for, with its `.tar.idx`, which says where each sample starts; the sample's own headers, which

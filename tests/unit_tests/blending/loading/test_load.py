@@ -203,7 +203,7 @@ def test_a_metadataset_goes_on_with_other_ranks_and_workers(data, ranks, workers
             return text
 
     def loader(rank, world_size, workers):
-        config = WorkerConfig(rank, world_size, num_workers=workers, num_lanes=12, worker_kind="thread")
+        config = WorkerConfig(rank, world_size, num_workers=workers, num_shards=12)
         dataset = get_train_dataset(path, batch_size=2, packing_buffer_size=8, task_encoder=Mixed())
         return get_savable_loader(dataset, config)
 

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.blending.loading.compact import expanded
-from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
-from megatron.blending.order.weights import WeightSchedule
-from megatron.blending.streams.datasets import (
+from megatron.blending import (
     BatchDataset,
     BlendDataset,
     ConcatDataset,
@@ -21,15 +18,24 @@ from megatron.blending.streams.datasets import (
     MixBatchDataset,
     PackingDataset,
 )
-from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
+from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
+from megatron.blending.loading.state import expanded
+from megatron.blending.order.weights import WeightSchedule
+from tests.unit_tests.blending.number_streams import WorkerHere, config, drawn, endless, loaders, outputs, source_of
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
 LENGTH = 60
-# 5, 7 and 8 do not divide the 12 lanes.
+# 5, 7 and 8 do not divide the 12 shards.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
-# Of the finite streams, those in which lanes end at different places.
+# Of the finite streams, those in which shards end at different places.
 UNEVEN = ("filtered children", "several in children", "several", "packs")
 MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
+
+
+@pytest.fixture(autouse=True)
+def _workers_here(monkeypatch):
+    """Processes are started by the tests of the worker pool."""
+    monkeypatch.setattr("megatron.blending.loading.worker_pool.WorkerProcess", WorkerHere)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +64,8 @@ def test_a_pass_over_finite_data_is_one_stream(name):
     tree = FINITE[name]()
     stream = outputs(tree)
     assert stream
-    for num_seats in (1, 2, 3, 4, 5, 7, 8, 12, 24, 30):
-        assert outputs(tree, num_seats=num_seats) == stream
+    for num_servers in (1, 2, 3, 4, 5, 7, 8, 12, 24, 30):
+        assert outputs(tree, num_servers=num_servers) == stream
     for num_ranks, num_workers in LAYOUTS:
         made = loaders(tree, num_ranks, num_workers)
         found = [output for loader in made for output in loader]
@@ -114,7 +120,7 @@ def test_restored_where_no_number_of_ranks_divides_the_position(name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_each_rank_from_its_own_state(name):
-    """Ranks that save and restore for themselves, without a gather, also where lanes are shared (5 ranks)."""
+    """Ranks that save and restore for themselves, without a gather, also where shards are shared (5 ranks)."""
     tree = ENDLESS[name]()
     stream = list(outputs(tree, LENGTH).values())
     for layout in ((3, 2), (5, 0)):
@@ -128,7 +134,7 @@ def test_each_rank_from_its_own_state(name):
 
 @pytest.mark.parametrize("name", ["skips", "packs", "bad records"])
 def test_each_rank_from_its_own_state_with_fewer_workers(name):
-    """5 ranks share lanes; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
+    """5 ranks share shards; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
     tree = ENDLESS[name]()
     stream = list(outputs(tree, 50).values())
     head, states = drawn(loaders(tree, 5, 4), 3)
@@ -160,7 +166,7 @@ def test_restored_within_a_pass(name):
 
 @pytest.mark.parametrize("name", FINITE)
 def test_restored_on_other_ranks_within_a_pass(name):
-    """Lanes that ended early leave outputs out, so that ranks which drew as many stand at different places."""
+    """Shards that ended early leave outputs out, so that ranks which drew as many stand at different places."""
     tree = FINITE[name]()
     stream = sorted(map(str, loaders(tree)[0]))
     num_uneven = 0
@@ -168,7 +174,7 @@ def test_restored_on_other_ranks_within_a_pass(name):
         for at in range(max(1, len(stream) // layout[0] - 4), len(stream) // layout[0] + 1):
             found, states = drawn(loaders(tree, *layout), at)
             num_uneven += len({state["slot"] - state["rank"] for state in states}) > 1
-            # Twice, the second time soon after the first; 5 ranks share lanes.
+            # Twice, the second time soon after the first; 5 ranks share shards.
             for num_ranks, num_workers, count in ((4, 0, 1), (5, 2, 0), (1, 2, 1)):
                 part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
                 found += part
@@ -178,7 +184,7 @@ def test_restored_on_other_ranks_within_a_pass(name):
 
 
 def test_every_pass_has_an_order_of_its_own():
-    loader = get_loader(BatchDataset(leaf(), 10), config())
+    loader = get_loader(BatchDataset(source_of(), 10), config())
     passes = [[sample for batch in loader for sample in batch] for _ in range(3)]
     assert [sorted(samples) for samples in passes] == [sorted(passes[0])] * 3
     assert passes[0] != passes[1] != passes[2]
@@ -186,7 +192,9 @@ def test_every_pass_has_an_order_of_its_own():
 
 def test_validation_is_the_same_each_time_also_after_a_break():
     """A `break` in validation must not shift the next one."""
-    loader = get_loader(ConcatDataset(leaf("a", 5, shuffle=False), leaf("b", 3, shuffle=False)), config(num_workers=2))
+    loader = get_loader(
+        ConcatDataset(source_of("a", 5, shuffle=False), source_of("b", 3, shuffle=False)), config(num_workers=2)
+    )
     expected = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 0), ("b", 1), ("b", 2)]
     assert list(loader) == expected
     for _ in loader:
@@ -195,7 +203,7 @@ def test_validation_is_the_same_each_time_also_after_a_break():
 
 
 def test_a_savable_loader_goes_on_after_a_break():
-    loader = get_savable_loader(leaf("a", 5, shuffle=False), config())
+    loader = get_savable_loader(source_of("a", 5, shuffle=False), config())
     assert next(iter(loader)) == ("a", 0)
     assert list(loader) == [("a", 1), ("a", 2), ("a", 3), ("a", 4)]
     assert list(loader) == [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("a", 4)]
@@ -209,7 +217,7 @@ def test_endless_data_goes_on():
 
 def test_virtual_epochs_are_per_rank_and_go_on():
     """`length` counts a rank's own batches, as energon's; finite data does not dry up, as it does there."""
-    tree = EpochizeDataset(leaf("a", 7, shuffle=False), length=3)
+    tree = EpochizeDataset(source_of("a", 7, shuffle=False), length=3)
     for num_workers in (0, 2):
         made = loaders(tree, 2, num_workers)
         assert [len(loader) for loader in made] == [3, 3]
@@ -365,8 +373,8 @@ def test_changed_streams_are_refused(tree, fault):
 
 
 def test_moved_data_is_the_same_data():
-    state = get_savable_loader(leaf("a"), config()).state_dict()
-    moved = leaf("a")
+    state = get_savable_loader(source_of("a"), config()).state_dict()
+    moved = source_of("a")
     moved.name = "elsewhere/a"
     get_savable_loader(moved, config()).load_state_dict(state)
 
@@ -386,22 +394,22 @@ def test_states_of_different_steps_are_refused():
 
 def test_counts_of_what_was_left_out():
     for num_workers in (0, 2):
-        tree = MapDataset(FilterDataset(leaf("a", 100, bad=[1, 2]), is_odd), skip_thirds)
+        tree = MapDataset(FilterDataset(source_of("a", 100, bad=[1, 2]), is_odd), skip_thirds)
         loader = get_loader(tree, config(num_workers=num_workers))
         assert sorted(index for _, index in loader) == [i for i in range(100) if i % 2 and i % 3 and i != 1]
         assert (loader.num_failed, loader.num_skipped) == (2, 100 - 2 - 33 + 1)
 
 
-def test_a_lane_that_leaves_out_fills_its_batches():
+def test_a_shard_that_leaves_out_fills_its_batches():
     """Batches are full as long as there is data."""
     tree = BatchDataset(FilterDataset(endless("a", 1000), is_odd), 8)
     assert {len(batch) for batch in drawn(loaders(tree, 3), 20)[0]} == {8}
 
 
 def test_limits_are_per_rank_where_they_are_outermost():
-    tree = LimitDataset(BatchDataset(leaf("a", 100), 5), 3)
+    tree = LimitDataset(BatchDataset(source_of("a", 100), 5), 3)
     assert [len(list(loader)) for loader in loaders(tree, 2)] == [3, 3]
-    assert len(list(get_loader(ConcatDataset(tree, leaf("b", 1)), config()))) == 4
+    assert len(list(get_loader(ConcatDataset(tree, source_of("b", 1)), config()))) == 4
 
 
 def test_uses_of_energon():
@@ -471,7 +479,7 @@ def test_remap_of_equal_names_by_their_order():
 
 
 def test_remap_with_packs():
-    """Where lanes hold samples back, sources go on about where they stood."""
+    """Where shards hold samples back, sources go on about where they stood."""
     before, after = ENDLESS["packs"](), PackingDataset(endless("a", 50), 10, first_fit, list)
     head, loader = remap(before, after, 100)
     positions = [row[5] for row in expanded(loader.state_dict()["stream"])["sources"]]
@@ -481,11 +489,11 @@ def test_remap_with_packs():
 
 
 def test_remap_is_refused_for_finite_data():
-    state = loaders(leaf("a"))[0].state_dict()
+    state = loaders(source_of("a"))[0].state_dict()
     with pytest.raises(ValueError, match="is for endless data"):
-        loaders(leaf("b"))[0].load_state_dict(state, on_change="remap")
+        loaders(source_of("b"))[0].load_state_dict(state, on_change="remap")
     with pytest.raises(ValueError, match="on_change must be 'error' or 'remap', but is 'remaps'"):
-        loaders(leaf("a"))[0].load_state_dict(state, on_change="remaps")
+        loaders(source_of("a"))[0].load_state_dict(state, on_change="remaps")
 
 
 def test_weights_changed_on_the_way():
@@ -557,17 +565,17 @@ def test_weights_changed_at_a_later_output_or_further_in():
     with pytest.raises(ValueError, match=r"there is no blend at place '0.1'"):
         loader.change_weights((1, 0), blend="0.1")
     with pytest.raises(ValueError, match="weights of finite data sets cannot be changed"):
-        loaders(BlendDataset((leaf("a"), 1), (leaf("b"), 1)))[0].change_weights((1, 2))
+        loaders(BlendDataset((source_of("a"), 1), (source_of("b"), 1)))[0].change_weights((1, 2))
 
 
-@pytest.mark.parametrize("num_lanes", [1, 4, 6])
-def test_weights_changed_where_lanes_are_shared_and_samples_left_out(num_lanes):
-    """A worker that had run less of a lane ran it with the new weights from there, and read other samples."""
+@pytest.mark.parametrize("num_shards", [1, 4, 6])
+def test_weights_changed_where_shards_are_shared_and_samples_left_out(num_shards):
+    """A worker that had run less of a shard ran it with the new weights from there, and read other samples."""
     blend = BlendDataset(*((endless(name), 1) for name in "abcd"))
     tree = FilterDataset(blend, lambda sample: (sample[1] * 7) % 5 > 2)
     expected: list[Any] = []
     for num_ranks, num_workers in ((1, 0), (2, 2), (3, 0), (1, 3), (6, 0)):
-        made, found = loaders(tree, num_ranks, num_workers, num_lanes=num_lanes), []
+        made, found = loaders(tree, num_ranks, num_workers, num_shards=num_shards), []
         for weights in ((0, 3, 1, 1), (2, 1, 0, 5), (1, 0, 4, 0), (5, 1, 0, 1), (0, 1, 1, 1), (9, 1, 0, 0)) * 2:
             found += [next(loader) for _ in range(6 // num_ranks) for loader in made]
             for loader in made:
@@ -612,17 +620,17 @@ def test_weights_below_a_buffer_are_not_changed_on_several_ranks():
 
 
 def test_finite_batches_are_full_where_samples_are_left_out():
-    """Each of 960 lanes ended with a short batch, or dropped it: four fifths of the data."""
-    tree = BatchDataset(FilterDataset(leaf("a", 5000), lambda sample: sample[1] % 20 > 0), 8, drop_last=True)
-    assert len(list(get_loader(tree, config(num_lanes=None)))) > 0.98 * 0.95 * 5000 / 8
+    """Each of 960 shards ended with a short batch, or dropped it: four fifths of the data."""
+    tree = BatchDataset(FilterDataset(source_of("a", 5000), lambda sample: sample[1] % 20 > 0), 8, drop_last=True)
+    assert len(list(get_loader(tree, config(num_shards=None)))) > 0.98 * 0.95 * 5000 / 8
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 def test_what_is_left_out_counts_once(num_workers):
-    """Workers that share a lane make all of it."""
+    """Workers that share a shard make all of it."""
     tree = FilterDataset(endless("a", 50), is_odd)
-    (alone,) = loaders(tree, num_lanes=8)
-    (shared,) = loaders(tree, num_workers=num_workers, num_lanes=8)
+    (alone,) = loaders(tree, num_shards=8)
+    (shared,) = loaders(tree, num_workers=num_workers, num_shards=8)
     for _ in range(40):
         assert next(shared) == next(alone)
     assert shared.num_skipped == alone.num_skipped > 30
@@ -630,7 +638,7 @@ def test_what_is_left_out_counts_once(num_workers):
 
 
 def test_a_failing_source_that_lost_its_weight_is_not_waited_for(monkeypatch):
-    """A lane went through 20,000 blocks without it, in seconds, for each sample that failed."""
+    """A shard went through 20,000 blocks without it, in seconds, for each sample that failed."""
     planned: list[Any] = []
     plan = BlendDataset.plan
 
@@ -655,17 +663,17 @@ def test_a_failing_source_that_lost_its_weight_is_not_waited_for(monkeypatch):
 
 
 def test_finite_packs_are_full():
-    """960 lanes of a few samples each would make as many packs, all but empty."""
-    tree = PackingDataset(MapDataset(leaf("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
-    packs = list(get_loader(tree, config(num_lanes=960)))
+    """960 shards of a few samples each would make as many packs, all but empty."""
+    tree = PackingDataset(MapDataset(source_of("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
+    packs = list(get_loader(tree, config(num_shards=960)))
     assert len(packs) < 1.1 * 1000 / 6
 
 
 def first_samples(tree, num_outputs):
-    """The samples of the first outputs, with the number of lanes that the data asks for, and that number."""
-    loader = get_savable_loader(tree, config(num_lanes=None))
+    """The samples of the first outputs, with the number of shards that the data asks for, and that number."""
+    loader = get_savable_loader(tree, config(num_shards=None))
     samples = [sample for output in itertools.islice(loader, num_outputs) for sample in output]
-    return samples, loader.state_dict()["num_lanes"]
+    return samples, loader.state_dict()["num_shards"]
 
 
 def in_fours(samples):
@@ -683,8 +691,8 @@ def longest_first(samples):
 
 def test_packs_read_each_sample_once_per_epoch():
     """960 buffers of 40 are 48 epochs of 800 samples: half of them would not be in the first packs, one 48 times."""
-    samples, num_lanes = first_samples(PackingDataset(endless("a", 800), 40, in_fours, list), 200)
-    assert (len(samples), len(set(samples)), num_lanes) == (800, 800, 2)
+    samples, num_shards = first_samples(PackingDataset(endless("a", 800), 40, in_fours, list), 200)
+    assert (len(samples), len(set(samples)), num_shards) == (800, 800, 2)
     samples, _ = first_samples(PackingDataset(endless("a", 800), 40, longest_first, list), 1000)
     counts = [samples.count(("a", index)) for index in range(800)]
     assert max(counts) - min(counts) <= 3
@@ -692,62 +700,62 @@ def test_packs_read_each_sample_once_per_epoch():
 
 
 def test_groups_read_each_sample_once_per_epoch():
-    samples, num_lanes = first_samples(GroupBatchDataset(endless("a", 800), parity, fixed_batch_size=8), 100)
+    samples, num_shards = first_samples(GroupBatchDataset(endless("a", 800), parity, fixed_batch_size=8), 100)
     assert len(set(samples)) > 0.98 * len(samples) == 784
-    assert num_lanes == 2
+    assert num_shards == 2
 
 
 def test_replacements_come_from_the_same_epoch():
-    """Where samples are left out: 960 lanes of five samples each would miss a tenth of an epoch."""
+    """Where samples are left out: 960 shards of five samples each would miss a tenth of an epoch."""
     tree = BatchDataset(FilterDataset(endless("a", 5000), lambda sample: sample[1] % 10 > 0), 8)
-    samples, num_lanes = first_samples(tree, 562)
+    samples, num_shards = first_samples(tree, 562)
     assert len(set(samples)) > 0.98 * len(samples)
-    assert num_lanes == 64
+    assert num_shards == 64
 
 
 @pytest.mark.parametrize(
-    ("tree", "num_lanes"),
+    ("tree", "num_shards"),
     [
         (lambda: BatchDataset(endless("a", 100), 4), 8),
         (lambda: BatchDataset(endless("a", 20_000), 4), 192),
         (lambda: BatchDataset(shares(endless("a", 10**6), endless("b", 20)), 4), 960),
-        (lambda: EpochizeDataset(leaf("a", 20_000), length=9), 192),
-        (lambda: BatchDataset(leaf("a", 100), 4), 8),
-        (lambda: BatchDataset(leaf("a", 50_000), 4), 192),
-        (lambda: leaf("a", 100), 960),
+        (lambda: EpochizeDataset(source_of("a", 20_000), length=9), 192),
+        (lambda: BatchDataset(source_of("a", 100), 4), 8),
+        (lambda: BatchDataset(source_of("a", 50_000), 4), 192),
+        (lambda: source_of("a", 100), 960),
         (lambda: PackingDataset(endless("a", 100), 40, in_fours, list), 1),
         (lambda: PackingDataset(endless("a", 10**6), 100, in_fours, list), 320),
         (lambda: PackingDataset(endless("a", 10**8), 3000, in_fours, list), 16),
-        (lambda: BatchDataset(PackingDataset(leaf("a", 800), 40, in_fours, list), 2), 4),
+        (lambda: BatchDataset(PackingDataset(source_of("a", 800), 40, in_fours, list), 2), 4),
     ],
 )
-def test_number_of_lanes(tree, num_lanes):
+def test_number_of_shards(tree, num_shards):
     """By the data alone: any ranks and workers must find the same, and a state tells it where data grew."""
     for layout in ((1, 0), (3, 2)):
-        assert {made.state_dict()["num_lanes"] for made in loaders(tree(), *layout, num_lanes=None)} == {num_lanes}
-    other = loaders(tree(), num_lanes=5)[0]
-    other.load_state_dict(get_savable_loader(tree(), config(num_lanes=None)).state_dict())
-    assert other.state_dict()["num_lanes"] == num_lanes
+        assert {made.state_dict()["num_shards"] for made in loaders(tree(), *layout, num_shards=None)} == {num_shards}
+    other = loaders(tree(), num_shards=5)[0]
+    other.load_state_dict(get_savable_loader(tree(), config(num_shards=None)).state_dict())
+    assert other.state_dict()["num_shards"] == num_shards
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_few_lanes_for_many_ranks_are_one_stream(name):
-    """Lanes by the data: 8, or 1 for packs. 16 workers share them."""
+def test_few_shards_for_many_ranks_are_one_stream(name):
+    """Shards by the data: 8, or 1 for packs. 16 workers share them."""
     tree = ENDLESS[name]()
-    stream, _ = drawn(loaders(tree, num_lanes=None), 32)
-    head, states = drawn(loaders(tree, 16, num_lanes=None), 1)
+    stream, _ = drawn(loaders(tree, num_shards=None), 32)
+    head, states = drawn(loaders(tree, 16, num_shards=None), 1)
     tail, _ = drawn(loaders(tree, 3, 2, states), 5)
     assert head + tail == stream[:31]
 
 
-def test_lanes_that_are_shared_are_told(caplog):
+def test_shards_that_are_shared_are_told(caplog):
     loader = loaders(endless(), 5)[0]
     for _ in range(3):
         # At each restart it would fill the logs.
         next(loader)
         loader.close()
     assert caplog.text.count("do not divide") == 1
-    assert "5 ranks times 1 workers do not divide num_lanes=12: each worker makes 5 times what it gives" in caplog.text
+    assert "5 ranks times 1 workers do not divide num_shards=12: each worker makes 5 times what it gives" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -796,12 +804,12 @@ def test_state_of_a_thousand_sources_is_small(name):
 
 
 def test_state_of_open_buffers_is_small():
-    """A sample that is held back takes a few bytes, although the lanes of a packed stream hold thousands."""
+    """A sample that is held back takes a few bytes, although the shards of a packed stream hold thousands."""
     packs = PackingDataset(endless("a", 10**9), 100, lambda found: [found[:8]], list)
     loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
     for _ in range(700):
         next(loader)
-    held = [lane[3][1] for lane in expanded(loader.state_dict()["lanes"]).values()]
+    held = [shard[3][1] for shard in expanded(loader.state_dict()["shards"]).values()]
     num_held = sum(len(origins) for _, _, _, (origins, *_) in held)
     assert len(held) == 320
     assert num_held > 25_000

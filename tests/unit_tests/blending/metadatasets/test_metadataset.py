@@ -1,4 +1,4 @@
-"""Metadataset files as energon's users have them: what each says reaches the right leaf, and nothing is guessed."""
+"""Metadataset files as energon's users have them: what each says reaches the right entry, and nothing is guessed."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.metadatasets import metadataset
-from megatron.blending.metadatasets.metadataset import Blend, Epochized, Join, Leaf, Subset, load_metadataset
+from megatron.blending.metadatasets.metadataset import Blend, Epochized, Join, SourceEntry, Subset, load_metadataset
 
 V2 = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
 V1 = "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n"
@@ -33,12 +33,12 @@ def load(path, split="train"):
 
 
 def leaves_of(node):
-    return list(metadataset.leaves(node))
+    return list(metadataset.source_entries(node))
 
 
 def shown(node):
-    """Shape of a tree with the file names of its leaves."""
-    if isinstance(node, Leaf):
+    """Shape of a tree with the file names of its entries."""
+    if isinstance(node, SourceEntry):
         return node.path.rsplit("/", 1)[-1]
     return [type(node).__name__, *((shown(child), share) for child, share in node.children)]
 
@@ -47,7 +47,7 @@ def test_simple_file(folder):
     """The example that energon's documentation begins with."""
     text = V2 + "  train:\n    path: ./coyo\n  val:\n    path: ./coyo\n    split_part: train\n"
     path = write(folder, text)
-    assert load(path) == Leaf(path=str(folder / "coyo"), split_part="train", where=f"{path}:4: splits.train")
+    assert load(path) == SourceEntry(path=str(folder / "coyo"), split_part="train", where=f"{path}:4: splits.train")
     assert load(path, "val").split_part == "train"
 
 
@@ -74,7 +74,7 @@ def test_blend_with_all_keys(folder):
     assert isinstance(blend, Blend)
     assert [share for _, share in blend.children] == [5, 1, 0]
     first, second, _ = leaves_of(blend)
-    assert first == Leaf(
+    assert first == SourceEntry(
         path=str(folder / "coyo"),
         split_part="val",
         subflavors={"augmentation_type": "webdataset", "n": 1},
@@ -113,7 +113,7 @@ def test_nested_files_inherit_from_outside_in(folder):
     )
     tree = load(path)
     assert shown(tree) == ["Blend", (["Blend", ("a.jsonl", 2), ("coyo", 1)], 7), ("cc", 1)]
-    told = [(leaf.split_part, leaf.subflavors, leaf.shuffle_over_epochs_multiplier) for leaf in leaves_of(tree)]
+    told = [(entry.split_part, entry.subflavors, entry.shuffle_over_epochs_multiplier) for entry in leaves_of(tree)]
     assert told == [("val", {"k": "out", "l": "in"}, 2), ("test", {"k": "out"}, 10), ("train", {}, 1)]
 
 
@@ -164,7 +164,7 @@ def test_anchors(folder):
     text = V2 + "  train: &t\n    blend:\n      - &c {path: coyo, weight: 2}\n      - {<<: *c, weight: 3}\n  val: *t\n"
     path = write(folder, text)
     assert shown(load(path)) == ["Blend", ("coyo", 2), ("coyo", 3)]
-    assert [leaf.split_part for leaf in leaves_of(load(path, "val"))] == ["val", "val"]
+    assert [entry.split_part for entry in leaves_of(load(path, "val"))] == ["val", "val"]
 
 
 @pytest.mark.parametrize("module", ["megatron.energon", "megatron.energon.metadataset", "megatron.blending"])
@@ -176,7 +176,7 @@ def test_modules_are_names_only(folder, module):
 
 def test_data_is_a_leaf(folder):
     path = str(folder / "a.jsonl")
-    assert load(path) == Leaf(path=path, split_part="train", where=path)
+    assert load(path) == SourceEntry(path=path, split_part="train", where=path)
     (folder / "tokens.bin").write_bytes(b"")
     assert load(folder / "tokens", "val").path == str(folder / "tokens")
 
@@ -189,7 +189,7 @@ def test_join_is_kept(folder):
     )
     join = load(write(folder, text))
     assert isinstance(join, Join)
-    assert [(leg.name, leg.leaf.split_part, leg.nonmatch) for leg in join.legs] == [
+    assert [(leg.name, leg.entry.split_part, leg.nonmatch) for leg in join.legs] == [
         (None, "train", "error"),
         (None, "val", "none"),
     ]
@@ -341,7 +341,7 @@ def test_shares_are_exact(folder):
     kind, shares = metadataset.flattened(load(path))
     assert kind is Epochized
     assert [share for _, share in shares] == [Fraction(9, 2), 1]
-    assert metadataset.flattened(load(folder / "a.jsonl"))[0] is Leaf
+    assert metadataset.flattened(load(folder / "a.jsonl"))[0] is SourceEntry
 
 
 def test_parts_of_joins(folder):

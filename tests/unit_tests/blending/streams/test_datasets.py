@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.blending.loading.loader import get_loader
-from megatron.blending.order.weights import WeightSchedule
-from megatron.blending.streams.datasets import (
+from megatron.blending import (
     BatchDataset,
     BlendDataset,
     ConcatDataset,
@@ -23,15 +21,17 @@ from megatron.blending.streams.datasets import (
     RepeatDataset,
     ShuffleBufferDataset,
 )
+from megatron.blending.loading.loader import get_loader
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import FatalSampleError
-from tests.unit_tests.blending.number_streams import Numbers, config, endless, leaf, listed, servers
+from tests.unit_tests.blending.number_streams import Numbers, config, endless, listed, servers, source_of
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, halves, is_odd, parity, several
 
 NOTHING: Any = None
 
 
 def in_order(name="a", count=50, **options):
-    return leaf(name, count, shuffle=False, **options)
+    return source_of(name, count, shuffle=False, **options)
 
 
 def numbers(outputs):
@@ -56,7 +56,7 @@ def test_zero_weight_is_never_read():
 
 
 def test_finite_sources_blend_until_each_is_read():
-    tree = BlendDataset((leaf("a", 30), 1), (leaf("b", 10), 1))
+    tree = BlendDataset((source_of("a", 30), 1), (source_of("b", 10), 1))
     samples = listed(tree)
     assert len(tree) == tree.size == 40
     assert len(set(samples)) == 40
@@ -65,7 +65,7 @@ def test_finite_sources_blend_until_each_is_read():
 
 def test_exact_repetitions():
     """blend_epochized: a source twice, another one and a half times, in each pass."""
-    a, b = RepeatDataset(leaf("a", 10), 2), RepeatDataset(leaf("b", 20), 1.5)
+    a, b = RepeatDataset(source_of("a", 10), 2), RepeatDataset(source_of("b", 20), 1.5)
     samples = listed(BlendDataset((a, len(a)), (b, len(b))))
     counts = Counter(samples)
     assert {counts[("a", index)] for index in range(10)} == {2}
@@ -89,7 +89,7 @@ def test_batches():
     assert [numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2))] == [[0, 1], [2, 3], [4]]
     assert [numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2, drop_last=True))] == [[0, 1], [2, 3]]
     assert listed(BatchDataset(in_order("a", 5), 2, lambda batch: sum(numbers(batch)))) == [1, 5, 4]
-    assert [len(BatchDataset(leaf("a", 5), 2, drop_last=drop)) for drop in (False, True)] == [3, 2]
+    assert [len(BatchDataset(source_of("a", 5), 2, drop_last=drop)) for drop in (False, True)] == [3, 2]
 
 
 def test_mixed_batches():
@@ -111,18 +111,18 @@ def test_map_filter_and_generators():
 
 def test_repeats():
     assert numbers(listed(RepeatDataset(in_order("a", 4), 2.5))) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert len(RepeatDataset(leaf("a", 4))) == 4
+    assert len(RepeatDataset(source_of("a", 4))) == 4
 
 
 def test_limit_counts_what_comes_out():
     """A limit behind a filter: that many that pass, as long as there are; behind a generator no more than that."""
     assert numbers(listed(LimitDataset(in_order("a", 9), 4))) == [0, 1, 2, 3]
-    for num_lanes in (1, 2, 5):
-        filtered = LimitDataset(FilterDataset(leaf("a", 200), is_odd), 20)
-        assert len(set(listed(filtered, num_lanes=num_lanes))) == 20
-        many = LimitDataset(MapDataset(leaf("a", 200), several), 20)
-        assert len(listed(many, num_lanes=num_lanes)) == 20
-    assert len(LimitDataset(leaf("a", 3), 5)) == 3
+    for num_shards in (1, 2, 5):
+        filtered = LimitDataset(FilterDataset(source_of("a", 200), is_odd), 20)
+        assert len(set(listed(filtered, num_shards=num_shards))) == 20
+        many = LimitDataset(MapDataset(source_of("a", 200), several), 20)
+        assert len(listed(many, num_shards=num_shards)) == 20
+    assert len(LimitDataset(source_of("a", 3), 5)) == 3
 
 
 def passes(tree, count, **options):
@@ -137,16 +137,18 @@ def test_limit_begins_again_if_told_to():
         [0, 1, 2, 3], [4, 5, 6, 7],
     ]  # fmt: skip
     trees = {
-        "endless": lambda: LimitDataset(RepeatDataset(leaf("a", 9)), 4, **told),
-        "epochs": lambda: LimitDataset(EpochizeDataset(leaf("a", 9), 6), 4, **told),
-        "filtered": lambda: LimitDataset(FilterDataset(RepeatDataset(leaf("a", 9)), is_odd), 4, **told),
-        "filtered epochs": lambda: LimitDataset(FilterDataset(EpochizeDataset(leaf("a"), 9000), is_odd), 4, **told),
+        "endless": lambda: LimitDataset(RepeatDataset(source_of("a", 9)), 4, **told),
+        "epochs": lambda: LimitDataset(EpochizeDataset(source_of("a", 9), 6), 4, **told),
+        "filtered": lambda: LimitDataset(FilterDataset(RepeatDataset(source_of("a", 9)), is_odd), 4, **told),
+        "filtered epochs": lambda: LimitDataset(
+            FilterDataset(EpochizeDataset(source_of("a"), 9000), is_odd), 4, **told
+        ),
     }
     for name, tree in trees.items():
         first, second, third = passes(tree(), 3)
         assert first == second == third, name
         assert len(first) == 4, name
-    finite = LimitDataset(leaf("a", 9), 9, **told)
+    finite = LimitDataset(source_of("a", 9), 9, **told)
     first, second = passes(finite, 2)
     assert sorted(first) == sorted(second) == sorted(listed(in_order("a", 9)))
     assert first != second  # as without the limit
@@ -156,7 +158,7 @@ def test_limit_that_begins_again_is_resumed():
     """A state of one that goes on means other records."""
 
     def tree(**options):
-        return LimitDataset(FilterDataset(RepeatDataset(leaf("a", 90)), is_odd), 6, **options)
+        return LimitDataset(FilterDataset(RepeatDataset(source_of("a", 90)), is_odd), 6, **options)
 
     for before in range(6):
         loader = get_loader(tree(reset_after_epoch=True))
@@ -185,7 +187,7 @@ def test_packing_keeps_what_was_not_chosen():
     def two_smallest(samples):
         return [sorted(samples, key=lambda sample: sample[1])[:2]]
 
-    packs = listed(PackingDataset(leaf("a", 31), 5, two_smallest, list), num_lanes=1)
+    packs = listed(PackingDataset(source_of("a", 31), 5, two_smallest, list), num_shards=1)
     assert sorted(index for pack in packs for _, index in pack) == list(range(31))
     assert [len(pack) for pack in packs].count(2) >= 13
 
@@ -219,8 +221,8 @@ def packs_of_80(samples):
     return packs
 
 
-@pytest.mark.parametrize("num_lanes", [1, 3, 40])
-def test_over_long_samples_of_finite_data(num_lanes):
+@pytest.mark.parametrize("num_shards", [1, 3, 40])
+def test_over_long_samples_of_finite_data(num_shards):
     """They became packs over capacity, whatever was asked for: at the end of the data buffers are not full."""
 
     def tree(count, over_long="error"):
@@ -228,9 +230,9 @@ def test_over_long_samples_of_finite_data(num_lanes):
         return PackingDataset(longer, 30, packs_of_80, list, over_long=over_long)
 
     with pytest.raises(FatalSampleError, match=r"a:8\d: select_samples_to_pack does not choose this sample"):
-        listed(tree(90), num_lanes=num_lanes)
+        listed(tree(90), num_shards=num_shards)
     for over_long, count, longest in (("drop", 90, 80), ("alone", 90, 90), ("error", 80, 80)):
-        packs = listed(tree(count, over_long), num_lanes=num_lanes)
+        packs = listed(tree(count, over_long), num_shards=num_shards)
         assert sorted(size for pack in packs for _, size in pack) == list(range(1, longest + 1))
         over = [pack for pack in packs if sum(size for _, size in pack) > 80]
         assert len(over) == (10 if over_long == "alone" else 0)
@@ -244,9 +246,9 @@ def test_an_over_long_sample_is_found_while_others_are_chosen():
         return PackingDataset(MapDataset(endless("a", 400), long_or_short), 10, packs_of_80, list, **options)
 
     with pytest.raises(FatalSampleError, match="a:7: select_samples_to_pack does not choose this sample"):
-        listed(tree(), 400, num_lanes=1)
+        listed(tree(), 400, num_shards=1)
     # Small ones wait for long, as the longest are packed first, but they do fit.
-    assert listed(PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list), 400, num_lanes=1)
+    assert listed(PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list), 400, num_shards=1)
 
 
 def long_or_short(sample):
@@ -275,7 +277,7 @@ def test_select_must_return_what_it_was_given():
 
 
 def test_groups():
-    batches = listed(GroupBatchDataset(leaf("a", 100), parity, fixed_batch_size=4))
+    batches = listed(GroupBatchDataset(source_of("a", 100), parity, fixed_batch_size=4))
     assert all(len({index % 2 for _, index in batch}) == 1 for batch in batches)
     assert sorted(index for batch in batches for _, index in batch) == list(range(100))
 
@@ -293,12 +295,12 @@ def test_one_data_set_may_stand_in_two_places():
 
 
 @pytest.mark.parametrize("name", ["blend of samples", "mixed batches", "slices"])
-def test_what_needs_no_lane_runs_in_none(name):
-    """Lanes are exact, but several times slower: a stream that leaves nothing out must not end up in them."""
+def test_what_needs_no_shard_runs_in_none(name):
+    """Shards are exact, but several times slower: a stream that leaves nothing out must not end up in them."""
     (server,) = servers(ENDLESS[name]())
     for _ in range(500):
         server.next()
-    assert server.lane_states() == {}
+    assert server.shard_states() == {}
 
 
 @pytest.mark.parametrize("name", ["batch", "blend of batches"])
@@ -315,11 +317,11 @@ def test_every_sample_of_a_pass_is_in_it(name):
         flat = []
         for output in listed(tree):
             flat += output if isinstance(output, list) else [output]
-        assert len(flat) == len(set(flat)) == sum(len(child) for child in _leaves(tree))
+        assert len(flat) == len(set(flat)) == sum(len(child) for child in _sources(tree))
 
 
-def _leaves(tree):
-    return [tree] if not tree.children else list(itertools.chain.from_iterable(map(_leaves, tree.children)))
+def _sources(tree):
+    return [tree] if not tree.children else list(itertools.chain.from_iterable(map(_sources, tree.children)))
 
 
 def test_lengths():
@@ -327,7 +329,7 @@ def test_lengths():
     assert len(BlendDataset((endless("a", 30), 1), (endless("b", 12), 9))) == 42
     assert len(BatchDataset(endless("a", 30), 8)) == 4
     assert len(EpochizeDataset(endless("a", 30), num_epochs=2)) == 60
-    assert len(get_loader(BatchDataset(leaf("a", 30), 8), config(1, 3))) == 1
+    assert len(get_loader(BatchDataset(source_of("a", 30), 8), config(1, 3))) == 1
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,7 @@ def test_lengths():
         (lambda: BlendDataset((endless(), -1)), "weight 0 must be at least 0, but is -1"),
         (lambda: BlendDataset((endless(), 0)), "must not all be 0"),
         (
-            lambda: BlendDataset(([1], 1), (leaf(), 1)),
+            lambda: BlendDataset(([1], 1), (source_of(), 1)),
             r"data set 0 must be a data set of megatron.blending, but is \[1\]",
         ),
         (
@@ -346,28 +348,28 @@ def test_lengths():
             "mode of a blend must be one of exact, random; did you mean",
         ),
         (
-            lambda: BlendDataset((leaf(), 1), schedule=WeightSchedule(((0, (1,)),))),
+            lambda: BlendDataset((source_of(), 1), schedule=WeightSchedule(((0, (1,)),))),
             "schedule of weights is for endless",
         ),
         (lambda: BlendDataset((endless(), 1), schedule=WeightSchedule(((0, (1, 1)),))), "2 weights for 1 data sets"),
         (lambda: ConcatDataset(endless()), "data set 0 of a ConcatDataset is endless"),
-        (lambda: MapDataset(leaf(), NOTHING), "map_fn must be a function, but is None"),
-        (lambda: FilterDataset(leaf(), NOTHING), "filter_fn must be a function, but is None"),
-        (lambda: BatchDataset(leaf(), 0), "batch_size must be at least 1, but is 0"),
-        (lambda: LimitDataset(leaf(), 0), "length must be at least 1"),
-        (lambda: EpochizeDataset(leaf()), "length or num_epochs must be given"),
-        (lambda: EpochizeDataset(leaf(), length=0), "length must be at least 1"),
-        (lambda: RepeatDataset(leaf(), 0), "repeats must be above 0"),
-        (lambda: RepeatDataset(leaf("a", 3), 0.1), "0.1 times 3 outputs is none"),
-        (lambda: ShuffleBufferDataset(leaf(), 0), "size must be at least 1"),
-        (lambda: PackingDataset(leaf(), 0, first_fit, list), "buffer_size must be at least 1"),
+        (lambda: MapDataset(source_of(), NOTHING), "map_fn must be a function, but is None"),
+        (lambda: FilterDataset(source_of(), NOTHING), "filter_fn must be a function, but is None"),
+        (lambda: BatchDataset(source_of(), 0), "batch_size must be at least 1, but is 0"),
+        (lambda: LimitDataset(source_of(), 0), "length must be at least 1"),
+        (lambda: EpochizeDataset(source_of()), "length or num_epochs must be given"),
+        (lambda: EpochizeDataset(source_of(), length=0), "length must be at least 1"),
+        (lambda: RepeatDataset(source_of(), 0), "repeats must be above 0"),
+        (lambda: RepeatDataset(source_of("a", 3), 0.1), "0.1 times 3 outputs is none"),
+        (lambda: ShuffleBufferDataset(source_of(), 0), "size must be at least 1"),
+        (lambda: PackingDataset(source_of(), 0, first_fit, list), "buffer_size must be at least 1"),
         (
-            lambda: PackingDataset(leaf(), 5, first_fit, list, over_long="cut"),
+            lambda: PackingDataset(source_of(), 5, first_fit, list, over_long="cut"),
             "over_long must be one of error, alone, drop",
         ),
-        (lambda: leaf("a", 0), "a: has no records"),
-        (lambda: leaf("a", multiplier=0), "a: multiplier must be at least 1, or -1 or None"),
-        (lambda: leaf("a", slice_length=0), "slice_length must be at least 1"),
+        (lambda: source_of("a", 0), "a: has no records"),
+        (lambda: source_of("a", multiplier=0), "a: multiplier must be at least 1, or -1 or None"),
+        (lambda: source_of("a", slice_length=0), "slice_length must be at least 1"),
     ],
 )
 def test_misuse_is_refused_at_construction(make, fault):

@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
+from megatron.blending import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.encoding.seeding import stateless
 from megatron.blending.loading.loader import get_loader
-from megatron.blending.streams.datasets import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError, SkipSample
-from tests.unit_tests.blending.number_streams import config, endless, leaf
+from tests.unit_tests.blending.number_streams import config, endless, source_of
 from tests.unit_tests.blending.trees import first_fit, is_odd
 
 
@@ -47,13 +47,13 @@ def test_the_key_is_named(caplog):
         return sample
 
     with caplog.at_level(logging.WARNING):
-        assert len(list(get_loader(MapDataset(leaf("a", 3, load=load), fail_first), config()))) == 2
+        assert len(list(get_loader(MapDataset(source_of("a", 3, load=load), fail_first), config()))) == 2
     assert "a:0 (key key 0): " in caplog.text
     assert "KeyError: 'caption'" in caplog.text
 
 
 def test_few_lines_for_many_failures(caplog):
-    loader = get_loader(leaf("a", 5000, bad=range(0, 5000, 2)), config(failure_tolerance=0))
+    loader = get_loader(source_of("a", 5000, bad=range(0, 5000, 2)), config(failure_tolerance=0))
     with caplog.at_level(logging.WARNING):
         assert len(list(loader)) == 2500
     assert loader.num_failed == 2500
@@ -90,7 +90,7 @@ def test_a_row_of_failures_is_fatal():
     loader = get_loader(MapDataset(endless(), fail_all), config(failure_tolerance=10))
     with pytest.raises(FatalSampleError, match=r"a:\d+: fail_all: ValueError: all .*10 samples in a row failed"):
         next(loader)
-    records = get_loader(leaf("a", 100, bad=range(100)), config(failure_tolerance=10))
+    records = get_loader(source_of("a", 100, bad=range(100)), config(failure_tolerance=10))
     with pytest.raises(FatalSampleError, match=r"RecordError: .* is bad"):
         next(records)
 
@@ -126,7 +126,7 @@ def test_skips_are_silent_and_counted(caplog):
             raise SkipSample
         return sample
 
-    loader = get_loader(FilterDataset(MapDataset(leaf("a", 20), skip), lambda sample: sample[1] % 4), config())
+    loader = get_loader(FilterDataset(MapDataset(source_of("a", 20), skip), lambda sample: sample[1] % 4), config())
     with caplog.at_level(logging.WARNING):
         assert len(list(loader)) == 5
     assert (loader.num_failed, loader.num_skipped, caplog.records) == (0, 15, [])
@@ -149,7 +149,7 @@ def test_an_own_handler():
     def handler(error, sample, place):
         seen.append((str(error), sample, place))
 
-    loader = get_loader(MapDataset(leaf("a", 8), fail_sevens), config(global_error_handler=handler))
+    loader = get_loader(MapDataset(source_of("a", 8), fail_sevens), config(global_error_handler=handler))
     assert len(list(loader)) == 6
     assert sorted(seen) == [("seven", ("a", 0), "a:0"), ("seven", ("a", 7), "a:7")]
 
@@ -162,11 +162,11 @@ def test_failures_of_batches_and_packs():
             raise ValueError("three")
         return samples
 
-    loader = get_loader(BatchDataset(leaf("a", 12, shuffle=False), 2, batch), config())
+    loader = get_loader(BatchDataset(source_of("a", 12, shuffle=False), 2, batch), config())
     assert [samples[0][1] for samples in loader] == [0, 4, 6, 8, 10]
     assert loader.num_failed == 1
 
-    packs = get_loader(PackingDataset(leaf("a", 40), 10, first_fit, batch, sample_encoder=fail_sevens), config())
+    packs = get_loader(PackingDataset(source_of("a", 40), 10, first_fit, batch, sample_encoder=fail_sevens), config())
     left = {index for pack in packs for _, index in pack}
     assert all(index % 7 for index in left)
     assert 3 not in left
@@ -179,7 +179,7 @@ def test_a_filter_that_fails():
             raise ValueError("seven")
         return is_odd(sample)
 
-    loader = get_loader(FilterDataset(leaf("a", 10), odd_but_seven), config())
+    loader = get_loader(FilterDataset(source_of("a", 10), odd_but_seven), config())
     assert sorted(index for _, index in loader) == [1, 3, 5, 9]
     assert (loader.num_failed, loader.num_skipped) == (1, 5)
 
@@ -215,11 +215,11 @@ def test_a_source_that_only_fails_is_fatal(batch_size):
         list(itertools.islice(get_loader(tree, config(failure_tolerance=5)), 400))
 
 
-@pytest.mark.parametrize(("num_lanes", "batch_size"), [(1, 8), (12, 1), (960, 1), (960, 8)])
-def test_other_sources_and_other_lanes_end_no_row_but_their_own(num_lanes, batch_size):
-    """A rare source of which most fail, in many lanes: what came of it by arithmetic counts as well."""
+@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 8), (12, 1), (960, 1), (960, 8)])
+def test_other_sources_and_other_shards_end_no_row_but_their_own(num_shards, batch_size):
+    """A rare source of which most fail, in many shards: what came of it by arithmetic counts as well."""
     tree = BatchDataset(MapDataset(blend_of(9), fail_most_of_b), batch_size)
-    loader = get_loader(tree, config(failure_tolerance=95, num_lanes=num_lanes))
+    loader = get_loader(tree, config(failure_tolerance=95, num_shards=num_shards))
     seen = {sample for _ in range(6000 // batch_size) for sample in next(loader)}
     assert loader.num_failed > 95
     assert {index for name, index in seen if name == "b"} == set(range(0, 100, 10))
@@ -231,7 +231,7 @@ def test_a_source_that_only_fails_is_passed_over_where_nothing_is_fatal():
 
 
 def test_failures_of_finite_sources_leave_all_that_does_not_fail():
-    tree = MapDataset(BlendDataset((leaf("a", 300), 1), (leaf("b", 20), 1)), fail_thirds_of_a)
-    for num_lanes in (1, 12, 960):
-        found = list(get_loader(tree, config(num_lanes=num_lanes)))
+    tree = MapDataset(BlendDataset((source_of("a", 300), 1), (source_of("b", 20), 1)), fail_thirds_of_a)
+    for num_shards in (1, 12, 960):
+        found = list(get_loader(tree, config(num_shards=num_shards)))
         assert sorted(found) == [("a", i) for i in range(300) if i % 3] + [("b", i) for i in range(20)]

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from megatron.blending.encoding.samples import CrudeSample, TextSample
-from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import Failures, SkipSample
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
 from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
@@ -25,8 +25,8 @@ def task():
 
 
 def chats(task, path, failures=None):
-    (leaf,) = leaves(load_metadataset(path, "train"))
-    return ChatSource(open_chats(leaf, task), "some", task, failures)
+    (entry,) = source_entries(load_metadataset(path, "train"))
+    return ChatSource(open_chats(entry, task), "some", task, failures)
 
 
 @pytest.mark.parametrize(("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")])

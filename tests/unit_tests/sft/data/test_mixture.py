@@ -6,14 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron.blending import RepeatDataset
 from megatron.blending.loading.dataset_loader import LoadedDataset
-from megatron.blending.metadatasets.metadataset import Leaf
-from megatron.blending.streams.datasets import RepeatDataset
+from megatron.blending.metadatasets.metadataset import SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.mixture import Blended, Concatenation, Place, blend_changes
 from tests.unit_tests.sft.data.test_stream import Numbered
 
-LEAF = Leaf(path="some", split_part="train")
+LEAF = SourceEntry(path="some", split_part="train")
 
 
 def blended(weights, sizes=(10, 7, 4), seed=1, mode="exact", names="abc"):

@@ -11,7 +11,6 @@ import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
-from megatron.blending.encoding.leaves import Reading, file_of, open_records
 from megatron.blending.encoding.samples import (
     CaptioningSample,
     CrudeSample,
@@ -20,9 +19,10 @@ from megatron.blending.encoding.samples import (
     basic_sample_keys,
 )
 from megatron.blending.encoding.seeding import stateless
+from megatron.blending.encoding.source_entries import Reading, file_of, open_records
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
-from megatron.blending.metadatasets.metadataset import leaves, load_metadataset
+from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
 from tests.unit_tests.blending.formats.test_indexed import write as write_sequences
@@ -31,7 +31,7 @@ V2 = "__class__: MetadatasetV2\nsplits:\n"
 
 
 def records_of(path, split, reading):
-    return open_records(next(leaves(load_metadataset(path, split))), reading)
+    return open_records(next(source_entries(load_metadataset(path, split))), reading)
 
 
 def opened(path, split="train", encoder=None, allow_code=False):
@@ -181,8 +181,9 @@ def test_mistakes_in_dataset_yaml_are_named(tmp_path):
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "txt: txt"))
     assert "field_map: TextSample has no field 'txt'; did you mean 'text'?" in refused(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
-    assert "dataset.yaml:1: field_map: text: no sample of 1 looked at has a part 'tx'; did you mean 'txt'?" in refused(
-        folder
+    assert (
+        "dataset.yaml:1: field_map: text: none of 1 samples that were read has a part 'tx'; did you mean 'txt'?"
+        in refused(folder)
     )
 
 
@@ -224,7 +225,7 @@ def test_a_key_that_no_sample_has_is_refused_at_once(tmp_path, source, fault):
     sample = {"caption": "c", "meta": {"lang": "en"}, "turns": [{"text": "t"}]}
     folder = write_json_samples(tmp_path, [sample] * 20, source)
     told = refused(folder)
-    assert told.endswith(f"dataset.yaml:1: field_map: text: no sample of 20 looked at has {fault}")
+    assert told.endswith(f"dataset.yaml:1: field_map: text: none of 20 samples that were read has {fault}")
     assert "\n" not in told
 
 
@@ -254,7 +255,7 @@ def test_samples_that_cannot_be_read_decide_nothing(tmp_path):
     reading = Reading(encoder=DefaultTaskEncoder())
     records_of(str(write_json_samples(tmp_path, [b"{broken"] * 3, "json[q]")), "train", reading)
     folder = write_json_samples(tmp_path, [b"{broken", {"a": 1}, {"a": 1}], "json[q]")
-    assert "no sample of 2 looked at has a key 'q' in json; keys are a" in refused(folder)
+    assert "none of 2 samples that were read has a key 'q' in json; keys are a" in refused(folder)
 
     class Own(DefaultTaskEncoder):
         @staticmethod
@@ -283,7 +284,7 @@ def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
     assert reads[::9] == [[index] for index in (0, 14, 28, 42, 56, 70, 84, 99)]
     # A field that only samples between those have is refused too: the message says the way out.
     assert told.endswith(
-        "no sample of 64 looked at has a key 'r' in json; keys are q. "
+        "none of 64 samples that were read has a key 'r' in json; keys are q. "
         "If some others do, name an alternative behind a comma"
     )
     for at, alternative in ((2, "json[r],json[q]"), (14, "json[r]")):
@@ -342,7 +343,9 @@ def test_join_skips_or_fills(tmp_path):
 def test_fields_of_joined_data_sets_are_looked_at_too(tmp_path):
     path = write_join(tmp_path, "      - {path: one}\n      - {path: two, nonmatch: none}\n")
     (tmp_path / "two" / ".nv-meta" / "dataset.yaml").write_text(TEXT.replace("text: txt", "text: tx"))
-    assert "two/.nv-meta/dataset.yaml:1: field_map: text: no sample of 2 looked at" in refused(path, allow_code=True)
+    assert "two/.nv-meta/dataset.yaml:1: field_map: text: none of 2 samples that were read" in refused(
+        path, allow_code=True
+    )
 
 
 def test_join_partners_that_are_missing(tmp_path):

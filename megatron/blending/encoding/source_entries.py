@@ -1,4 +1,4 @@
-"""pure. A source of a metadataset, opened: its records as samples of the task.
+"""pure. This opens the source entries of a metadataset: their records become samples of the task.
 
 What a record becomes depends on the source: the sample class of its dataset.yaml, or a CrudeSample, which the task
 encoder's cooker makes a sample of; a line of JSONL is a CrudeSample with the object as "json", a row of Parquet or a
@@ -29,13 +29,13 @@ from megatron.blending.formats.prepared.webdataset import WebDataset, open_webda
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.formats.yaml_place import nearest
-from megatron.blending.metadatasets.metadataset import Join, Leaf
+from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TOKENS_SUFFIX = ".bin"
-_LOOKED_AT = 64
+_NUM_PROBED = 64
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
 
@@ -53,15 +53,15 @@ class Reading:
     """Whether Python files and classes that a dataset.yaml or a join names may be run."""
 
 
-def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) -> Any:
+def open_entry(entry: SourceEntry | Join, reading: Reading, worker_config: Any = None) -> Any:
     """Return a source as a SourceDataset: one pass over its samples. ValueError starts with where it is named."""
-    source, load = open_records(leaf, reading)
-    sources = [leg.leaf for leg in leaf.legs] if isinstance(leaf, Join) else [leaf]
+    source, load = open_records(entry, reading)
+    sources = [leg.entry for leg in entry.legs] if isinstance(entry, Join) else [entry]
     return SourceDataset(
         source,
         load=load,
         shuffle=reading.is_shuffled,
-        multiplier=leaf.shuffle_over_epochs_multiplier,
+        multiplier=entry.shuffle_over_epochs_multiplier,
         slice_length=reading.slice_length,
         shuffle_window=reading.shuffle_window,
         name=" + ".join(f"{one.path} {one.split_part}{one.subset}" for one in sources),
@@ -69,30 +69,30 @@ def open_leaf(leaf: Leaf | Join, reading: Reading, worker_config: Any = None) ->
     )
 
 
-def open_records(leaf: Leaf | Join, reading: Reading) -> tuple[RecordSource, Load]:
+def open_records(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSource, Load]:
     """Return the records of a source, and what makes a sample of each; ValueError starts with where it is named."""
     try:
-        return _open_join(leaf, reading) if isinstance(leaf, Join) else _open(leaf, reading)
+        return _open_join(entry, reading) if isinstance(entry, Join) else _open(entry, reading)
     except ValueError as error:
         fault = str(error)
-        raise ValueError(fault if fault.startswith(leaf.where) else f"{leaf.where}: {fault}") from None
+        raise ValueError(fault if fault.startswith(entry.where) else f"{entry.where}: {fault}") from None
 
 
-def _open(leaf: Leaf, reading: Reading) -> tuple[RecordSource, Load]:
+def _open(entry: SourceEntry, reading: Reading) -> tuple[RecordSource, Load]:
     decode = _decoder(reading)
-    path = file_of(leaf.path)
+    path = file_of(entry.path)
     if path is not None:
-        return _open_file(leaf, path, reading, decode)
-    webdataset, subflavors = _open_webdataset(leaf, reading)
-    source = part_of(webdataset, leaf.subset)
+        return _open_file(entry, path, reading, decode)
+    webdataset, subflavors = _open_webdataset(entry, reading)
+    source = part_of(webdataset, entry.subset)
     if not webdataset.sample_type.is_crude:
-        if leaf.aux:
+        if entry.aux:
             raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
         return source, _typed_load(webdataset, source, subflavors, reading, decode)
-    stores = {name: open_store(path, decode, leaf.where) for name, path in leaf.aux.items()}
-    primary = LazyStore(leaf.path, decode)
-    cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, leaf.where)
-    return source, CrudeLoad(webdataset, subflavors, leaf.path, decode, cook)
+    stores = {name: open_store(path, decode, entry.where) for name, path in entry.aux.items()}
+    primary = LazyStore(entry.path, decode)
+    cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, entry.where)
+    return source, CrudeLoad(webdataset, subflavors, entry.path, decode, cook)
 
 
 def _typed_load(
@@ -114,7 +114,7 @@ def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
     field_map = FieldMap(kind.field_map, f"{kind.where}: field_map")
     suspects: dict[str, list[Missing]] = {name: [] for name in kind.field_map}
     num_read = 0
-    for index in dict.fromkeys(at * (len(source) - 1) // (_LOOKED_AT - 1) for at in range(_LOOKED_AT)):
+    for index in dict.fromkeys(at * (len(source) - 1) // (_NUM_PROBED - 1) for at in range(_NUM_PROBED)):
         try:
             missing = field_map.missing(source[index], decode)
         except Exception:
@@ -126,9 +126,9 @@ def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
             return
     if num_read:
         name, faults = next(iter(suspects.items()))
-        way_out = ". If some others do, name an alternative behind a comma" if len(source) > _LOOKED_AT else ""
+        way_out = ". If some others do, name an alternative behind a comma" if len(source) > _NUM_PROBED else ""
         raise ValueError(
-            f"{kind.where}: field_map: {name}: no sample of {num_read} looked at has {_told(faults)}{way_out}"
+            f"{kind.where}: field_map: {name}: none of {num_read} samples that were read has {_told(faults)}{way_out}"
         )
 
 
@@ -159,24 +159,24 @@ def file_of(path: str) -> str | None:
     return None if is_folder(path) else path
 
 
-def _open_file(leaf: Leaf, path: str, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
+def _open_file(entry: SourceEntry, path: str, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
     whole = open_source(path)
-    stores = {name: open_store(store, decode, leaf.where) for name, store in leaf.aux.items()}
+    stores = {name: open_store(store, decode, entry.where) for name, store in entry.aux.items()}
     primary = SystemFileStore(os.path.dirname(path), decode)
-    cook = choose_cook(reading.encoder.cookers, leaf.subflavors, stores, primary, leaf.where)
-    first, is_json = leaf.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
-    return part_of(whole, leaf.subset), FileLoad(path, first, is_json, dict(leaf.subflavors), cook)
+    cook = choose_cook(reading.encoder.cookers, entry.subflavors, stores, primary, entry.where)
+    first, is_json = entry.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
+    return part_of(whole, entry.subset), FileLoad(path, first, is_json, dict(entry.subflavors), cook)
 
 
-def _open_webdataset(leaf: Leaf, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
+def _open_webdataset(entry: SourceEntry, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
     webdataset = open_webdataset(
-        leaf.path,
-        split_part=leaf.split_part,
-        dataset_config=leaf.dataset_config,
-        split_config=leaf.split_config,
+        entry.path,
+        split_part=entry.split_part,
+        dataset_config=entry.dataset_config,
+        split_config=entry.split_config,
         allow_code=reading.allow_code,
     )
-    return webdataset, {**webdataset.subflavors, **leaf.subflavors}
+    return webdataset, {**webdataset.subflavors, **entry.subflavors}
 
 
 def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
@@ -184,11 +184,11 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
     sources: list[WebDataset] = []
     loads: list[Load] = []
     for leg in join.legs:
-        if not is_folder(leg.leaf.path):
-            raise ValueError(f"{leg.leaf.where}: a join is of prepared folders, but {leg.leaf.path} is none")
-        webdataset, subflavors = _open_webdataset(leg.leaf, reading)
+        if not is_folder(leg.entry.path):
+            raise ValueError(f"{leg.entry.where}: a join is of prepared folders, but {leg.entry.path} is none")
+        webdataset, subflavors = _open_webdataset(leg.entry, reading)
         if webdataset.sample_type.is_crude:
-            loads.append(CrudeLoad(webdataset, subflavors, leg.leaf.path, decode, None))
+            loads.append(CrudeLoad(webdataset, subflavors, leg.entry.path, decode, None))
         else:
             loads.append(_typed_load(webdataset, webdataset, subflavors, reading, decode))
         sources.append(webdataset)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.blending import BatchDataset, MapDataset
 from megatron.blending.loading.loader import get_loader, get_savable_loader
-from megatron.blending.streams.datasets import BatchDataset, MapDataset
 from megatron.blending.streams.failures import FatalSampleError
-from tests.unit_tests.blending.number_streams import config, drawn, endless, leaf, loaders, outputs
+from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders, outputs, source_of
 from tests.unit_tests.blending.trees import ENDLESS
 
 SECONDS = 60
@@ -38,7 +38,7 @@ def _hard_timeout():
 
 
 def processes(num_workers=2, **options):
-    return config(num_workers=num_workers, worker_kind="process", **options)
+    return config(num_workers=num_workers, **options)
 
 
 def as_tensors(sample):
@@ -70,15 +70,15 @@ def slow(sample):
 def test_processes_give_the_stream_and_restore_it(name):
     tree = ENDLESS[name]()
     stream = list(outputs(tree, 40).values())
-    head, states = drawn(loaders(tree, 2, 2, worker_kind="process"), 10)
-    tail, _ = drawn(loaders(tree, 1, 2, states, worker_kind="process"), 20)
+    head, states = drawn(loaders(tree, 2, 2), 10)
+    tail, _ = drawn(loaders(tree, 1, 2, states), 20)
     assert head + tail == stream
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_methods_that_pickle(method):
     """Spawned workers get nothing but what can be pickled, also beside an open process group or a handler."""
-    loader = get_loader(BatchDataset(MapDataset(leaf("a", 20), slowless), 3), processes(1, start_method=method))
+    loader = get_loader(BatchDataset(MapDataset(source_of("a", 20), slowless), 3), processes(1, start_method=method))
     assert sum(len(batch) for batch in loader) == 20
     loader.close()
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_pickled_is_refused():
 
 
 def test_tensors_and_arrays_arrive_writable():
-    tree = MapDataset(leaf("a", 4, shuffle=False), as_tensors)
+    tree = MapDataset(source_of("a", 4, shuffle=False), as_tensors)
     for loaded, index in zip(get_loader(tree, processes(1)), itertools.count()):
         assert torch.equal(loaded["long"], torch.arange(5000) + index)
         assert loaded["short"].item() == index
@@ -105,7 +105,7 @@ def test_tensors_and_arrays_arrive_writable():
 
 def test_a_dead_worker_is_named():
     """The out-of-memory killer leaves no message; a training run would wait until its collectives time out."""
-    loader = get_loader(MapDataset(leaf("a", 10, shuffle=False), die), processes())
+    loader = get_loader(MapDataset(source_of("a", 10, shuffle=False), die), processes())
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"worker 1 of rank 0 \(pid \d+\) died: killed by SIGKILL; is there enough"):
         list(loader)
@@ -114,7 +114,7 @@ def test_a_dead_worker_is_named():
 
 
 def test_a_hung_worker_is_named_with_its_stack(caplog):
-    tree = MapDataset(leaf("a", 10, shuffle=False), hang)
+    tree = MapDataset(source_of("a", 10, shuffle=False), hang)
     loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=4.0))
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 4 sec"):
         list(loader)
@@ -132,7 +132,7 @@ def test_a_mistake_in_a_function_is_told_as_such():
 BROKEN_SCRIPT = """
 import functools, logging, os, sys, threading
 from megatron.blending import MapDataset, WorkerConfig, get_loader
-from tests.unit_tests.blending.number_streams import leaf
+from tests.unit_tests.blending.number_streams import source_of
 
 def fail_seven(path, sample):
     if sample[1] == 7:
@@ -143,9 +143,9 @@ def fail_seven(path, sample):
 
 if __name__ == "__main__":
     logging.basicConfig(format="LOG %(message)s")
-    kind, num_workers, num_lanes, path = sys.argv[1:]
-    config = WorkerConfig(num_workers=int(num_workers), num_lanes=int(num_lanes), worker_kind=kind)
-    loader = get_loader(MapDataset(leaf("a", 11), functools.partial(fail_seven, path)), config)
+    num_workers, num_shards, path = sys.argv[1:]
+    config = WorkerConfig(num_workers=int(num_workers), num_shards=int(num_shards))
+    loader = get_loader(MapDataset(source_of("a", 11), functools.partial(fail_seven, path)), config)
     for epoch in range(4):
         assert sorted(index for _, index in loader) == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
         print(loader.num_failed)
@@ -155,20 +155,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_workers", "num_lanes"),
-    [
-        ("process", 2, 2),
-        ("process", 2, 1),
-        ("thread", 2, 1),
-        ("process", 0, 2),
-    ],
+    ("num_workers", "num_shards"),
+    [(2, 2), (2, 1), (0, 2)],
 )
-def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, kind, num_workers, num_lanes):
-    """In several lanes of a worker each, in a lane that all workers run, over epochs, and after they start again."""
+def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, num_workers, num_shards):
+    """In several shards of a worker each, in a shard that all workers run, over epochs, and after they start again."""
     script, meetings = tmp_path / "broken.py", tmp_path / "meetings"
     script.write_text(BROKEN_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
-    command = [sys.executable, str(script), kind, str(num_workers), str(num_lanes), str(meetings)]
+    command = [sys.executable, str(script), str(num_workers), str(num_shards), str(meetings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     assert done.stdout.split() == ["1", "2", "1", "2"], done.stderr
     lines = [line for line in done.stderr.splitlines() if "seven" in line]
@@ -190,7 +185,7 @@ def fail_three_die_at_five(sample):
 @pytest.mark.parametrize("tree", [lambda node: BatchDataset(node, 10), lambda node: node])
 def test_what_failed_is_logged_though_the_worker_dies(caplog, tree):
     """Told only with the next output, which never came, the line that hints at the cause would be lost."""
-    loader = get_loader(tree(MapDataset(leaf("a", 10, shuffle=False), fail_three_die_at_five)), processes(1))
+    loader = get_loader(tree(MapDataset(source_of("a", 10, shuffle=False), fail_three_die_at_five)), processes(1))
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="died: killed by SIGKILL"):
         list(loader)
     assert [message.partition(":")[2][:1] for message in caplog.messages] == ["3"]
@@ -204,7 +199,8 @@ def fail_few_then_all(sample):
 
 def test_what_failed_before_a_fatal_row_is_logged(caplog):
     loader = get_loader(
-        MapDataset(leaf("a", 20, shuffle=False), fail_few_then_all), processes(1, num_lanes=1, failure_tolerance=4)
+        MapDataset(source_of("a", 20, shuffle=False), fail_few_then_all),
+        processes(1, num_shards=1, failure_tolerance=4),
     )
     with caplog.at_level(logging.WARNING), pytest.raises(FatalSampleError, match=r"a:9: .*failing.*; 4 samples in a"):
         list(loader)
@@ -230,7 +226,7 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     """Orphans hold memory and file handles of a job that is gone."""
     script = (
         "import os, sys\n"
-        "from tests.unit_tests.blending.loading.test_worker_process import *\n"
+        "from tests.unit_tests.blending.loading.test_worker_pool import *\n"
         "loader = get_loader(endless(), processes())\n"
         "next(loader)\n"
         "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
@@ -278,11 +274,11 @@ def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
         "if __name__ == '__mp_main__':\n"
         "    time.sleep(2)\n"
         "from megatron.blending import WorkerConfig, get_loader\n"
-        "from tests.unit_tests.blending.number_streams import leaf\n"
+        "from tests.unit_tests.blending.number_streams import source_of\n"
         "if __name__ == '__main__':\n"
         "    logging.basicConfig()\n"
         "    config = WorkerConfig(num_workers=1, start_method='spawn', slow_worker_seconds=0.3)\n"
-        "    with get_loader(leaf('a', 5), config) as loader:\n"
+        "    with get_loader(source_of('a', 5), config) as loader:\n"
         "        print(len(list(loader)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
@@ -302,7 +298,7 @@ def test_workers_draw_random_numbers_of_their_own(method):
     """Forked, they inherited torch's generator: in a function that is not seeded by sample, all drew the same."""
 
     def drawn_by(seed):
-        with get_loader(MapDataset(leaf("a", 8), draw), processes(2, start_method=method, seed=seed)) as loader:
+        with get_loader(MapDataset(source_of("a", 8), draw), processes(2, start_method=method, seed=seed)) as loader:
             return list(loader)
 
     first = drawn_by(3)

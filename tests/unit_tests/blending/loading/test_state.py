@@ -3,18 +3,19 @@
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron.blending.loading.compact import compact
-from megatron.blending.loading.given_states import checked_states
 from megatron.blending.loading.loader import get_savable_loader
+from megatron.blending.loading.state import checked_states, compact, expanded
 from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders
 
 STATE = get_savable_loader(endless(), config()).state_dict()
 
 
-def refused(given):
+def refused(state):
     with pytest.raises(ValueError, match=r".") as error:
-        get_savable_loader(endless(), config()).load_state_dict(given)
+        get_savable_loader(endless(), config()).load_state_dict(state)
     return str(error.value)
 
 
@@ -33,8 +34,8 @@ def test_a_state_that_lacks_a_key_is_called_damaged(name):
     [
         ("slot", "3", "its 'slot' is '3'"),
         ("taken", None, "its 'taken' is None"),
-        ("lanes", {}, "its 'lanes' is {}"),
-        ("lanes", "!!!", ""),
+        ("shards", {}, "its 'shards' is {}"),
+        ("shards", "!!!", ""),
         ("stream", STATE["stream"][:-3], ""),
         ("stream", compact([1]), "its 'stream' is not what was saved"),
     ],
@@ -49,9 +50,9 @@ def test_a_damaged_state_is_called_that(name, value, how):
     assert next(loader) == expected[1]
 
 
-@pytest.mark.parametrize("given", [None, [], {}, 3, "x", [3], {"version": 2}])
-def test_what_is_no_state_is_called_that(given):
-    assert "load_state_dict takes what state_dict or save_state_rank gave, or a list of these" in refused(given)
+@pytest.mark.parametrize("state", [None, [], {}, 3, "x", [3], {"version": 2}])
+def test_what_is_no_state_is_called_that(state):
+    assert "load_state_dict takes what state_dict or save_state_rank gave, or a list of these" in refused(state)
 
 
 def test_two_states_of_a_rank_are_refused_if_they_differ():
@@ -62,3 +63,28 @@ def test_two_states_of_a_rank_are_refused_if_they_differ():
     assert "there must be one state of each rank, but two that differ are of rank 1; pass one" in refused(
         [*states, other]
     )
+
+
+values = st.recursive(
+    st.none() | st.integers(-(2**63), 2**63) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(values)
+def test_what_is_expanded_is_what_was_compacted(value):
+    """Else a restored stream would stand elsewhere."""
+    assert expanded(compact(value)) == value
+
+
+def test_numbers_that_are_alike_take_about_a_byte():
+    assert len(compact([[3, 1], [5, 1]] * 10_000)) < 1000
+
+
+@pytest.mark.parametrize("text", ["", "!!!", "abc", "\u00e9", compact({"a": 1})[:-2], "A" + compact({"a": 1})[1:]])
+def test_a_damaged_text_is_called_that(text):
+    """An error of zlib says nothing of the checkpoint that it came from."""
+    with pytest.raises(ValueError, match="this is no state of a loader, or a damaged one: "):
+        expanded(text)

@@ -1,6 +1,9 @@
-"""What goes through a pipe comes out as it was."""
+"""What goes through a socket, or through shared memory, comes out as it was."""
 
+import gc
 import multiprocessing
+import os
+import pathlib
 import pickle
 import threading
 import weakref
@@ -10,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.blending.loading.transport import Sender, receive
+from megatron.blending.loading.worker import SHARED_BYTES, Sender
+from megatron.blending.loading.worker_pool import receive
 
 
 def all_passed_through(values):
-    theirs, ours = multiprocessing.Pipe(duplex=False)
-    sender = threading.Thread(target=lambda send: list(map(send, values)), args=(Sender(ours).send,))
+    theirs, ours = multiprocessing.Pipe(duplex=True)
+    sender = threading.Thread(target=lambda send: list(map(send, values)), args=(Sender(ours, os.getpid()).send,))
     sender.start()
     found = [receive(theirs) for _ in values]
     sender.join(10)
@@ -51,6 +55,31 @@ def test_arrays_and_all_else():
     found["a"][0] = 1
 
 
+def shared_maps():
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:batch")
+
+
+def test_large_ones_go_through_shared_memory():
+    """Through a pipe 19 MB of images a batch took the training process 30 milliseconds."""
+    images = torch.arange(3 * 500 * 500, dtype=torch.float32).reshape(3, 500, 500)
+    value: dict[str, Any] = {"images": images, "odd": np.arange(4097, dtype=np.uint8), "words": np.arange(9999.0)}
+    before = set(os.listdir("/proc/self/fd"))
+    found = passed_through(value)
+    assert images.nbytes > SHARED_BYTES
+    assert torch.equal(found["images"], images)
+    assert np.array_equal(found["odd"], value["odd"])
+    assert np.array_equal(found["words"], value["words"])
+    found["images"].zero_()
+    found["words"][0] = 1
+    again = passed_through(value)
+    assert torch.equal(again["images"], images)
+    assert shared_maps() == 2
+    del found, again
+    gc.collect()
+    assert shared_maps() == 0
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
 def test_one_after_the_other():
     """What is left of a value in the memory that the sender keeps would be taken for a part of the next."""
     same, array = ["shared"], np.arange(9999.0)
@@ -63,8 +92,8 @@ def test_one_after_the_other():
 
 def test_a_sender_keeps_nothing_of_what_it_sent():
     """A worker would hold one more batch than it was asked for."""
-    theirs, ours = multiprocessing.Pipe(duplex=False)
-    sender = Sender(ours)
+    theirs, ours = multiprocessing.Pipe(duplex=True)
+    sender = Sender(ours, os.getpid())
     values = [np.zeros(1000), {1, 2}]
     kept = weakref.ref(values[1])
     sender.send(values)

@@ -1,0 +1,296 @@
+"""pure. A WorkerPool makes a rank's outputs: by as many processes as asked for, or in the process itself.
+
+A worker may die or hang, and does not outlive its parent.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import mmap
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.stream import Stream
+from megatron.blending.loading.worker import (
+    MakeServer,
+    Message,
+    Start,
+    aligned,
+    is_shared,
+    process_main,
+    remove,
+)
+from megatron.blending.loading.worker_config import WorkerConfig
+from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
+from megatron.blending.streams.node import Binding, SavableDataset
+
+logger = logging.getLogger("megatron.blending")
+
+_LEAVE_SECONDS = 3.0
+"""So long a worker that is told to stop may take."""
+
+
+class LocalWorker:
+    """A server in the calling process, which works when it is asked. States of shards are asked of the server."""
+
+    def __init__(self, make_server: MakeServer, tell: Callable[[Failure], None]) -> None:
+        self.server = make_server(tell)
+        self._generation = -1
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self.server.start(*start[1:])
+
+    def next(self) -> Message:
+        slot, value = self.server.next()
+        failures = self.server.failures
+        return Message(self._generation, slot, value, {}, failures.num_failed, failures.num_skipped)
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerProcess:
+    """A server in a process. It ends when it is closed, when this process ends, and with this object."""
+
+    def __init__(
+        self, name: str, make_server: MakeServer, ahead: int, config: WorkerConfig, others: "list[WorkerProcess]"
+    ) -> None:
+        self.name = name
+        self._slow, self._timeout = config.slow_worker_seconds, config.worker_timeout_seconds
+        self._generation = -1
+        self._owner = os.getpid()
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context(config.start_method or ("fork" if "fork" in methods else "spawn"))
+        # A socket, through which descriptors of shared memory can be sent.
+        self._connection, theirs = context.Pipe(duplex=True)
+        handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
+        self._stacks = os.fdopen(handle, "rb")
+        inherited = [end for worker in [self, *others] for end in (worker._connection, worker._stacks)]
+        to_close = inherited if context.get_start_method() == "fork" else []
+        salt = config.seed + config.seed_offset, name
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=process_main,
+            args=(make_server, theirs, to_close, ahead, self._stack_file, os.getpid(), salt),
+            name=name,
+            daemon=True,
+        )
+        try:
+            self._process.start()
+        except (AttributeError, TypeError, OSError) as error:
+            self._forget_stacks()
+            raise ValueError(
+                f"{name} cannot be started: {error}; functions must be defined at the top of a module "
+                "(start_method='fork' takes any)"
+            ) from error
+        theirs.close()
+        # Unlike multiprocessing's `wait`, it is made once.
+        self._poll = select.poll()
+        for file in (self._connection.fileno(), self._process.sentinel):
+            self._poll.register(file, select.POLLIN)
+
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self._tell(start)
+
+    def next(self) -> Message | Failure:
+        """Return the next output of the latest generation, or a sample, of any, that failed.
+
+        RuntimeError if the worker failed, died or hangs.
+        """
+        while True:
+            self._wait()
+            try:
+                message = receive(self._connection)
+            except (EOFError, OSError):
+                raise RuntimeError(self._died()) from None
+            if isinstance(message, Failure):
+                return message
+            if message.generation != self._generation:
+                continue
+            if message.error is not None:
+                text, is_sample = message.error
+                raise (FatalSampleError if is_sample else RuntimeError)(f"{self._named()}: {text}")
+            if message.slot != END:
+                self._tell("more")
+            return message
+
+    def close(self) -> None:
+        # A forked worker has a copy of this object, which is not its own to close.
+        if os.getpid() != self._owner:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._tell("stop")
+        # A worker that is about to send into a full socket finds it closed.
+        self._connection.close()
+        self._process.join(_LEAVE_SECONDS)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(_LEAVE_SECONDS)
+        self._forget_stacks()
+
+    def _forget_stacks(self) -> None:
+        self._stacks.close()
+        remove(self._stack_file)
+
+    def _tell(self, command: Any) -> None:
+        # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
+        with contextlib.suppress(OSError):
+            # By far most are "more", which is said by nothing at all: a pickle would take longer than the sending.
+            self._connection.send_bytes(b"" if command == "more" else pickle.dumps(command))
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        while True:
+            # Outputs first: it may have sent something on its way out.
+            ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
+            if self._connection.fileno() in ready:
+                return
+            if ready:
+                raise RuntimeError(self._died())
+            waited = time.monotonic() - started
+            told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
+            if waited >= self._timeout:
+                raise RuntimeError(told)
+            logger.warning("%s", told)
+
+    def _named(self) -> str:
+        return f"{self.name} (pid {self._process.pid})"
+
+    def _died(self) -> str:
+        self._process.join(_LEAVE_SECONDS)
+        code = self._process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+        return f"{self._named()} died: {how}{hint}"
+
+    def _stack(self) -> str:
+        """Where the process stands, by its own account."""
+        try:
+            before = self._num_told()
+            if not before:
+                # It has not said yet that it can take the signal, which until then would end it.
+                return ": it is still starting; its imports may be slow"
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            for _ in range(20):
+                time.sleep(0.02)
+                if self._num_told() > before:
+                    break
+            self._stacks.seek(before)
+            return ":\n" + self._stacks.read().decode(errors="replace").rstrip()
+        except OSError:
+            return ""
+
+    def _num_told(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
+
+
+def receive(connection: Any) -> Any:
+    """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared memory."""
+    pickled = connection.recv_bytes()
+    (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
+    sizes = struct.unpack_from(f"<{num_buffers}Q", pickled, len(pickled) - 8 * (num_buffers + 1))
+    buffers: list[Any] = []
+    if is_shared(sum(sizes)):
+        handle = recv_handle(connection)
+        try:
+            memory = memoryview(mmap.mmap(handle, 0))
+        finally:
+            os.close(handle)
+        at = 0
+        for size in sizes:
+            buffers.append(memory[at : at + size])
+            at += aligned(size)
+        return pickle.loads(pickled, buffers=buffers)
+    for size in sizes:
+        buffers.append(bytearray(size))
+        connection.recv_bytes_into(buffers[-1])
+    return pickle.loads(pickled, buffers=buffers)
+
+
+class WorkerPool:
+    """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
+
+    def __init__(self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog) -> None:
+        """`log`: of the samples that fail in any of the workers."""
+        self._log = log
+        self._workers: list[Any] = []
+        self._generation = -1
+        self.close = weakref.finalize(self, _close_all, self._workers)
+        handling = (config.failure_tolerance, config.global_error_handler)
+        if config.num_workers:
+            get_root = functools.partial(bind_again, stream.dataset, stream.binding.again())
+        else:
+            get_root = functools.partial(getattr, stream, "root")
+        try:
+            for number in range(max(1, config.num_workers)):
+                part = (config.worker_of_all(number), config.num_workers_of_all)
+                make = functools.partial(make_server, get_root, stream.num_shards, part, handling)
+                if config.num_workers == 0:
+                    self._workers.append(LocalWorker(make, self._log.tell))
+                    continue
+                name = f"worker {number} of rank {config.this_rank}"
+                self._workers.append(WorkerProcess(name, make, prefetch_factor, config, self._workers))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int, since: int) -> None:
+        self._generation += 1
+        for worker in self._workers:
+            worker.start(Start(self._generation, pass_number, slot, shards, base, since))
+
+    def next(self, worker: int) -> Message:
+        while isinstance(given := self._workers[worker].next(), Failure):
+            self._log.tell(given)
+        return given
+
+    def shard_states(self) -> dict[int, Any] | None:
+        """Return where the shards stand that are made in sequence; None if that came with the messages."""
+        first = self._workers[0]
+        return first.server.shard_states() if isinstance(first, LocalWorker) else None
+
+
+def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
+    """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows large."""
+    return dataset.bind(binding.again())
+
+
+def make_server(
+    get_root: Callable[[], SavableDataset[Any]],
+    num_shards: int,
+    part: tuple[int, int],
+    handling: tuple[int, Any],
+    tell: Callable[[Failure], None],
+) -> Server:
+    """Make a server where it works."""
+    return Server(get_root(), num_shards, *part, Failures(*handling, tell))
+
+
+def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:
+    """Say what it costs if several workers run each shard, and the way out."""
+    times = config.num_workers_of_all // math.gcd(num_shards, config.num_workers_of_all)
+    if times > 1 and config.this_rank == 0:
+        logger.warning(
+            "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times what it gives. "
+            "Choose their product as a divisor of it; or, where a run begins, num_shards as a multiple of it",
+            *(config.num_ranks, max(1, config.num_workers), num_shards, times),
+        )
+
+
+def _close_all(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        worker.close()
