@@ -175,11 +175,11 @@ class _Pipelines:
         return Placed(float(self._ends(pack).max()), self._packs.num_microbatches, pack)
 
     def _ends(self, pack: IntArray) -> FloatArray:
-        """When each rank's pipeline ends, [num_ranks]; of pipelines too long to simulate, about so."""
+        """When each rank's pipeline ends, [num_ranks]; of pipelines too long to simulate, at most so."""
         costs, model = pack_costs(self._cost, pack, self._packs, self._request.cost.fixed), self._request.model
         if can_simulate(model, self._packs.num_microbatches):
             return simulate(costs, model)
-        return (costs.sum(axis=1) + model.bubble_packs * costs.max(axis=1)) / model.num_stages
+        return (costs.sum(axis=1) + self._more * costs.max(axis=1)) / model.num_stages
 
     def traded(self, placed: Placed, num_shapes: int = 3) -> Placed:
         """With sequences traded from ranks that end late to such that end early."""
