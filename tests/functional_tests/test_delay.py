@@ -213,7 +213,7 @@ def delayed(lengths: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks in which sequences wait up to all of its steps, never stopped."""
     folder = tmp_path_factory.mktemp("delayed")
     output = finish(run(2, folder, lengths, "--outlier-delay-steps", str(LAST)))
-    assert "sequences by steps waited: 0:" in output
+    assert "sequences by steps delayed: 0:" in output
     return folder
 
 
