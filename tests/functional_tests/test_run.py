@@ -173,7 +173,9 @@ def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     status, output = Run(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)]).finish()
     assert status != 0
-    assert re.search(rf"^pretrain_sft.py: error: rank [01]: {folder}/\*.distcp holds a posix.mkdir, which", output, re.M)
+    assert re.search(
+        rf"^pretrain_sft.py: error: rank [01]: {folder}/\*.distcp holds a posix.mkdir, which", output, re.M
+    )
     assert not ran.exists()
 
 
