@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.sft.data.mock_lengths import parse_distribution
 
-SEED = 16_180_339
+SEED = 14_142_135
 """Not one of those that `default` was tuned with."""
 
 # 8 billion parameters in the shape of Llama 3: a microbatch costs as much as 500 tokens besides its sequences.

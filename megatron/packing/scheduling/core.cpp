@@ -180,36 +180,47 @@ class Trades {
       for (Int rank = 0; rank < num_ranks_; ++rank) by_load[rank] = {loads_[rank], rank};
       std::partial_sort(by_load.begin(), by_load.begin() + asked, by_load.end());
       const Int giver = std::max_element(loads_.begin(), loads_.end()) - loads_.begin();
-      best_ = {loads_[giver] * (1 - 1e-9), -1, -1, -1};
+      best_ = {loads_[giver] * (1 - 1e-9), {-1, -1}, {-1, -1}, -1};
       offer(giver, offered, &given_);
       for (Int p = 0; p < asked && by_load[p].first < loads_[giver]; ++p) {
         offer(by_load[p].second, offered, &taken_);
+        const bool has_sets = per_rank_ == 1 && given_.size() <= kFewHeld && taken_.size() <= kFewHeld;
+        if (has_sets) {
+          add_pairs(&given_);
+          add_pairs(&taken_);
+        }
         budget -= static_cast<Int>(given_.size() * (taken_.size() + 1));
         if (budget < 0) return;
         consider(giver, by_load[p].second);
+        if (has_sets) offer(giver, offered, &given_);
       }
-      if (best_.given < 0 && asked == num_ranks_) return;
-      if (best_.given < 0) {
+      if (best_.to_pack < 0 && asked == num_ranks_) return;
+      if (best_.to_pack < 0) {
         asked = num_ranks_;
         continue;
       }
       asked = partners;
-      const Int from = pack_[best_.given];
-      hand_over(best_.given, best_.to_pack);
-      if (best_.taken >= 0) hand_over(best_.taken, from);
+      const Int from = pack_[best_.given.first];
+      for (const Int i : {best_.given.first, best_.given.second})
+        if (i >= 0) hand_over(i, best_.to_pack);
+      for (const Int i : {best_.taken.first, best_.taken.second})
+        if (i >= 0) hand_over(i, from);
     }
   }
 
  private:
+  using OneOrTwo = std::pair<Int, Int>;  // sequences of one pack; -1: none
   struct Trade {
     double higher_load;  // of the two ranks, afterwards
-    Int given, taken;    // -1: none is taken
+    OneOrTwo given, taken;
     Int to_pack;
   };
   struct Offer {
-    Int sequence, length, longest;  // its pack can hold one of so many tokens instead
+    OneOrTwo sequences;
+    Int length, longest;  // their pack can hold so many tokens instead
     double cost;
   };
+  static constexpr size_t kFewHeld = 12;  // sequences; of ranks of one pack with no more, two are offered together too
 
   // At most so many of the sequences that a rank holds, of all costs.
   void offer(Int rank, Int most, std::vector<Offer>* offers) {
@@ -218,8 +229,18 @@ class Trades {
     offers->clear();
     for (Int k = 0; k < count; ++k) {
       const Int i = held[k * size / count];
-      offers->push_back({i, length_[i], capacity_ - tokens_[pack_[i]] + length_[i], cost_[i]});
+      offers->push_back({{i, -1}, length_[i], capacity_ - tokens_[pack_[i]] + length_[i], cost_[i]});
     }
+  }
+
+  static void add_pairs(std::vector<Offer>* offers) {
+    const size_t size = offers->size();
+    for (size_t k = 0; k < size; ++k)
+      for (size_t l = k + 1; l < size; ++l) {
+        const Offer one = (*offers)[k], other = (*offers)[l];
+        offers->push_back({{one.sequences.first, other.sequences.first}, one.length + other.length,
+                           one.longest + other.length, one.cost + other.cost});
+      }
   }
 
   std::vector<Int>& held_by(Int rank) {  // ascending; copied when first asked for, as most never are
@@ -236,11 +257,11 @@ class Trades {
     for (const Offer& i : given_) {
       const double alone = std::max(load - i.cost, other_load + i.cost);
       if (alone < best_.higher_load && tokens_[emptiest] + i.length <= capacity_)
-        best_ = {alone, i.sequence, -1, emptiest};
+        best_ = {alone, i.sequences, {-1, -1}, emptiest};
       for (const Offer& j : taken_) {
         const double difference = i.cost - j.cost, both = std::max(load - difference, other_load + difference);
         if (both < best_.higher_load && j.length <= i.longest && i.length <= j.longest)
-          best_ = {both, i.sequence, j.sequence, pack_[j.sequence]};
+          best_ = {both, i.sequences, j.sequences, pack_[j.sequences.first]};
       }
     }
   }

@@ -29,7 +29,7 @@ _MANY = 1 << 14
 """Sequences, of more of which bisection ends sooner."""
 _PER_RANK = 8
 """Sequences per rank, the costliest, that bisection is about."""
-_SWERVES, _STEPS = 6, 300_000
+_SWERVES, _STEPS = 2, 3_000_000
 _MOST_COMPLETED = 1024
 """Of bin completion: departures from the first set, steps, and sequences."""
 

@@ -80,7 +80,8 @@ def even_microbatches(request: ScheduleRequest, numbers: list[int]) -> Placed:
     sequence; in pipelines, by simulated 1F1B of the best few.
     """
     floor = request.bound - request.cost.fixed * numbers[0] / request.model.num_stages
-    tight = tight_packs(request.sorted.length, request.num_ranks, request.capacity, request.microbatch_multiple)
+    # Not a multiple of them: microbatches without a sequence cost no more than their fixed cost.
+    tight = tight_packs(request.sorted.length, request.num_ranks, request.capacity, multiple=1)
     found: list[_Search] = []
     fruitless, is_many = 0, request.sorted.length.size > _FEW
     for number in (number for number in numbers if number >= tight.num_microbatches):
