@@ -7,13 +7,14 @@ Two things stand in the way, and each is mended where it is there:
   fewer sequences than others runs empty packs. And its weight is the number of the pack's tokens on all ranks together,
   which 0.19 multiplies by the number of these ranks once more.
 - 0.19 multiplies the loss of multi-token prediction by the tokens of a pack, over those that have a target further on.
-  That ratio is another one for each pack, and for each context-parallel rank.
+  That ratio is another one for each pack, and for each context-parallel rank, where it may be zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import update_wrapper
 from types import FunctionType
 from typing import Any
@@ -50,37 +51,38 @@ class TokenCounts:
 class PredictionLoss:
     """megatron-core's loss of multi-token prediction as a sum over tokens, as its main loss is.
 
-    A copy of the function runs in which the ratio of tokens is taken out again before the loss is attached.
+    A copy of the function takes the mean over the tokens that have a target further on; it is multiplied by their
+    number before it is attached. megatron-core's own sum is multiplied by the tokens that have any target, of which a
+    context-parallel rank may have none while others' targets roll in: nothing would bring that loss back.
     """
 
     def __init__(self, plain: Any) -> None:
         update_wrapper(self, plain)
         self.plain = plain
 
-    def __call__(self, *, labels: Tensor | None, loss_mask: Tensor | None, config: Any, **options: Any) -> Tensor:
-        """See megatron-core; without labels, or where each microbatch is a mean anyway, it is left alone."""
-        if labels is None or not config.calculate_per_token_loss:
-            return self.plain(labels=labels, loss_mask=loss_mask, config=config, **options)
-        loss_mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+    def __call__(self, *, config: Any, **options: Any) -> Tensor:
+        """See megatron-core; where each microbatch is a mean anyway, it is left alone."""
+        if not config.calculate_per_token_loss:
+            return self.plain(config=config, **options)
         names = self.plain.__globals__
         roll, scaler = names["roll_tensor"], names["MTPLossAutoScaler"]
-        num_tokens = loss_mask.sum()
-        num_predicted = num_tokens
+        num_predicted = torch.zeros(())
 
         def counted_roll(*arguments: Any, **settings: Any) -> tuple[Tensor, Tensor]:
             nonlocal num_predicted  # of the mask in the end, which is rolled last
             rolled, num_predicted = roll(*arguments, **settings)
             return rolled, num_predicted
 
-        class WithoutRatio:
+        class OfSum:
             @staticmethod
-            def apply(hidden_states: Tensor, loss: Tensor) -> Tensor:
-                ratio = num_tokens / torch.clamp(num_predicted, min=1)
-                return scaler.apply(hidden_states, loss / torch.where(ratio > 0, ratio, 1))
+            def apply(hidden_states: Tensor, mean: Tensor) -> Tensor:
+                return scaler.apply(hidden_states, mean * num_predicted.clamp(min=1))
 
-        names = {**names, "roll_tensor": counted_roll, "MTPLossAutoScaler": WithoutRatio}
+        names = {**names, "roll_tensor": counted_roll, "MTPLossAutoScaler": OfSum}
         run = FunctionType(self.plain.__code__, names, argdefs=self.plain.__defaults__)
-        return run(labels=labels, loss_mask=loss_mask, config=config, **options)
+        means = copy(config)
+        means.calculate_per_token_loss = False
+        return run(config=means, **options)
 
 
 _MENDED: tuple[tuple[Any, str, type], ...] = (

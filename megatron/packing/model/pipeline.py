@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -75,11 +74,6 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
         (
             not getattr(config, "hybrid_context_parallel", False),
             "hybrid_context_parallel=False: it schedules the same batch a second time and can zero gradients",
-        ),
-        (
-            config.mtp_num_layers is None or version("megatron-core").startswith("0.16."),
-            "mtp_num_layers=None under megatron-core 0.19: packed, its further tokens do not train as alone; "
-            "use 0.16.1, on Python 3.11",
         ),
         (not pipeline or config.variable_seq_lengths, "variable_seq_lengths=True: packs differ in length"),
         (
