@@ -1,4 +1,4 @@
-"""pure. All options of pretrain_sft.py, with Megatron's names and meanings; contradictions are refused before
+"""pure. All options of a run, with Megatron's names and meanings; contradictions are refused before
 anything is built.
 """
 
@@ -149,11 +149,11 @@ class SFTConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
-def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
-    """Returns the run's options from the command line; FlagError for anything wrong in them."""
+def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
+    """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
     groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
     model, parallel, packing, data, training, output = parse_flags(
-        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", imply=implied_options
+        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", program, imply=implied_options
     )
     config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
     config.check(world_size)
