@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.packing.flags import FlagError, exit_with
-from megatron.sft.environment import local_rank, quiet, world_from_environment
+from megatron.packing.flags import FlagError
+from megatron.sft.environment import end_with_launcher, exit_with, local_rank, quiet, world_from_environment
 from megatron.sft.options.config import SFTConfig, parse_config
 
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
+    end_with_launcher()
     rank, world_size = world_from_environment()
     try:
         config = parse_config(sys.argv[1:], world_size)
@@ -28,8 +29,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
-    from megatron.sft.distributed import process_groups
-    from megatron.sft.finite import NonFiniteError
+    from megatron.sft.distributed import AgreedError, process_groups
     from megatron.sft.model.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
@@ -47,7 +47,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         with process_groups(config) as device:
             trainer = Trainer(config, datasets, device, run_dir, pretrained)
             trainer.train()
-    except (GlobalBatchError, NonFiniteError) as failure:
+    except (GlobalBatchError, AgreedError) as failure:
         exit_with(str(failure), rank)  # all ranks have the same
     except ValueError as failure:
         exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)

@@ -276,10 +276,3 @@ def check_range(options: object, low: float, high: float | None, *names: str) ->
         if value is not None and not low <= value <= (sys.float_info.max if high is None else high):
             limits = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ValueError(f"{flag_of(name)} must be {limits}, but is {value}")
-
-
-def exit_with(message: str, rank: int) -> NoReturn:
-    """End this process with status 2; rank 0 says why, in one line."""
-    if rank == 0:
-        print(f"pretrain_sft.py: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import logging
 import os
+import signal
+import sys
+import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 
 def world_from_environment() -> tuple[int, int]:
@@ -26,3 +34,28 @@ def quiet(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def end_with_launcher() -> None:
+    """Ask to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def exit_with(message: str, rank: int) -> NoReturn:
+    """End this process with status 2; rank 0 says why, in one line, and so does torchrun, of any rank, at its end."""
+    line = f"pretrain_sft.py: error: {' '.join(message.split())}"
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    tell_launcher(line)
+    raise SystemExit(2)
+
+
+def tell_launcher(text: str) -> None:
+    """Let torchrun's summary, the last thing on the terminal, show why this process ends."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # what was printed must do
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
