@@ -70,6 +70,7 @@ class SFTConfig:
             self._check_model()
             self._check_rank_order()
             self._check_context()
+            self._check_evaluations()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
 
@@ -143,6 +144,10 @@ class SFTConfig:
             raise ValueError(
                 f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
             )
+
+    def _check_evaluations(self) -> None:
+        if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:
+            raise ValueError("--keep-best and --early-stopping need evaluations; raise --eval-iters from 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""
