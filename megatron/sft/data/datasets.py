@@ -59,8 +59,9 @@ def build_datasets(config: SFTConfig) -> Datasets:
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size)
-    task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
+    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template)
+    encoder = ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns)
+    task = ChatTask(encoder)
     builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
     is_blend = any(map(is_metadataset, data.data_path))
     train, valid, test = builder.build_blend() if is_blend else builder.build_files()
