@@ -84,18 +84,19 @@ def test_the_weight_is_all_tokens_of_the_pack(monkeypatch: pytest.MonkeyPatch) -
 
 def process_mtp_loss(config: Any, loss_mask: torch.Tensor, hidden_states: torch.Tensor, labels: Any) -> torch.Tensor:
     """As megatron-core 0.19 has it, of a loss that is the hidden state."""
-    num_tokens = loss_mask.sum()
+    num_tokens = loss_mask[:4].sum()
     for _ in range(config.mtp_num_layers):
         labels, _ = roll_tensor(labels)
         loss_mask, num_predicted = roll_tensor(loss_mask)
-        ratio = num_tokens / torch.clamp(num_predicted, min=1)
-        hidden_states = MTPLossAutoScaler.apply(hidden_states, hidden_states * loss_mask * ratio)
+        ratio = (num_tokens if config.calculate_per_token_loss else 1) / torch.clamp(num_predicted, min=1)
+        hidden_states = MTPLossAutoScaler.apply(hidden_states, hidden_states * loss_mask[:4] * ratio)
     return hidden_states
 
 
 def roll_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first four are of this context-parallel rank; the next rank's roll in."""
     rolled = torch.cat((tensor[1:], tensor[:1] * 0))
-    return rolled, rolled.sum()
+    return rolled, rolled[:4].sum()
 
 
 class MTPLossAutoScaler:
@@ -111,6 +112,7 @@ class MTPLossAutoScaler:
         ([0.0, 0.5, 0.0, 0.0], [1.5, 1.0, 1.0, 1.0]),
         ([0.5, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]),
         ([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 2.0, 2.0]),  # nothing of one's own, and yet targets
     ],
 )
 def test_multi_token_prediction_is_a_sum(mask: list[float], expected: list[float]) -> None:
