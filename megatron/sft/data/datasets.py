@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
 from megatron.blending.formats.paths import is_metadataset
@@ -50,6 +50,11 @@ class Datasets(NamedTuple):
     """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else the tokenizer's."""
     tokenizer: Tokenizer | None = None
     """None for made-up data."""
+
+    def vocabulary(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it: with other tokens, its weights mean nothing."""
+        told: dict[str, Any] = {"vocab_size": self.vocab_size}
+        return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
