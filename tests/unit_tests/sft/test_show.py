@@ -33,12 +33,12 @@ def test_shows_samples_and_shares(options, capsys):
     blocks = capsys.readouterr().out.split("\n\n")
     *samples, summary = blocks
     assert sorted(samples) == [
-        "--- chats, record 1: 11 tokens, 2 trained\n<user>q<end><assistant>⟦0.5 x a<end>⟧<user>q<end><assistant>b<end>",
-        f"--- chats, record 2: 128 tokens, cut to --seq-length, 128 trained\nx⟦{'x' * 128}⟧",
+        "--- chats: 11 tokens, 2 trained\n<user>q<end><assistant>⟦0.5 x a<end>⟧<user>q<end><assistant>b<end>",
+        f"--- chats: 128 tokens, 128 trained\nx⟦{'x' * 128}⟧",
     ]
     rows = [line.split() for line in summary.splitlines()]
     assert rows[1] == ["chats", "2", "93.5%", "70", "70", "116", "128", "1", "1"]
-    assert summary.splitlines()[2] == "dropped for no loss token: 1"
+    assert summary.splitlines()[2] == "chats  dropped for no loss token: 1"
 
 
 def test_counts_no_more_than_asked(options, capsys):
