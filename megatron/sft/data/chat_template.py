@@ -2,8 +2,7 @@
 
 A template with {% generation %} says itself what is trained. In any other, the turn of each message is what the
 template writes while its loop is at that message; an assistant's turn is trained from the end of the generation prompt
-to the end of the turn, white space after the end-of-turn token left out. Both are found by calls that are put into the
-template's syntax tree: they write nothing, and note how many characters were written when they were reached.
+to the end of the turn, white space after the end-of-turn token left out. `marked_template` tells these places.
 
 Invariants:
 - each trained turn stands behind what generation would start from, and reads as if it were the last. Checked by
@@ -12,28 +11,24 @@ Invariants:
 - every message's text is in its turn, or the conversation is refused;
 - each trained turn ends in the template's end of turn.
 
-A template runs in Jinja's sandbox and knows no date: a sample is the same on every day.
+A template knows no date: a sample is the same on every day.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from jinja2 import TemplateError
 
 from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.marked_template import MarkedTemplate, Written
 from megatron.sft.data.messages import Message, SampleError, texts_of
 
-_MARK = "mark_place"
 _WAY_OUT = "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what is to be trained"
 
 TRAINING_VARIANTS: Mapping[str, str] = {
@@ -71,26 +66,6 @@ class _Prompt(NamedTuple):
     """The generation prompt."""
     end: str
     """The end of the turn, without white space around it unless it is nothing else."""
-
-
-class _Place(NamedTuple):
-    """A mark that the template reached: where in the text, in which loop, at which message (None: at none)."""
-
-    position: int
-    loop: int
-    message: int | None
-
-
-class _Written(NamedTuple):
-    """A rendering with all its marks."""
-
-    text: str
-    turns: Mapping[int, Sequence[tuple[int, int]]]
-    """Number of a message -> where the loop was at it, [start, end), those that wrote nothing left out."""
-    generated: Sequence[tuple[int, int, int | None]]
-    """What {% generation %} encloses, and the message it is in."""
-    loop_end: int
-    """Where the last loop over messages ended; 0 if there was none."""
 
 
 @dataclass(eq=False)
@@ -135,19 +110,12 @@ class ChatTemplate:
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _template(self) -> MarkedTemplate:
         source = self.source
         for released, in_training in TRAINING_VARIANTS.items():
             source = source.replace(released, in_training)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
         try:
-            tree = environment.parse(source)
-            _check_private_names(tree)
-            return environment.from_string(_MarkTurns().visit(tree).set_environment(environment))
+            return MarkedTemplate(source)
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}; {_WAY_OUT}") from None
 
@@ -174,7 +142,7 @@ class ChatTemplate:
             )
         return _Prompt(before, ends[0].strip() or ends[0])
 
-    def _answer(self, written: _Written, number: int, prompt: _Prompt) -> tuple[int, int]:
+    def _answer(self, written: Written, number: int, prompt: _Prompt) -> tuple[int, int]:
         """Where the assistant's message is trained, [start, end)."""
         places = written.turns.get(number, ())
         if len(places) != 1:
@@ -189,7 +157,7 @@ class ChatTemplate:
             raise SampleError(f"the chat template ends turn {number} with {turn[-20:]!r}, not with {prompt.end!r}")
         return start + len(prompt.before), start + len(turn)
 
-    def _check_turns(self, conversation: Conversation, written: _Written, prompt: _Prompt) -> None:
+    def _check_turns(self, conversation: Conversation, written: Written, prompt: _Prompt) -> None:
         """Raise ValueError unless each answer stands behind what generation would start from."""
         for number, message in enumerate(conversation.messages):
             if message.role != "assistant" or message.weight == 0 or number == 0:
@@ -205,21 +173,16 @@ class ChatTemplate:
                     f"be trained as it is generated; {_WAY_OUT}"
                 )
 
-    def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> _Written:
-        messages = [message.as_dict() for message in conversation.messages]
-        marks = _Marks(messages)
-        compiled = self._compiled
-        variables = {
-            **self.special_tokens,
-            "messages": messages,
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            _MARK: marks.reach,
-        }
+    def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> Written:
+        template = self._template
         try:
-            for part in compiled.generate(variables):
-                marks.write(part)
+            return template.write(
+                [message.as_dict() for message in conversation.messages],
+                **self.special_tokens,
+                tools=conversation.tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
         except TemplateError as error:
             said = f"the chat template refuses the conversation: {error}"
             if "strftime_now" in said:
@@ -227,101 +190,9 @@ class ChatTemplate:
             raise SampleError(said) from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise SampleError(f"the chat template fails on the conversation: {error}") from None
-        return marks.written()
 
 
-class _Marks:
-    """What a rendering wrote, and the places at which its marks were reached."""
-
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._number_of = {id(message): number for number, message in enumerate(messages)}
-        self._parts: list[str] = []
-        self._length = 0
-        self._places: list[_Place] = []
-        self._message: int | None = None
-        self._opened: list[tuple[int, int | None]] = []
-        self._generated: list[tuple[int, int, int | None]] = []
-
-    def write(self, part: str) -> None:
-        self._parts.append(part)
-        self._length += len(part)
-
-    def reach(self, kind: str, loop: int = 0, item: Any = None) -> str:
-        """Called from the template; returns what it writes, which is nothing."""
-        if kind == "turn":
-            message = self._number_of.get(id(item))
-            self._places.append(_Place(self._length, loop, message))
-            self._message = self._message if message is None else message
-        elif kind == "generation":
-            self._opened.append((self._length, self._message))
-        else:
-            start, message = self._opened.pop()
-            self._generated.append((start, self._length, message))
-        return ""
-
-    def written(self) -> _Written:
-        turns: dict[int, list[tuple[int, int]]] = {}
-        last: dict[int, _Place] = {}
-        loop_end = 0
-        for place in self._places:
-            before = last.get(place.loop)
-            if before is not None and before.message is not None:
-                loop_end = place.position
-                if place.position > before.position:
-                    turns.setdefault(before.message, []).append((before.position, place.position))
-            last[place.loop] = place
-        return _Written("".join(self._parts), turns, self._generated, loop_end)
-
-
-class _MarkTurns(NodeTransformer):
-    """Puts a mark at the beginning of each loop's body, and after each loop."""
-
-    def __init__(self) -> None:
-        self._num_loops = 0
-
-    def visit_For(self, node: nodes.For) -> Any:
-        self.generic_visit(node)
-        if not isinstance(node.target, nodes.Name):
-            return node
-        self._num_loops += 1
-        number = nodes.Const(self._num_loops)
-        node.body.insert(0, _mark("turn", number, nodes.Name(node.target.name, "load")))
-        return [node, _mark("turn", number, nodes.Const(None))]
-
-
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, as transformers has it: a mark at its beginning and one at its end."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_mark("generation").set_lineno(line), nodes.Scope(body), _mark("end").set_lineno(line)]
-
-
-def _mark(kind: str, *arguments: nodes.Expr) -> nodes.Output:
-    return nodes.Output([nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)])
-
-
-def _check_private_names(tree: nodes.Template) -> None:
-    """Refuse names that lead out of a sandbox; no chat template needs them."""
-    attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
-    private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
-    if private is not None:
-        raise ValueError(f"the chat template uses the private name {private}, which is refused; remove it")
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes what HTML must not hold."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _generation_prompt(asked: _Written, prompted: _Written) -> str:
+def _generation_prompt(asked: Written, prompted: Written) -> str:
     """What the template adds for the assistant to go on from."""
     if asked.text[: asked.loop_end] == prompted.text[: prompted.loop_end]:
         return prompted.text[prompted.loop_end :]
@@ -330,7 +201,7 @@ def _generation_prompt(asked: _Written, prompted: _Written) -> str:
     raise ValueError(f"the chat template writes a question otherwise where it prompts for an answer; {_WAY_OUT}")
 
 
-def _marked_spans(messages: Sequence[Message], written: _Written) -> list[Span]:
+def _marked_spans(messages: Sequence[Message], written: Written) -> list[Span]:
     spans = []
     for start, end, number in written.generated:
         if number is None and any(message.weight != 1 for message in messages):
@@ -339,7 +210,7 @@ def _marked_spans(messages: Sequence[Message], written: _Written) -> list[Span]:
     return spans
 
 
-def _check_nothing_lost(conversation: Conversation, written: _Written) -> None:
+def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
     """Raise SampleError for a text that the template leaves out."""
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]

@@ -270,7 +270,7 @@ NO_END = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor
         ("{{ messages | length }}" + CHATML, "the chat template renders turns up to number 1 anew as more follow"),
         (QWEN3.replace("loop.index0 > ns", "loop.index0 >  ns"), "the chat template renders turns up to number 1 anew"),
         ("{% for m in messages %}", "the chat template cannot be read: Unexpected end of template"),
-        ("{{ messages.__class__ }}" + CHATML, "the chat template uses the private name __class__, which is refused"),
+        ("{{ messages.__class__ }}" + CHATML, "the chat template cannot be read: it uses the private name __class__"),
         ("{{ strftime_now('%d') }}" + CHATML, "the chat template asks for today's date, by which samples would change"),
         ("{{ raise_exception('never') }}", "the chat template refuses the conversation: never, although it is a ques"),
         (CHATML.replace("user", "") + "{% for m in messages %}{{ m.content }}{% endfor %}", "the chat template writes"),
