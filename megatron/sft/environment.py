@@ -8,7 +8,7 @@ import warnings
 
 
 def world_from_environment() -> tuple[int, int]:
-    """Returns (rank, world size) as torchrun says; (0, 1) for a plain `python pretrain_sft.py`."""
+    """Returns (rank, world size) as torchrun says; (0, 1) without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

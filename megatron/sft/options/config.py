@@ -1,4 +1,4 @@
-"""pure. All options of pretrain_sft.py, with Megatron's names and meanings; contradictions are refused before
+"""pure. All options of a run, with Megatron's names and meanings; contradictions are refused before
 anything is built.
 """
 
@@ -157,10 +157,9 @@ class SFTConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
-def parse_config(arguments: Sequence[str], world_size: int) -> SFTConfig:
-    """Returns the run's options from the command line; FlagError for anything wrong in them."""
-    config = SFTConfig.of(
-        parse_flags(GROUPS, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", imply=implied_options)
-    )
+def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
+    """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
+    about = "Fine-tune a GPT on packed sequences with Megatron-Core."
+    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=implied_options))
     config.check(world_size)
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from megatron.packing.flags import check_range
+from megatron.packing.flags import check_range, flag_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,14 @@ class OutputConfig:
     """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to draw the run in; a run that is continued goes on there."""
+    wandb_exp_name: str | None = None
+    """Name of the run there (default: that of the run's folder)."""
+    wandb_entity: str | None = None
+    """User or team that the project belongs to (default: the one that is logged in)."""
+    wandb_save_dir: str | None = None
+    """Folder for the local files of wandb (default: the run's)."""
     dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
@@ -36,6 +44,11 @@ class OutputConfig:
         check_range(self, 1, None, "log_interval", "save_interval")
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+            if getattr(self, name) is not None and self.wandb_project is None:
+                raise ValueError(f"{flag_of(name)} needs --wandb-project")
+        if self.wandb_project is not None and find_spec("wandb") is None:
+            raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
         if self.save_interval is not None and self.save is None:
             raise ValueError("--save-interval needs --save")
         if any(step < 1 for step in self.dump_schedule):

@@ -17,6 +17,7 @@ from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.model.checkpoint import Progress, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
+from megatron.sft.report.boards import open_boards
 from megatron.sft.report.metrics import StepMetrics
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, json_line, truncate_after
 
@@ -87,7 +88,7 @@ class RunLog:
             train_iters=config.training.train_iters,
             log_interval=config.output.log_interval,
             resume_iteration=resumed,
-            tensorboard_dir=config.output.tensorboard_dir,
+            boards=open_boards(config.output, run_dir, resumed, config.to_dict()),
         )
         truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
         self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
