@@ -33,6 +33,7 @@ def quiet(rank: int) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\.distributed.*")
     if rank != 0:
         warnings.simplefilter("ignore")
+        logging.getLogger("megatron.sft").setLevel(logging.ERROR)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 

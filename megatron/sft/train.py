@@ -368,4 +368,5 @@ class Trainer:
     def _model_options(self) -> dict[str, Any]:
         """Returns what a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
-        return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
+        vocabulary = self._datasets.vocabulary()
+        return {**self._config.model.identity(), **vocabulary, "use_distributed_optimizer": sharded}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
 from megatron.blending.formats.paths import is_metadataset
@@ -51,6 +51,11 @@ class Datasets(NamedTuple):
     tokenizer: Tokenizer | None = None
     """None for made-up data."""
 
+    def vocabulary(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it: with other tokens, its weights mean nothing."""
+        told: dict[str, Any] = {"vocab_size": self.vocab_size}
+        return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}
+
 
 def build_datasets(config: SFTConfig) -> Datasets:
     """Opens the files, or makes up the data, that the options name: indices are read, and records for weights by tokens
@@ -59,8 +64,9 @@ def build_datasets(config: SFTConfig) -> Datasets:
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size)
-    task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
+    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template)
+    encoder = ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns)
+    task = ChatTask(encoder)
     builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
     is_blend = any(map(is_metadataset, data.data_path))
     train, valid, test = builder.build_blend() if is_blend else builder.build_files()

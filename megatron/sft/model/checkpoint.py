@@ -192,10 +192,11 @@ def _check_readable(path: Path) -> None:
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     saved = _UNSAID | saved
+    names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     differing = [
-        f"{flag_of(name)} was {saved.get(name)}, is {value}"
+        f"{names.get(name, flag_of(name))} was {saved[name]}, is {value}"
         for name, value in model_options.items()
-        if saved.get(name) != value
+        if saved.get(name, value) != value  # the vocabulary is younger than some checkpoints
     ]
     if differing:
         raise CheckpointError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from megatron.sft.options.parallel import ParallelConfig
 from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
+GROUPS = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
+"""The parts of `SFTConfig`, in the order of --help."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
@@ -33,6 +36,11 @@ class SFTConfig:
     data: DataConfig
     training: TrainingConfig
     output: OutputConfig
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> SFTConfig:
+        """Returns the options of one instance of each of `GROUPS`, which are not checked against one another."""
+        return cls(**dict(zip((field.name for field in fields(cls)), parts)))
 
     @property
     def alignment(self) -> Alignment:
@@ -156,10 +164,7 @@ class SFTConfig:
 
 def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
     """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
-    groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
-    model, parallel, packing, data, training, output = parse_flags(
-        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", program, imply=implied_options
-    )
-    config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
+    about = "Fine-tune a GPT on packed sequences with Megatron-Core."
+    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=implied_options))
     config.check(world_size)
     return config

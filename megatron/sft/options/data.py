@@ -12,6 +12,7 @@ from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.planner.lengths import TokenizerType
+from megatron.sft.data.layouts import parse_columns
 
 
 def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
@@ -50,6 +51,10 @@ class DataConfig:
     """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no files."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
+    chat_template: str | None = None
+    """File with the chat template to train with, instead of the tokenizer's."""
+    data_columns: str | None = None
+    """Odd names of columns, as messages=dialogue,content=utterance; none=COLUMN leaves one out."""
     vocab_size: int | None = None
     """Vocabulary of NullTokenizer, and of mock data (default there: 1024)."""
     skip_bad_samples: bool = False
@@ -72,14 +77,23 @@ class DataConfig:
         for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
             if not blends and getattr(self, name) != getattr(DataConfig, name):
                 raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
+        if self.chat_template is not None and self.resolved_tokenizer_type != "HuggingFaceTokenizer":
+            raise ValueError(
+                f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has a format of its own"
+            )
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, None, "max_bad_samples_in_a_row")
-        _ = self.split_shares, self.resolved_tokenizer_type
+        _ = self.split_shares, self.resolved_tokenizer_type, self.columns
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:
         """--tokenizer-type, or what --tokenizer-model says."""
         return tokenizer_type_of(self.tokenizer_type, self.tokenizer_model)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column -> the name that `layouts` knows, by --data-columns."""
+        return parse_columns(self.data_columns)
 
     @property
     def split_shares(self) -> tuple[float, float, float]:

@@ -6,7 +6,12 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import gather_delayed, load_checkpoint, restored_queue
+from megatron.sft.model.checkpoint import (
+    _check_same_model,
+    gather_delayed,
+    load_checkpoint,
+    restored_queue,
+)
 from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
@@ -61,3 +66,26 @@ def test_padded_training_refuses_to_forget_what_waits(delayed):
     """Without packs there is no queue that would give it back."""
     with pytest.raises(ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"):
         restored_queue(PackingConfig(), delayed, 0, 2)
+
+
+BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 264"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        (BYTES, {**BYTES, "tokenizer": "3f2a"}, "(the tokenizer was ByteLevelTokenizer 264, is 3f2a)"),
+        (BYTES, {**BYTES, "vocab_size": 300}, "(the vocabulary was 264, is 300)"),
+        (BYTES, {**BYTES, "num_layers": 3}, "(--num-layers was 2, is 3)"),
+        (BYTES, {"num_layers": 2, "vocab_size": 264}, None),  # of mock data, which have no tokenizer
+        ({"num_layers": 2}, BYTES, None),  # as older versions saved it
+    ],
+)
+def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, saved, now, told):
+    """It would go on at the loss of random weights, in the same shapes."""
+    if told is None:
+        _check_same_model(tmp_path, saved, now)
+        return
+    with pytest.raises(ValueError, match=r"is of another model \(") as refused:
+        _check_same_model(tmp_path, saved, now)
+    assert told in str(refused.value)
