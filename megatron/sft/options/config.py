@@ -79,6 +79,7 @@ class SFTConfig:
             self._check_model()
             self._check_rank_order()
             self._check_context()
+            self._check_evaluations()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
 
@@ -161,6 +162,10 @@ class SFTConfig:
         config = replace(self, training=self.training.for_records(num_records))
         config._check_context()
         return config
+
+    def _check_evaluations(self) -> None:
+        if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:
+            raise ValueError("--keep-best and --early-stopping need evaluations; raise --eval-iters from 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""

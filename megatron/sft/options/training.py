@@ -49,6 +49,12 @@ class TrainingConfig:
     """Steps between evaluations."""
     eval_iters: int = 100
     """Global batches of an evaluation; 0: none."""
+    early_stopping: int | None = None
+    """End after this many evaluations in a row without a lower validation loss."""
+    exit_duration_in_mins: float | None = None
+    """Save and end after the step in which so many minutes have gone by."""
+    skip_nan_steps: int = 0
+    """Steps with a loss or gradient norm that is NaN or infinite that are left out, before one ends the run."""
 
     def __post_init__(self) -> None:
         if self.train_iters and self.train_epochs is not None:
@@ -57,8 +63,9 @@ class TrainingConfig:
             raise ValueError(f"--train-iters must be at least 1 without --train-epochs, but is {self.train_iters}")
         check_range(self, 1e-9, None, "train_epochs")
         check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
-        check_range(self, 1, None, "lr_decay_iters")
+        check_range(self, 1, None, "lr_decay_iters", "early_stopping")
         check_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
+        check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}")

@@ -8,8 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.sft.environment import exit_with
 
 ROOT = Path(__file__).parents[3]
 GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
@@ -100,3 +102,26 @@ def test_wrong_options_import_neither_torch_nor_megatron_core():
     )
     done = run(["-c", snippet])
     assert done.stdout.splitlines() == ["2", "[]"]
+
+
+def test_exit_is_one_line_from_rank_zero_with_status_two(capsys, monkeypatch):
+    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
+    monkeypatch.setattr(sys, "argv", ["somewhere/pretrain_sft.py"])
+    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
+        with pytest.raises(SystemExit) as done:
+            exit_with("bore is wide", rank)
+        assert done.value.code == 2
+        assert capsys.readouterr().err == shown
+
+
+def test_any_rank_tells_torchrun(tmp_path, monkeypatch):
+    """Where a file is missing on one machine only, rank 0 has nothing to say."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3)
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert ": error: bore is wide" in ChildFailedError("run", {3: failure}).format_msg()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3, is_agreed=True)  # rank 0 has told it
+    assert not (tmp_path / "not.json").exists()
