@@ -46,6 +46,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     try:
         prepare_output(config.output)
         datasets = build_datasets(config)
+        config = config.for_records(len(datasets.train))
         pretrained = open_pretrained(config, datasets.vocab_size)
     except ValueError as failure:
         exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them

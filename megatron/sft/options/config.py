@@ -5,8 +5,9 @@ anything is built.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,8 @@ class SFTConfig:
             raise FlagError(str(failure)) from None
 
     def _check_batch(self, data_parallel_size: int) -> None:
+        if self.training.train_epochs is not None and self.data.mock_data:
+            raise ValueError("--train-epochs needs --data-path, as --mock-data never ends; pass --train-iters")
         per_draw = data_parallel_size * self.training.micro_batch_size
         if self.training.global_batch_size % per_draw:
             raise ValueError(
@@ -138,7 +141,8 @@ class SFTConfig:
         seq_length = self.model.seq_length
         if self.output.dump_schedule and not self.packing.sequence_packing:
             raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
-        beyond = [step for step in self.output.dump_schedule if step > self.training.train_iters]
+        last = self.training.train_iters or math.inf  # by --train-epochs: not known yet
+        beyond = [step for step in self.output.dump_schedule if step > last]
         if beyond:
             raise ValueError(
                 f"--dump-schedule {beyond[0]} must be at most --train-iters {self.training.train_iters}, the last step"
@@ -152,6 +156,12 @@ class SFTConfig:
             raise ValueError(
                 f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
             )
+
+    def for_records(self, num_records: int) -> SFTConfig:
+        """Returns the options for training data of so many records; see `TrainingConfig.for_records`."""
+        config = replace(self, training=self.training.for_records(num_records))
+        config._check_context()
+        return config
 
     def _check_evaluations(self) -> None:
         if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:

@@ -6,12 +6,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import (
-    _check_same_model,
-    gather_delayed,
-    load_checkpoint,
-    restored_queue,
-)
+from megatron.sft.model.checkpoint import _check_same_model, gather_delayed, load_checkpoint, restored_queue
 from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
