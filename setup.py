@@ -11,7 +11,7 @@ parquet, plot, tensorboard, huggingface, images, urls, test = (
     ["transformers>=4.40"],
     ["pillow>=10"],
     ["fsspec>=2024.2"],
-    ["hypothesis>=6.100", "pytest>=8"],
+    ["hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.5"],
 )
 
 setup(
