@@ -1,7 +1,7 @@
 """The options of data: what is read, and the shares of training, validation and test."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.flags import FlagError
@@ -80,7 +80,6 @@ def test_split_shares(split, expected):
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=3))
-@settings(deadline=None)
 def test_split_shares_sum_to_one(shares):
     """Validation on records of the training set shows no overfitting."""
     result = DataConfig(mock_data=True, split=",".join(map(str, shares))).split_shares
