@@ -75,21 +75,25 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
     """Variables such as bos_token."""
+    _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False, repr=False)
+    """By the options of the template, as JSON."""
     _checked: set[Any] = field(default_factory=set, init=False, repr=False)
 
     def __getstate__(self) -> tuple[str, Mapping[str, str]]:
         return self.source, self.special_tokens  # what is compiled cannot be pickled
 
     def __setstate__(self, state: tuple[str, Mapping[str, str]]) -> None:
-        self.source, self.special_tokens = state
-        self._checked = set()
+        self.__init__(*state)  # type: ignore[misc]
 
     def render(self, conversation: Conversation) -> Rendering:
         """Render once, and find what is trained.
 
         SampleError for a conversation that does not fit; ValueError for a template under which none can be trained.
         """
-        prompt = self._prompt
+        options = json.dumps(conversation.template_options, sort_keys=True, default=str)
+        if options not in self._prompts:
+            self._prompts[options] = self._prompt(conversation.template_options)
+        prompt = self._prompts[options]
         written = self._write(conversation)
         _check_nothing_lost(conversation, written)
         if self._has_marks:
@@ -99,7 +103,7 @@ class ChatTemplate:
             if message.role == "assistant":
                 start, end = self._answer(written, number, prompt)
                 spans.append(Span(start, end, message.weight))
-        kind = _kind_of(conversation)
+        kind = (options, *_kind_of(conversation))
         if kind not in self._checked:
             self._check_turns(conversation, written, prompt)
             self._checked.add(kind)
@@ -119,14 +123,14 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}; {_WAY_OUT}") from None
 
-    @cached_property
-    def _prompt(self) -> _Prompt:
+    def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
         """What stands around an answer; ValueError for a template that trains no end of a turn."""
         question, before = Message("user", "?"), ""
         try:
-            asked = self._write(Conversation([question]))
-            prompted = self._write(Conversation([question]), add_generation_prompt=True)
-            answers = [self._write(Conversation([question, Message("assistant", text)])) for text in ("yes", "no")]
+            asked = self._write(Conversation([question], None, options))
+            prompted = self._write(Conversation([question], None, options), add_generation_prompt=True)
+            chats = [[question, Message("assistant", text)] for text in ("yes", "no")]
+            answers = [self._write(Conversation(messages, None, options)) for messages in chats]
         except SampleError as error:
             raise ValueError(f"{error}, although it is a question and an answer; {_WAY_OUT}") from None
         if not self._has_marks:
@@ -178,7 +182,7 @@ class ChatTemplate:
         try:
             return template.write(
                 [message.as_dict() for message in conversation.messages],
-                **self.special_tokens,
+                **{**self.special_tokens, **conversation.template_options},
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -229,7 +233,7 @@ def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
             raise SampleError(f"the chat template leaves out the tool {name!r:.40}; remove tools, or {_WAY_OUT}")
 
 
-def _kind_of(conversation: Conversation) -> Any:
+def _kind_of(conversation: Conversation) -> tuple[Any, ...]:
     """What a template may make a difference by: equal for conversations of one kind."""
     before, steps = "", set()
     for message in conversation.messages:

@@ -1,6 +1,7 @@
 """pure. Record -> what it says: a conversation, a passage of text, or token ids, by the layout that its keys tell.
 
-    messages | conversations | conversation              turns, see `messages`; with system, tools
+    messages | conversations | conversation              turns, see `messages`; with system, tools and TRL's
+                                                         chat_template_kwargs
     prompt + completion, both of turns                   TRL: turns, of which those of the completion are trained
     prompt + completion, both strings                    TRL: text, of which the completion is trained
     instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift, OpenOrca: a question,
@@ -32,8 +33,9 @@ from megatron.sft.data.messages import (
 _TURNS = ("messages", "conversations", "conversation")
 _QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
 _ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
-_READ = (*_TURNS, "prompt", "completion", *_QUESTION, *_CONTEXT, *_ANSWER, *_SYSTEM, "history", "tools", "text")
-_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "chat_template_kwargs", "functions")
+_BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
+_READ = (*_TURNS, "prompt", "completion", *_QUESTION, *_CONTEXT, *_ANSWER, *_BESIDE_TURNS, "history", "text")
+_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
@@ -51,6 +53,8 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[Any] | None = None
+    template_options: Mapping[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking."""
 
 
 class Passage(NamedTuple):
@@ -125,12 +129,12 @@ def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
     for key in _TURNS:
         if key in told:
             messages, unread = read_turns(told[key], key, *turn_keys)
-            return _Found(_conversation(told, messages), {key, *_SYSTEM, "tools"}, unread)
+            return _Found(_conversation(told, messages), {key, *_BESIDE_TURNS}, unread)
     if {"prompt", "completion"} <= told.keys():
         return _prompt_and_completion(told, turn_keys)
     if told.keys() & set(_QUESTION) and told.keys() & set(_ANSWER):
         read = {_one(told, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
-        return _Found(_conversation(told, _question(told)), {*read, *_SYSTEM, "history", "tools"})
+        return _Found(_conversation(told, _question(told)), {*read, *_BESIDE_TURNS, "history"})
     if "text" in told:
         return _Found(Passage("", text_of(told["text"], "text")), {"text"})
     if "tokens" in told:
@@ -148,7 +152,7 @@ def _prompt_and_completion(told: Mapping[str, Any], turn_keys: tuple[str | None,
     asked, unread = read_turns(prompt, "prompt", *turn_keys)
     answered, more = read_turns(completion, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
-    return _Found(_conversation(told, messages), {"prompt", "completion", *_SYSTEM, "tools"}, unread | more)
+    return _Found(_conversation(told, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more)
 
 
 def _question(told: Mapping[str, Any]) -> list[Message]:
@@ -179,7 +183,10 @@ def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversat
             messages = [Message("system", system), *messages]
         elif system and messages[0].content.strip() != system.strip():
             raise SampleError(f"record has two system prompts, {key} and another one; leave one out, as by none={key}")
-    return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None)
+    options = told.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping) or options.keys() & {"messages", "tools", "add_generation_prompt"}:
+        raise SampleError(f"chat_template_kwargs must be an object with variables of its own, but is {options!r:.60}")
+    return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None, options)
 
 
 def _check_unread(told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds) -> None:

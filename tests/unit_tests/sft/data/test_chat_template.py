@@ -202,6 +202,17 @@ def test_thoughts_of_every_turn_are_trained():
     assert render(QWEN3, single)[0] == released(QWEN3, single)
 
 
+def test_options_of_a_conversation_change_its_prompt():
+    """Where generation starts behind an empty thought, training on it would make the model write another one."""
+    off = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    template = ChatTemplate(
+        QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n' }}" + off + "{% endif %}"), TOKENS
+    )
+    for options, trained in ({}, "<think>\n\n</think>\n\na2"), ({"enable_thinking": False}, "a2"):
+        text, spans = template.render(Conversation(LONG[2:], None, options))
+        assert text[spans[0].start : spans[0].end] == trained + "<|im_end|>"
+
+
 def test_system_prompt_of_mistral_is_trained_behind():
     """Mistral 0.3 as released writes it into a last message of the user, and in training none is the last."""
     single = [Message("system", "be kind"), *SHORT]

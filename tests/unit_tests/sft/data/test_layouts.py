@@ -144,6 +144,7 @@ def test_every_layout(tokenizer, name):
     assert set(sample.loss_mask.tolist()) <= {0, 1}
 
 
+PAIR = {"instruction": "q", "output": "a"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 CALLED = [("user", {}), ("assistant", {"tool_calls": [CALL]}), ("tool", {}), ("assistant", {})]
 SCHEMA = {"name": "f", "parameters": {}}
@@ -218,6 +219,13 @@ def test_calls_that_follow_one_another_are_one_turn():
     assert [len(message.fields.get("tool_calls", ())) for message in content.messages] == [0, 2]
 
 
+def test_options_of_the_template():
+    """TRL's way to train without thoughts would be passed over."""
+    content = read_record(PAIR | {"chat_template_kwargs": {"enable_thinking": False}}, {}).content
+    assert isinstance(content, Conversation)
+    assert content.template_options == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_by_every_name(key):
     """Thoughts would be left out of what is trained."""
@@ -233,9 +241,6 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
     sample = ChatEncoder(tokenizer, 1000, "error").encode(record, 2.0)
     assert isinstance(sample, EncodedSample)
     assert sample.loss_mask[sample.loss_mask > 0].tolist() == [0.5, 0.5, 3, 3]
-
-
-PAIR = {"instruction": "q", "output": "a"}
 
 
 @pytest.mark.parametrize(
@@ -264,6 +269,10 @@ PAIR = {"instruction": "q", "output": "a"}
             "record has two system prompts, system and another one; leave one out, as by none=system",
         ),
         (PAIR | {"history": [["p"]]}, "history[0] must be [question, answer], but is ['p']"),
+        (
+            PAIR | {"chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs must be an object with",
+        ),
         (PAIR | {"tools": "{"}, "tools must be JSON, but is '{'"),
         (PAIR | {"tools": {"a": 1}}, "tools must be a list of JSON schemas, but is {'a': 1}"),
         ({"prompt": "q", "completion": chat(("assistant", "a"))}, "prompt must be a list of at least one message"),
