@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron.packing.model.pipeline import PackedLosses, packed
+from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
-from megatron.packing.step.groups import is_drawing_rank
-from megatron.packing.step.settings import PackingOptions
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
-from megatron.sft.finite import check_loss, guard_step
+from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import (
     Progress,
@@ -36,15 +29,19 @@ from megatron.sft.model.checkpoint import (
     save_checkpoint,
     whole_parameters,
 )
-from megatron.sft.model.forward import forward_step, padded_batches
+from megatron.sft.model.forward import forward_step
 from megatron.sft.model.hf_companions import Companions
 from megatron.sft.model.hf_read import Pretrained
 from megatron.sft.model.hf_write import write_folder
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
-from megatron.sft.step_account import StepAccount, Update, counts_samples, reduce
+from megatron.sft.step_account import Reduction, StepAccount, Stopwatch, Update, counts_samples
+from megatron.sft.step_batches import StepBatch, StepBatches
 from megatron.sft.stop import StopSignals
+
+_LONGEST_CLOSING_SECONDS = 5.0
+"""Of the thread that prepares batches, after an error that other ranks may not have."""
 
 
 class Trainer:
@@ -62,12 +59,13 @@ class Trainer:
         self._datasets = datasets
         self._device = device
         self._run_dir = run_dir
-        self._timers = Timers(log_level=0, log_option="max")
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
-        guard_step(self._training.optimizer, self._training.model, self._step_name)
-        dtype = str(get_model_config(self._training.model[0]).params_dtype).removeprefix("torch.")
+        self._model_config = get_model_config(self._training.model[0])
+        guard_step(self._training.optimizer, self._training.model, self._step_name, self._check_loss)
+        if config.packing.sequence_packing:
+            check_config(self._model_config, device)
+        dtype = str(self._model_config.params_dtype).removeprefix("torch.")
         self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
-        self._packing = config.packing.sequence_packing
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -78,15 +76,23 @@ class Trainer:
         self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
-        forward_backward = get_forward_backward_func()
-        self._forward_backward = packed(forward_backward, self._queue) if self._packing else forward_backward
-        self._padded_seconds = 0.0
+        self._forward_backward = get_forward_backward_func()
         if not counts_samples():
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)  # others draw the same samples, and tell
         self._names = [source.name for source in datasets.train.sources]
         self._account = StepAccount(config, self._share, self._training.cost, self._names)
-        self._stream = SampleStream(
+        stream = SampleStream(
             datasets.train, self._share, is_endless=True, consumed_samples=self._progress.consumed_samples
+        )
+        first = self._first_iteration
+        self._batches = StepBatches(
+            config,
+            self._model_config,
+            stream,
+            self._share,
+            config.training.train_iters - first,
+            queue=self._queue,
+            first_step=first,
         )
 
     @property
@@ -105,29 +111,33 @@ class Trainer:
         NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite.
         """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
+        is_agreed = False
         try:
             with StopSignals() as signals:
                 try:
                     self._run_steps(signals, log)
                 except GlobalBatchError:  # raised alike on every rank, before the step changed anything
                     self._save(log)
+                    is_agreed = True
+                    raise
+                except NonFiniteError:
+                    is_agreed = True
                     raise
                 self._save(log)
                 self._write_hf(log)
+                is_agreed = True
         finally:
+            self._batches.close(None if is_agreed else _LONGEST_CLOSING_SECONDS)
             if log is not None:
                 log.close()
 
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
-        data = self._batches(self._stream)
         last = config.training.train_iters
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
         self._evaluate_if_due(log)
         while self._progress.iteration < last:
-            if self._queue is not None and self._progress.iteration == last - 1:
-                self._queue.max_steps = 0  # the last step takes all that is delayed
-            stop = self._step(data, signals, log)
+            stop = self._step(signals, log)
             iteration = self._progress.iteration
             if stop:
                 if log is not None:
@@ -146,20 +156,26 @@ class Trainer:
             self._evaluate(self._datasets.valid, "valid", log)
             self._progress = self._progress._replace(evaluation_due=False)
 
-    def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
-        """Takes one optimizer step; returns whether some rank was asked to stop."""
-        timer = self._timers("step", log_level=0)
-        timer.start()
-        counted = self._stream.counts
-        if self._packing:
-            shared = get_model_config(self._training.model[0])
-            shared.sequence_packing_options = replace(PackingOptions.of(shared), step=self._progress.iteration)
-        losses, data_seconds, passes_seconds = self._passes(data)
-        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
-        check_loss(reduced, losses, self._names, self._step_name())
+    def _step(self, signals: StopSignals, log: RunLog | None) -> bool:
+        """Takes one optimizer step; returns whether some rank was asked to stop.
+
+        On a GPU the host waits for the device once: when megatron-core asks for the norm of the gradients.
+        """
+        start = time.perf_counter()
+        for chunk in self._training.model:
+            chunk.zero_grad_buffer()
+        self._training.optimizer.zero_grad()
+        taken = next(self._batches)
+        watch = Stopwatch(self._device)
+        self._losses = self._run(taken, len(self._names), forward_only=False)
+        watch.stop()
+        self._reduction = Reduction(self._losses, signals.requested, taken.counts, self._device)
         lr, grad_norm, succeeded = self._update()
-        update = Update(losses, data_seconds, passes_seconds, lr, grad_norm, not succeeded)
-        timer.stop()
+        reduced = self._reduction.result()
+        update = Update(taken.packed, taken.seconds_waited, watch.seconds, lr, grad_norm, not succeeded)
+        if self._queue is not None and taken.packed is not None:
+            self._queue.finish(taken.packed.delayed)
+        seconds = time.perf_counter() - start
         training, iteration = self._config.training, self._progress.iteration + 1
         self._progress = Progress(
             iteration,
@@ -167,24 +183,14 @@ class Trainer:
             iteration % training.eval_interval == 0 or iteration == training.train_iters,
         )
         if log is not None:
-            log.step(self._account.metrics(self._progress, update, reduced, timer.elapsed()), update.batch)
+            log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
         return reduced.stop
 
     def _step_name(self) -> str:
         return f"step {self._progress.iteration + 1}"
 
-    def _passes(self, data: Iterator[Any]) -> tuple[list[Any], float, float]:
-        """Forward and backward of a global batch: its losses, seconds that it waited for data, other seconds."""
-        self._padded_seconds = 0.0
-        for chunk in self._training.model:
-            chunk.zero_grad_buffer()
-        self._training.optimizer.zero_grad()
-        timer = self._timers("passes", log_level=0)
-        timer.start()
-        losses = self._run(data, len(self._names), forward_only=False)
-        timer.stop()
-        data_seconds = losses.batch.seconds if isinstance(losses, PackedLosses) else self._padded_seconds
-        return losses, data_seconds, timer.elapsed() - data_seconds
+    def _check_loss(self) -> None:
+        check_loss(self._reduction.result(), self._losses, self._names, self._step_name())
 
     def _update(self) -> tuple[float, float, bool]:
         """Change the weights: learning rate of this step, gradient norm, whether they were changed."""
@@ -203,16 +209,20 @@ class Trainer:
             return
         names = [source.name for source in dataset.sources]
         stream = SampleStream(dataset, self._share, is_endless=False)
-        data = self._batches(stream)
+        self._batches.settle()  # training's and evaluation's are prepared over the same groups, one after the other
+        batches = StepBatches(self._config, self._model_config, stream, self._share, num_batches)
         for chunk in self._training.model:
             chunk.eval()
         losses: list[Any] = []
-        with torch.no_grad():
-            for _ in range(num_batches):
-                losses.extend(self._run(data, len(names), forward_only=True))
+        try:
+            with torch.no_grad():
+                for _ in range(num_batches):
+                    losses.extend(self._run(next(batches), len(names), forward_only=True))
+        finally:
+            batches.close(_LONGEST_CLOSING_SECONDS)
         for chunk in self._training.model:
             chunk.train()
-        reduced = reduce(losses, False, stream.counts, self._device)
+        reduced = Reduction(losses, False, stream.counts, self._device).result()
         check_loss(reduced, losses, names, f"split {split} after step {self._progress.iteration}")
         if log is not None:
             log.writer.evaluation(
@@ -228,43 +238,16 @@ class Trainer:
                 )
             )
 
-    def _run(self, data: Any, num_sources: int, *, forward_only: bool) -> list[Any]:
+    def _run(self, taken: StepBatch, num_sources: int, *, forward_only: bool) -> list[Any]:
         return self._forward_backward(
             forward_step_func=partial(forward_step, num_sources=num_sources),
-            data_iterator=data,
+            data_iterator=taken.iterators(self._config.num_virtual_stages, self._device),
             model=self._training.model if len(self._training.model) > 1 else self._training.model[0],
-            num_microbatches=self._share.num_draws,
+            num_microbatches=taken.num_microbatches,
             seq_length=self._config.model.seq_length,
             micro_batch_size=self._config.training.micro_batch_size,
             forward_only=forward_only,
         )
-
-    def _batches(self, stream: SampleStream) -> Any:
-        """Returns what forward-backward functions draw from: samples on drawing ranks, or padded batches on all."""
-        num_chunks = len(self._training.model)
-        if self._packing:
-            groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
-            source: Any = stream if is_drawing_rank(groups) else None
-            return source if num_chunks == 1 else [source] * num_chunks
-        return self._padded(stream, num_chunks)
-
-    def _padded(self, stream: SampleStream, num_chunks: int) -> Any:
-        batches = self._waited_for(
-            padded_batches(stream, self._config.model.seq_length, self._config.training.micro_batch_size, self._device)
-        )
-        if num_chunks == 1:
-            return batches
-        return list(tee(batches, num_chunks))
-
-    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the same batches; counts the time that the model waited for them."""
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self._padded_seconds += time.perf_counter() - start
-            if batch is None:
-                return
-            yield batch
 
     def _save(self, log: RunLog | None) -> None:
         if self._config.output.save is None or self._saved_iteration == self._progress.iteration:

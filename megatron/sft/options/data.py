@@ -58,6 +58,8 @@ class DataConfig:
     """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an error; 0: any."""
     allow_changed_data: bool = False
     """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is kept."""
+    prefetch_global_batches: int = 2
+    """Global batches that are drawn, scheduled, moved and packed before their step, in a thread; 0: in the step."""
 
     def __post_init__(self) -> None:
         if self.mock_data == bool(self.data_path):
@@ -73,7 +75,7 @@ class DataConfig:
             if not blends and getattr(self, name) != getattr(DataConfig, name):
                 raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
         check_range(self, 1, None, "vocab_size")
-        check_range(self, 0, None, "max_bad_samples_in_a_row")
+        check_range(self, 0, None, "max_bad_samples_in_a_row", "prefetch_global_batches")
         _ = self.split_shares, self.resolved_tokenizer_type
 
     @property
