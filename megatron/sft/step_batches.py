@@ -19,7 +19,10 @@ from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_glo
 from megatron.packing.step.groups import is_drawing_rank, road_groups
 from megatron.packing.step.prefetch import Prefetcher
 from megatron.sft.data.counts import Counts
+from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.environment import default_num_workers
+from megatron.sft.model.checkpoint import Progress
 from megatron.sft.model.forward import PaddedBatch, padded_batches
 from megatron.sft.options.config import SFTConfig
 
@@ -55,34 +58,55 @@ class StepBatches(Iterator[StepBatch]):
         self,
         config: SFTConfig,
         model_config: TransformerConfig,
-        stream: SampleStream,
+        samples: SampleSet,
         share: Share,
         num_batches: int,
         *,
+        progress: Progress | None = None,
         queue: DelayQueue | None = None,
-        first_step: int = 0,
     ) -> None:
         """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them leaves none in
-        `queue`. `first_step`: the number of the first.
+        `queue`. progress: of a training that goes on with them; None reads the samples once, from the start.
         """
-        self._stream = stream
+        data = config.data
+        self._stream = SampleStream(
+            samples,
+            share,
+            consumed_samples=0 if progress is None else progress.consumed_samples,
+            num_batches=num_batches if progress is None else None,
+            max_bad_samples_in_a_row=data.max_bad_samples_in_a_row if data.skip_bad_samples else None,
+            num_workers=default_num_workers() if data.num_workers is None else data.num_workers,
+        )
         self._share = share
         self._config = model_config
-        self._step, self._end = first_step, first_step + num_batches
+        self._step = 0 if progress is None else progress.iteration
+        self._end = self._step + num_batches
         self._queue = None if queue is None else queue.copy()
-        prepare = self._padded
+        prepare, reads = self._padded, True
         if config.packing.sequence_packing:
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-            self._source = stream if is_drawing_rank(self._groups) else None
+            reads = is_drawing_rank(self._groups)
             road_groups(self._groups)  # made by this thread: that is collective over the world
-        else:
-            self._rows = padded_batches(stream, config.model.seq_length, config.training.micro_batch_size)
-        self._prefetcher = Prefetcher(prepare, config.data.prefetch_global_batches, num_batches)
-        self.settle, self.close = self._prefetcher.settle, self._prefetcher.close
+        self._source = self._stream if reads else None
+        if reads and num_batches > 0:
+            self._stream.start()
+        self._rows = padded_batches(self._stream, config.model.seq_length, config.training.micro_batch_size)
+        self._prefetcher = Prefetcher(prepare, data.prefetch_global_batches, num_batches)
+        self.settle = self._prefetcher.settle
 
     def __next__(self) -> StepBatch:
         return next(self._prefetcher)._replace(seconds_waited=self._prefetcher.seconds_waited)
+
+    @property
+    def counts(self) -> Counts:
+        """Of all that this rank drew."""
+        return self._stream.counts
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """See `Prefetcher`; then the worker processes end."""
+        if self._prefetcher.close(timeout_seconds):
+            self._stream.close()
 
     def _packed(self) -> StepBatch:
         if self._queue is not None and self._step == self._end - 1:

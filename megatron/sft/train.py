@@ -17,8 +17,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.data.mixture import Mixture
-from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.data.sample_set import SampleSet
+from megatron.sft.data.stream import Share
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import (
@@ -79,20 +79,16 @@ class Trainer:
         self._forward_backward = get_forward_backward_func()
         if not counts_samples():
             logging.getLogger("megatron.blending").setLevel(logging.ERROR)  # others draw the same samples, and tell
-        self._names = [source.name for source in datasets.train.sources]
+        self._names = datasets.train.names
         self._account = StepAccount(config, self._share, self._training.cost, self._names)
-        stream = SampleStream(
-            datasets.train, self._share, is_endless=True, consumed_samples=self._progress.consumed_samples
-        )
-        first = self._first_iteration
         self._batches = StepBatches(
             config,
             self._model_config,
-            stream,
+            datasets.train,
             self._share,
-            config.training.train_iters - first,
+            config.training.train_iters - self._first_iteration,
+            progress=self._progress,
             queue=self._queue,
-            first_step=first,
         )
 
     @property
@@ -201,16 +197,15 @@ class Trainer:
             scheduler.step(increment=self._config.training.global_batch_size)
         return lr, float(grad_norm or 0.0), succeeded
 
-    def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
+    def _evaluate(self, dataset: SampleSet, split: str, log: RunLog | None) -> None:
         """Measures the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same."""
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
             return
-        names = [source.name for source in dataset.sources]
-        stream = SampleStream(dataset, self._share, is_endless=False)
+        names = dataset.names
         self._batches.settle()  # training's and evaluation's are prepared over the same groups, one after the other
-        batches = StepBatches(self._config, self._model_config, stream, self._share, num_batches)
+        batches = StepBatches(self._config, self._model_config, dataset, self._share, num_batches)
         for chunk in self._training.model:
             chunk.eval()
         losses: list[Any] = []
@@ -222,7 +217,7 @@ class Trainer:
             batches.close(_LONGEST_CLOSING_SECONDS)
         for chunk in self._training.model:
             chunk.train()
-        reduced = Reduction(losses, False, stream.counts, self._device).result()
+        reduced = Reduction(losses, False, batches.counts, self._device).result()
         check_loss(reduced, losses, names, f"split {split} after step {self._progress.iteration}")
         if log is not None:
             log.writer.evaluation(
@@ -258,7 +253,7 @@ class Trainer:
             self._training,
             progress,
             self._model_options(),
-            self._datasets.train.identity(),
+            self._datasets.train.identity,
             self._companions if self._companions.has_family() else None,
         )
         self._saved_iteration = self._progress.iteration
@@ -284,7 +279,7 @@ class Trainer:
             folder,
             self._training,
             self._model_options(),
-            self._datasets.train.identity(),
+            self._datasets.train.identity,
             self._config.data.allow_changed_data,
         )
         if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():

@@ -66,14 +66,16 @@ def trained(layout: Layout, ahead: int, case: str) -> Any:
     arguments: dict[str, Any] = {"model": model, "pg_collection": groups}
     try:
         for _ in range(NUM_STEPS + 2):
-            again = []
-            while machine.should_run_forward_backward(given if source is not None else None):
+            again = [list(passes(data_iterator=given, num_microbatches=DRAWS, **arguments))]
+            if case == "rerun":  # as megatron-core's state machine has it, which needs a GPU
+                machine.state = rerun.RerunState.RERUNNING_IN_PLACE
+                if source is not None:
+                    source.rewind()
                 again.append(list(passes(data_iterator=given, num_microbatches=DRAWS, **arguments)))
-                if case == "rerun" and len(again) == 1:
-                    machine.rerun_requested = True
-                machine.continue_requested = True
+                machine.state = rerun.RerunState.INITIAL_RUN
+            if source is not None:
+                source.advance()
             assert all(packs == again[0] for packs in again)
-            assert len(again) == 1 + (case == "rerun")
             steps.append((again[0], len(queue)))
             evaluated = passes(
                 data_iterator=[held_out] * (layout.virtual or 1), num_microbatches=1, forward_only=True, **arguments

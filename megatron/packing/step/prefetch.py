@@ -58,8 +58,8 @@ class Prefetcher(Iterator[T], Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None or self._is_idle())
 
-    def close(self, timeout_seconds: float | None = None) -> None:
-        """End the thread, once it has prepared as many values as on other ranks.
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """End the thread, once it has prepared as many values as on other ranks; return whether it has ended.
 
         timeout_seconds: after an error that other ranks may not know of, when they may never prepare theirs. The thread
         is then left behind, and ends with the process.
@@ -69,6 +69,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _next(self) -> T:
         if self._is_closed:

@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.data.mixture import blend_changes
+from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.hf_companions import COMPANIONS, Companions
 from megatron.sft.model.unpickling import check_metadata, only_weights
