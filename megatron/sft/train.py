@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
+from megatron.sft.data.counts import Counts
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import Share
@@ -112,13 +113,16 @@ class Trainer:
             with StopSignals() as signals:
                 try:
                     self._run_steps(signals, log)
-                except GlobalBatchError:  # raised alike on every rank, before the step changed anything
-                    self._save(log)
+                except (GlobalBatchError, NonFiniteError) as failure:  # raised alike on every rank
                     is_agreed = True
-                    raise
-                except NonFiniteError:
-                    is_agreed = True
-                    raise
+                    if isinstance(failure, NonFiniteError):
+                        raise
+                    self._save(log)  # the failed step has changed nothing
+                    # Who stops a job may stop the processes that read for it, too: that is then no error.
+                    if not self._is_stopped(signals):
+                        raise
+                    self._say_stopped(log)
+                    return
                 self._save(log)
                 self._write_hf(log)
                 is_agreed = True
@@ -136,16 +140,24 @@ class Trainer:
             stop = self._step(signals, log)
             iteration = self._progress.iteration
             if stop:
-                if log is not None:
-                    folder = config.output.save
-                    way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
-                    log.say(f"stopped by a signal after step {iteration}; {way_on}")
+                self._say_stopped(log)
                 return
             self._evaluate_if_due(log)
             if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
                 self._save(log)
         if ends_here:
             self._evaluate(self._datasets.test, "test", log)
+
+    def _is_stopped(self, signals: StopSignals) -> bool:
+        """Returns whether any rank was asked to stop; collective."""
+        counts = Counts.none(len(self._names))
+        return Reduction([], signals.requested, counts, self._device).result().stop
+
+    def _say_stopped(self, log: RunLog | None) -> None:
+        folder = self._config.output.save
+        way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
+        if log is not None:
+            log.say(f"stopped by a signal after step {self._progress.iteration}; {way_on}")
 
     def _evaluate_if_due(self, log: RunLog | None) -> None:
         if self._progress.evaluation_due:

@@ -216,9 +216,8 @@ def process_main(
         inherited.close()
     # What was inherited stays as it is: collections would go through all of it, and so copy its pages.
     gc.freeze()
-    # A job that is stopped by either may finish its step, for which it still needs what comes from here.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     # Both have it open now. Were it the parent's to remove, it would stay when that is killed.
     remove(stack_file)
