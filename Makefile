@@ -80,15 +80,15 @@ $(VENV)/.torch:
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
 
-$(VENV)/.run: setup.py | $(VENV)/.torch
+$(VENV)/.run: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot]'
 	touch $@
 
-$(VENV)/.dev: setup.py | $(VENV)/.torch
+$(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(VENV)/.run $@
 
-$(VENV)/.core: setup.py | $(VENV)/.torch
+$(VENV)/.core: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]' megatron-core==$(VERSION)
 	touch $@
 

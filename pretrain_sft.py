@@ -1,61 +1,9 @@
-"""Fine-tune a GPT on sequences of any lengths: torchrun --nproc-per-node 2 pretrain_sft.py --help"""
+"""Fine-tune a GPT on sequences of any lengths: torchrun --nproc-per-node 2 pretrain_sft.py --help
 
-from __future__ import annotations
+What is installed as the command megatron-sft, from a checkout; megatron/sft/__main__.py tells the story.
+"""
 
-import faulthandler
-import signal
-import sys
-import time
-from pathlib import Path
-
-from megatron.packing.flags import FlagError, exit_with
-from megatron.sft.environment import local_rank, quiet, world_from_environment
-from megatron.sft.options.config import SFTConfig, parse_config
-
-
-def main() -> None:
-    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
-    rank, world_size = world_from_environment()
-    try:
-        config = parse_config(sys.argv[1:], world_size)
-    except FlagError as failure:
-        exit_with(str(failure), rank)
-    quiet(rank)
-    run(config, rank, world_size)
-
-
-def run(config: SFTConfig, rank: int, world_size: int) -> None:
-    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.packing.step.decide import GlobalBatchError
-    from megatron.sft.data.datasets import build_datasets
-    from megatron.sft.distributed import process_groups
-    from megatron.sft.finite import NonFiniteError
-    from megatron.sft.model.pretrained import open_pretrained
-    from megatron.sft.report.report import report
-    from megatron.sft.report.run_folder import prepare_output
-    from megatron.sft.train import Trainer
-
-    chosen = config.output.run_dir or config.output.save
-    run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
-    try:
-        prepare_output(config.output)
-        datasets = build_datasets(config)
-        pretrained = open_pretrained(config, datasets.vocab_size)
-    except ValueError as failure:
-        exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
-    try:
-        with process_groups(config) as device:
-            trainer = Trainer(config, datasets, device, run_dir, pretrained)
-            trainer.train()
-    except (GlobalBatchError, NonFiniteError) as failure:
-        exit_with(str(failure), rank)  # all ranks have the same
-    except ValueError as failure:
-        exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
-    if rank == 0 and trainer.num_steps_done:
-        report(run_dir)
-    elif rank == 0:
-        print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
-
+from megatron.sft.__main__ import main
 
 if __name__ == "__main__":
     main()

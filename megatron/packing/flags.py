@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-_NOT_IN_YAML = ("help", "config")
+_NOT_IN_YAML = ("help", "version", "config")
 
 
 class FlagError(ValueError):
@@ -39,7 +39,7 @@ def parse_flags(
     groups: Sequence[type],
     arguments: Sequence[str],
     description: str,
-    program: str = "pretrain_sft.py",
+    program: str | None = None,
     *,
     passes_over_unknown: bool = False,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
@@ -93,6 +93,16 @@ def _take_implied(
     parser.set_defaults(**{name: value for name, value in implied.items() if name not in given})
 
 
+class _Version(argparse.Action):
+    """Prints the versions that a report of a fault should name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(*(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")), sep=", ")
+        parser.exit()
+
+
 class _Extend(argparse.Action):
     """A list whose flag may be repeated; the first one replaces what a YAML file says."""
 
@@ -103,8 +113,9 @@ class _Extend(argparse.Action):
         setattr(namespace, self.dest, list(values) if given is self.default else [*given, *values])
 
 
-def _build_parser(groups: Sequence[type], description: str, program: str) -> _Parser:
+def _build_parser(groups: Sequence[type], description: str, program: str | None) -> _Parser:
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the installed versions and exit")
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
@@ -276,10 +287,3 @@ def check_range(options: object, low: float, high: float | None, *names: str) ->
         if value is not None and not low <= value <= (sys.float_info.max if high is None else high):
             limits = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ValueError(f"{flag_of(name)} must be {limits}, but is {value}")
-
-
-def exit_with(message: str, rank: int) -> NoReturn:
-    """End this process with status 2; rank 0 says why, in one line."""
-    if rank == 0:
-        print(f"pretrain_sft.py: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)

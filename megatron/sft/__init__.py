@@ -1,1 +1,1 @@
-"""The trainer: options in, a trained model and its metrics out. README.md has the map, `pretrain_sft.py` the story."""
+"""The trainer: options in, a trained model and its metrics out. README.md has the map, `__main__.py` the story."""

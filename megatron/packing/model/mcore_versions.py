@@ -1,4 +1,4 @@
-"""pure. The releases of megatron-core that the tests have been run with; setup.py installs one of them."""
+"""pure. The releases of megatron-core that the tests have been run with; pyproject.toml asks for one of them."""
 
 CHECKED_VERSIONS = ("0.16.1", "0.19")
 """A release, or a series of them: 0.19 is any 0.19.x. docs/megatron-core.md says how to add one."""

@@ -1,1 +1,1 @@
-"""The options of pretrain_sft.py, a file per group; `megatron.sft.options.config` puts the groups together."""
+"""The options of a run, a file per group; `megatron.sft.options.config` puts the groups together."""

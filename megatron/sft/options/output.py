@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from megatron.packing.flags import check_range
+from megatron.packing.flags import check_range, flag_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class OutputConfig:
     save: str | None = None
     """Folder for checkpoints."""
     load: str | None = None
-    """Folder of checkpoints to continue from; where it has none, training starts anew."""
+    """Folder of checkpoints to continue from. It may hold none yet where it is that of --save."""
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
     architecture, and its tokenizer and template unless others are given. Where --load has a checkpoint, that wins."""
@@ -23,21 +23,41 @@ class OutputConfig:
     """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
+    keep_checkpoints: int | None = None
+    """Checkpoints that are kept, the newest ones (default: all)."""
+    keep_best: bool = False
+    """Save whenever the validation loss is the lowest so far, and keep that checkpoint; best_checkpointed_iteration.txt
+    beside the checkpoints names it."""
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None
     """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to draw the run in; a run that is continued goes on there."""
+    wandb_exp_name: str | None = None
+    """Name of the run there (default: that of the run's folder)."""
+    wandb_entity: str | None = None
+    """User or team that the project belongs to (default: the one that is logged in)."""
+    wandb_save_dir: str | None = None
+    """Folder for the local files of wandb (default: the run's)."""
     dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "log_interval", "save_interval")
+        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints")
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+            if getattr(self, name) is not None and self.wandb_project is None:
+                raise ValueError(f"{flag_of(name)} needs --wandb-project")
+        if self.wandb_project is not None and find_spec("wandb") is None:
+            raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
         if self.save_interval is not None and self.save is None:
             raise ValueError("--save-interval needs --save")
+        if (self.keep_checkpoints is not None or self.keep_best) and self.save is None:
+            raise ValueError("--keep-checkpoints and --keep-best need --save")
         if any(step < 1 for step in self.dump_schedule):
             raise ValueError(
                 f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"

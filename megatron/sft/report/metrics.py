@@ -170,11 +170,11 @@ class StepMetrics:
 
 DERIVED = ("fill", "padding", "balance", "moved", "prediction_error")
 """Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
-TENSORBOARD = (
+DRAWN = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
     *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
 )
-"""Columns that are drawn by TensorBoard."""
+"""Columns that boards draw."""
 
 
 @dataclass(frozen=True, kw_only=True)

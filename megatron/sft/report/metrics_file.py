@@ -1,4 +1,4 @@
-"""pure. `metrics.jsonl`: written as a run goes, beside TensorBoard and what the user sees; read back for its report.
+"""pure. `metrics.jsonl`: written as a run goes, beside boards and what the user sees; read back for its report.
 
 A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
 
@@ -14,11 +14,13 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron.sft.report.metrics import DERIVED, TENSORBOARD, Evaluation, SourceMetrics, StepMetrics
+from megatron.sft.report.boards import Board
+from megatron.sft.report.metrics import DERIVED, DRAWN, Evaluation, SourceMetrics, StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
 PACKS_FILE = "packs.jsonl"
@@ -28,17 +30,8 @@ PACKS_FILE = "packs.jsonl"
 T = TypeVar("T", StepMetrics, Evaluation)
 
 
-def open_tensorboard(tensorboard_dir: Path | str, first_step: int) -> Any:
-    """Returns a SummaryWriter that hides what a killed run left in the folder of `first_step` and later ones."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard") from error
-    return SummaryWriter(str(tensorboard_dir), purge_step=first_step)
-
-
 class MetricsWriter:
-    """Writes a run's metrics to its file and to TensorBoard, and shows a progress bar on a terminal or else log lines.
+    """Writes a run's metrics to its file and to boards, and shows a progress bar on a terminal or else log lines.
 
     Made by one process of the run. Price: one small write per call, no host sync.
     """
@@ -50,9 +43,9 @@ class MetricsWriter:
         train_iters: int,
         log_interval: int,
         resume_iteration: int | None = None,
-        tensorboard_dir: Path | str | None = None,
+        boards: Sequence[Board] = (),
     ) -> None:
-        """Opens the files.
+        """Opens the file; `boards` are closed with it.
 
         A run that resumes after `resume_iteration` steps drops the lines of later steps; without it the run is a new
         one and its file starts empty. Where there is no terminal, every `log_interval`-th step gets a line on stdout.
@@ -61,11 +54,7 @@ class MetricsWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate_after(path, -1 if resume_iteration is None else resume_iteration)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
-        self._tensorboard = (
-            None
-            if tensorboard_dir is None
-            else open_tensorboard(tensorboard_dir, first_step=(resume_iteration or 0) + 1)
-        )
+        self._boards = boards
         self._train_iters = train_iters
         self._log_interval = log_interval
         self._bar = progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
@@ -76,11 +65,10 @@ class MetricsWriter:
         if not metrics.delays:
             del values["delays"], values["waiting"]
         self._file.write(json_line("train", **values))
-        if self._tensorboard is not None:
-            for name in TENSORBOARD:
-                self._tensorboard.add_scalar(f"train/{name}", getattr(metrics, name), metrics.iteration)
-            for name, source in metrics.sources.items():
-                self._tensorboard.add_scalar(f"train/loss of {name}", source.loss, metrics.iteration)
+        drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
+        drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
+        for board in self._boards:
+            board.add(drawn, metrics.iteration)
         if self._bar is not None:
             self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
             self._bar.update(metrics.iteration - self._bar.n)
@@ -90,8 +78,8 @@ class MetricsWriter:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
         self._file.write(json_line("evaluation", **asdict(evaluation)))
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar(f"{evaluation.split}/loss", evaluation.loss, evaluation.iteration)
+        for board in self._boards:
+            board.add({f"{evaluation.split}/loss": evaluation.loss}, evaluation.iteration)
         if self._bar is not None:
             self._bar.write(evaluation.to_line())
         else:
@@ -105,10 +93,10 @@ class MetricsWriter:
         self._file.write(json_line("event", event=name, **fields))
 
     def close(self) -> None:
-        """Closes the files and the progress bar."""
+        """Closes the file, the boards and the progress bar."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for board in self._boards:
+            board.close()
         if self._bar is not None:
             self._bar.close()
 

@@ -14,9 +14,11 @@ from megatron.planner.plan_run import OPTIONS_FILE
 from megatron.planner.step_page import page
 from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
-from megatron.sft.model.checkpoint import Progress, latest_iteration
+from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.checkpoint_folder import check_load, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
+from megatron.sft.report.boards import open_boards
 from megatron.sft.report.metrics import StepMetrics
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, json_line, truncate_after
 
@@ -32,6 +34,8 @@ def prepare_output(output: OutputConfig) -> None:
                 writable = False
             if not writable:
                 raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+    if output.load is not None:
+        check_load(output.load, output.save)
     if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
         raise ValueError(
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "
@@ -87,7 +91,7 @@ class RunLog:
             train_iters=config.training.train_iters,
             log_interval=config.output.log_interval,
             resume_iteration=resumed,
-            tensorboard_dir=config.output.tensorboard_dir,
+            boards=open_boards(config.output, run_dir, resumed, config.to_dict()),
         )
         truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
         self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from megatron.packing.flags import FlagError, exit_with, parse_flags
+from megatron.packing.flags import FlagError, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,15 +348,6 @@ def test_config_of_no_file(tmp_path):
     assert str(path) in message_of(*NEEDED, "--config", str(path))
     assert str(tmp_path) in message_of(*NEEDED, "--config", str(tmp_path))
     message_of(*NEEDED, "--config=")
-
-
-def test_exit_is_one_line_from_rank_zero_with_status_two(capsys):
-    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
-    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
-        with pytest.raises(SystemExit) as done:
-            exit_with("bore is wide", rank)
-        assert done.value.code == 2
-        assert capsys.readouterr().err == shown
 
 
 def test_yaml_that_is_not_utf_8(tmp_path):

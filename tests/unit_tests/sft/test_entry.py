@@ -1,13 +1,17 @@
-"""pretrain_sft.py as a user starts it: wrong options are answered at once, in one line."""
+"""The trainer as a user starts it: wrong options are answered at once, in one line."""
 
 import os
 import subprocess
 import sys
+import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.sft.environment import exit_with
 
 ROOT = Path(__file__).parents[3]
 GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
@@ -44,6 +48,27 @@ def test_wrong_options_end_with_one_line_and_status_two(arguments, words):
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["-m", "megatron.sft"], "python -m megatron.sft"),
+        ([str(Path(sysconfig.get_path("scripts"), "megatron-sft"))], "megatron-sft"),
+    ],
+)
+def test_installed_commands_are_the_same_and_go_by_their_own_names(command, name):
+    """A way to start it that only a checkout has, or a message in the name of a file that the user does not have."""
+    done = run([*command, *GOOD_ARGUMENTS, "--num-layer", "2"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{name}: error: unknown option --num-layer; did you mean --num-layers?\n"
+
+
+def test_versions_are_those_installed():
+    """A report of a fault without them, or with others, sends its reader looking in the wrong place."""
+    done = run(["-m", "megatron.sft", "--version"])
+    names = ("megatron-sft", "megatron-core", "torch")
+    assert (done.returncode, done.stdout) == (0, ", ".join(f"{name} {version(name)}" for name in names) + "\n")
+
+
 def test_only_rank_zero_speaks():
     """Eight ranks printing at once make the one line unreadable."""
     done = run(["pretrain_sft.py", "--nonsense"], RANK="1", WORLD_SIZE="2")
@@ -70,10 +95,33 @@ def test_help_ends_with_status_zero():
 def test_wrong_options_import_neither_torch_nor_megatron_core():
     """A typing mistake would be answered after seconds of imports, on every rank."""
     snippet = (
-        "import sys; import pretrain_sft; sys.argv = ['pretrain_sft.py', '--num-layer', '2']\n"
-        "try: pretrain_sft.main()\n"
+        "import sys; from megatron.sft.__main__ import main; sys.argv = ['pretrain_sft.py', '--num-layer', '2']\n"
+        "try: main()\n"
         "except SystemExit as done: print(done.code)\n"
         "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
     )
     done = run(["-c", snippet])
     assert done.stdout.splitlines() == ["2", "[]"]
+
+
+def test_exit_is_one_line_from_rank_zero_with_status_two(capsys, monkeypatch):
+    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
+    monkeypatch.setattr(sys, "argv", ["somewhere/pretrain_sft.py"])
+    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
+        with pytest.raises(SystemExit) as done:
+            exit_with("bore is wide", rank)
+        assert done.value.code == 2
+        assert capsys.readouterr().err == shown
+
+
+def test_any_rank_tells_torchrun(tmp_path, monkeypatch):
+    """Where a file is missing on one machine only, rank 0 has nothing to say."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3)
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert ": error: bore is wide" in ChildFailedError("run", {3: failure}).format_msg()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3, is_agreed=True)  # rank 0 has told it
+    assert not (tmp_path / "not.json").exists()

@@ -6,6 +6,7 @@ from tests.unit_tests.sft.command_line import assert_refused
 
 CONTRADICTIONS = [
     ("--save-interval 5", 1, ["--save-interval", "needs --save"]),
+    ("--wandb-exp-name first", 1, ["--wandb-exp-name", "needs --wandb-project"]),
     ("--sequence-packing --dump-schedule 3 0", 1, ["--dump-schedule", "but is 0"]),
 ]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.sft.report import metrics_file
-from megatron.sft.report.metrics import TENSORBOARD, Evaluation
+from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.metrics_file import MetricsWriter, read_jsonl, read_metrics, truncate_after
 from tests.unit_tests.sft.runs import SOURCE, STEP
 
@@ -149,31 +149,6 @@ def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     assert out == "valid loss 2.0000 after step 7 (10 tokens)\n"
     assert " 7/9 " in err
     assert "loss 2.3457, 12,000 tokens/s, fill 75%" in err
-
-
-def test_tensorboard_scalars(tmp_path):
-    """Without it a wrong name would show only at the first step of a long run with TensorBoard."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for first, resume in ((1, None), (3, 2)):  # killed after step 4 with a checkpoint of step 2, then resumed
-        writer = MetricsWriter(
-            tmp_path, train_iters=9, log_interval=10, resume_iteration=resume, tensorboard_dir=tmp_path / "tensorboard"
-        )
-        for iteration in range(first, 5):
-            writer.step(replace(STEP, iteration=iteration, loss=float(first)))
-        writer.evaluation(Evaluation(iteration=4, split="valid", loss=2.0, num_tokens=10))
-        writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {*(f"train/{name}" for name in TENSORBOARD), "valid/loss"}
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 1), (2, 1), (3, 3), (4, 3)]
-
-
-def test_missing_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
-    """Without it the user would get a stack of imports that doesn't say which option asked for the package."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="--tensorboard-dir needs the package tensorboard; do pip install tensorboard"):
-        MetricsWriter(tmp_path, train_iters=1, log_interval=1, tensorboard_dir=tmp_path / "tensorboard")
 
 
 def test_import_is_pure():

@@ -1,0 +1,68 @@
+"""pure. The story of a run: config -> datasets -> process groups -> trainer -> report.
+
+megatron-sft ...                      one process; the same as python -m megatron.sft
+torchrun -m megatron.sft ...          several; torchrun pretrain_sft.py from a checkout
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron.packing.flags import FlagError
+from megatron.sft.environment import end_with_launcher, exit_with, local_rank, program, quiet, world_from_environment
+from megatron.sft.options.config import SFTConfig, parse_config
+
+
+def main() -> None:
+    """Train as the command line says."""
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
+    end_with_launcher()
+    rank, world_size = world_from_environment()
+    try:
+        config = parse_config(sys.argv[1:], world_size, program())
+    except FlagError as failure:
+        exit_with(str(failure), rank)
+    quiet(rank)
+    run(config, rank, world_size)
+
+
+def run(config: SFTConfig, rank: int, world_size: int) -> None:
+    """Train as this rank's part in it."""
+    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
+    from megatron.packing.step.decide import GlobalBatchError
+    from megatron.sft.data.datasets import build_datasets
+    from megatron.sft.distributed import AgreedError, process_groups
+    from megatron.sft.model.pretrained import open_pretrained
+    from megatron.sft.report.report import report
+    from megatron.sft.report.run_folder import prepare_output
+    from megatron.sft.train import Trainer
+
+    chosen = config.output.run_dir or config.output.save
+    run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
+    try:
+        prepare_output(config.output)
+        datasets = build_datasets(config)
+        config = config.for_records(len(datasets.train))
+        pretrained = open_pretrained(config, datasets.vocab_size)
+    except ValueError as failure:
+        exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
+    try:
+        with process_groups(config) as device:
+            trainer = Trainer(config, datasets, device, run_dir, pretrained)
+            trainer.train()
+    except (GlobalBatchError, AgreedError) as failure:
+        exit_with(str(failure), rank, is_agreed=True)
+    except ValueError as failure:
+        exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
+    if rank == 0 and trainer.num_steps_done:
+        report(run_dir)
+    elif rank == 0:
+        print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
+
+
+if __name__ == "__main__":
+    main()

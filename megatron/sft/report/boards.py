@@ -1,0 +1,91 @@
+"""pure. Boards that draw a run while it goes, behind one interface: TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.sft.options.output import OutputConfig
+
+WANDB_ID_FILE = "wandb_run_id"
+"""Of the run's folder: a resumed run goes on under the same name there."""
+
+
+class Board(Protocol):
+    """Draws numbers over steps."""
+
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        """Draw a point of each curve."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def open_boards(
+    output: OutputConfig, run_dir: Path, resume_iteration: int | None, options: Mapping[str, Any]
+) -> list[Board]:
+    """Return the boards that are asked for; ValueError where one cannot be had.
+
+    resume_iteration: steps done by the run that is continued, None for a new one; options: all of the run's, to be
+    shown beside its curves.
+    """
+    boards: list[Board] = []
+    if output.tensorboard_dir is not None:
+        boards.append(TensorBoard(output.tensorboard_dir, first_step=(resume_iteration or 0) + 1))
+    if output.wandb_project is not None:
+        boards.append(WeightsAndBiases(output, run_dir, resume_iteration is not None, options))
+    return boards
+
+
+class TensorBoard:
+    """Hides what a killed run left in the folder of `first_step` and later ones."""
+
+    def __init__(self, folder: str | Path, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard") from error
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One run there for all parts of a run here; steps that a killed part had drawn already are not drawn again.
+
+    Its own environment variables hold, such as WANDB_MODE=offline and WANDB_API_KEY.
+    """
+
+    def __init__(self, output: OutputConfig, run_dir: Path, is_resumed: bool, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run_dir / WANDB_ID_FILE
+        known = id_file.read_text(encoding="utf-8").strip() if is_resumed and id_file.is_file() else None
+        try:
+            self._run = wandb.init(
+                project=output.wandb_project,
+                entity=output.wandb_entity,
+                name=output.wandb_exp_name or run_dir.name,
+                dir=output.wandb_save_dir or str(run_dir),
+                id=known,
+                resume="allow",
+                config=dict(options),
+            )
+        except Exception as failure:  # of many kinds: no key, no network, no such entity
+            raise ValueError(
+                f"--wandb-project {output.wandb_project}: {failure}; run wandb login, or set WANDB_MODE=offline"
+            ) from failure
+        id_file.write_text(self._run.id, encoding="utf-8")
+
+    def add(self, values: Mapping[str, float], iteration: int) -> None:
+        self._run.log(dict(values), step=iteration)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))  # shown as failed where an error ends the run
