@@ -167,7 +167,7 @@ CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=
 
 
 @given(texts=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), system=st.none() | CONTENT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @pytest.mark.parametrize("source", [CHATML, LLAMA2, LLAMA3, QWEN25, PHI, ZEPHYR])
 def test_text_is_that_of_transformers(source, texts, system):
     """Trained behind anything else than what it is generated behind, a model is off its prompt at every turn."""
