@@ -250,6 +250,10 @@ def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
         assert len(written) == number
     template.render(Conversation(SYSTEM))
     assert len(written) <= 3 + 1 + 2 * 2, "a kind that is new is checked with two renderings for each answer"
+    before = len(written)
+    template._checked.clear()
+    template.render(Conversation(LONG * 50))
+    assert len(written) - before <= 1 + 2 * 8, "of long ones only the first and last answers are checked"
 
 
 def test_time_is_linear_in_turns():
