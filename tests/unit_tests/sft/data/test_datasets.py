@@ -363,8 +363,8 @@ def test_weights_before_paths_are_a_blend(tmp_path):
     paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     weighted = build("--data-path", "3", paths[0], "1", paths[1], "--split", "9,1")
     told = build("--data-path", str(tmp_path / "blend.yaml"), "--split", "9,1")
-    texts = [text_of(sample) for sample in read(weighted.train, 40)]
-    assert texts == [text_of(sample) for sample in read(told.train, 40)]
+    texts = [text_of(sample["tokens"]) for sample in read(weighted.train, 40)]
+    assert texts == [text_of(sample["tokens"]) for sample in read(told.train, 40)]
     assert sum(text.startswith("a") for text in texts) == 30
     assert len(weighted.valid) == len(told.valid) == 8
     with pytest.raises(ValueError, match=r"leaves no record of 40 of \S*a.jsonl for training"):
