@@ -1,5 +1,6 @@
 # make run    train a small chat model on two processes, from nothing
 # make test   unit and functional tests
+# make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make check  format, lint, types
@@ -20,21 +21,31 @@ CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 CODE = megatron tests examples pretrain_sft.py setup.py
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of hundreds of processes would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test layouts test-cpus test-core core-python check format clean
+.PHONY: run test unit layouts test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
 	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml --save-hf runs/tiny_chat/huggingface
 
+# A process for each core; whoever is done first takes tests over from the others.
+SPREAD = --dist worksteal -n
+UNIT_WORKERS ?= auto
+# A test starts up to 16 ranks, which wait for one another: two tests at once keep cores busy, more would need memory.
+FUNCTIONAL_WORKERS ?= 2
+
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
-test: $(VENV)/.dev
-	$(VENV)/bin/pytest tests/unit_tests
-	$(VENV)/bin/pytest tests/functional_tests
+test: unit
+	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) tests/functional_tests
+
+unit: $(VENV)/.dev
+	$(VENV)/bin/pytest $(SPREAD) $(UNIT_WORKERS) tests/unit_tests
 
 layouts: $(VENV)/.dev
-	LAYOUTS=all $(VENV)/bin/pytest tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
+	LAYOUTS=all $(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads. `make test-cpu-oldest` is one setting alone; CPU_TESTS chooses the tests.
@@ -51,13 +62,13 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 	@echo "passed as on these processors: $(CPUS)"
 
 test-cpu-%: $(VENV)/.dev
-	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $$tests || exit; done
+	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) $$tests || exit; done
 # Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
 	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
-	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(CORE_TESTS)
+	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) $(CORE_TESTS)
 
 core-python:
 	@echo $(CORE_PYTHON)

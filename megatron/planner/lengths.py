@@ -49,6 +49,8 @@ class Tokenization:
     tokenizer_model: str | None
     vocab_size: int | None
     skip_bad_samples: bool
+    chat_template: str | None = None
+    data_columns: str | None = None
 
 
 class LengthReader(Protocol):

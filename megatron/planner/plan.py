@@ -81,6 +81,8 @@ def _plan(
         tokenizer_model=lengths.tokenizer_model,
         vocab_size=model.vocab_size,
         skip_bad_samples=lengths.skip_bad_samples,
+        chat_template=lengths.chat_template,
+        data_columns=lengths.data_columns,
     )
     assert lengths.source is not None, "checked by LengthOptions"
     found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, needed)

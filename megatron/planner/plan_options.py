@@ -42,6 +42,10 @@ class LengthOptions:
     """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
+    chat_template: str | None = None
+    """File with a chat template, instead of the tokenizer's."""
+    data_columns: str | None = None
+    """Odd names of the chats' columns, as in training."""
     seq_length: int | None = None
     """Most tokens of a sequence (default: no limit)."""
     over_length_policy: OverLengthPolicy = "error"

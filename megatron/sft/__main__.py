@@ -11,19 +11,19 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.packing.flags import FlagError
-from megatron.sft.environment import local_rank, quiet, world_from_environment
+from megatron.sft.environment import end_with_launcher, exit_with, local_rank, program, quiet, world_from_environment
 from megatron.sft.options.config import SFTConfig, parse_config
 
 
 def main() -> None:
     """Train as the command line says."""
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
+    end_with_launcher()
     rank, world_size = world_from_environment()
     try:
-        config = parse_config(sys.argv[1:], world_size, _program())
+        config = parse_config(sys.argv[1:], world_size, program())
     except FlagError as failure:
         exit_with(str(failure), rank)
     quiet(rank)
@@ -35,8 +35,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
-    from megatron.sft.distributed import process_groups
-    from megatron.sft.finite import NonFiniteError
+    from megatron.sft.distributed import AgreedError, process_groups
     from megatron.sft.model.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
@@ -47,6 +46,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     try:
         prepare_output(config.output)
         datasets = build_datasets(config)
+        config = config.for_records(len(datasets.train))
         pretrained = open_pretrained(config, datasets.vocab_size)
     except ValueError as failure:
         exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
@@ -54,27 +54,14 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         with process_groups(config) as device:
             trainer = Trainer(config, datasets, device, run_dir, pretrained)
             trainer.train()
-    except (GlobalBatchError, NonFiniteError) as failure:
-        exit_with(str(failure), rank)  # all ranks have the same
+    except (GlobalBatchError, AgreedError) as failure:
+        exit_with(str(failure), rank, is_agreed=True)
     except ValueError as failure:
         exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
     if rank == 0 and trainer.num_steps_done:
         report(run_dir)
     elif rank == 0:
         print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
-
-
-def exit_with(message: str, rank: int) -> NoReturn:
-    """End this process with status 2; rank 0 says why, in one line."""
-    if rank == 0:
-        print(f"{_program()}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def _program() -> str:
-    """By what name the user started it."""
-    name = Path(sys.argv[0]).name
-    return "python -m megatron.sft" if name == "__main__.py" else name
 
 
 if __name__ == "__main__":

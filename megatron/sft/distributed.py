@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron.packing.flags import flag_of
 from megatron.sft.environment import world_from_environment
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.options.config import SFTConfig
@@ -32,6 +35,7 @@ def process_groups(config: SFTConfig) -> Iterator[torch.device]:
         store=store,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
+    check_agreement(_options_and_versions(config))  # before groups, which would not match
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -59,6 +63,37 @@ def make_groups(config: SFTConfig) -> None:
     # The one group that megatron-core 0.16 makes with torch's own 30 minutes.
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     _set_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
+
+
+class AgreedError(ValueError):
+    """Something that ends a run. Every rank raises it, with the same message."""
+
+
+def check_agreement(own: dict[str, Any]) -> None:
+    """Raise AgreedError, naming what differs and on which rank, unless all ranks have the same; collective."""
+    of_ranks = gathered(own)
+    first = of_ranks[0]
+    differing = [
+        f"{name} is {of_rank.get(name)} on rank {rank}, but {first.get(name)} on rank 0"
+        for rank, of_rank in enumerate(of_ranks)
+        for name in sorted({*first, *of_rank})
+        if of_rank.get(name) != first.get(name)
+    ]
+    if differing:
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise AgreedError(f"ranks must be started alike: {'; '.join(differing[:5])}{more}")
+
+
+def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
+    options = {flag_of(name): value for group in config.to_dict().values() for name, value in group.items()}
+    return options | {name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")}
+
+
+def gathered(own: Any) -> list[Any]:
+    """Returns `own` of each rank, pickled on the way; collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def _device() -> torch.device:

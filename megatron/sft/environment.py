@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import logging
 import os
+import signal
+import sys
+import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
 
 def world_from_environment() -> tuple[int, int]:
@@ -25,4 +33,33 @@ def quiet(rank: int) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\.distributed.*")
     if rank != 0:
         warnings.simplefilter("ignore")
+        logging.getLogger("megatron.sft").setLevel(logging.ERROR)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def end_with_launcher() -> None:
+    """Ask to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def program() -> str:
+    """Returns by what name the user started this process."""
+    name = Path(sys.argv[0]).name
+    return "python -m megatron.sft" if name == "__main__.py" else name
+
+
+def exit_with(message: str, rank: int, *, is_agreed: bool = False) -> NoReturn:
+    """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the last thing on the
+    terminal: of every rank that has something to say, but once where `is_agreed`, so that all have the same.
+    """
+    line = f"{program()}: error: {' '.join(message.split())}"
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and (rank == 0 or not is_agreed):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # what was printed must do
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
+    raise SystemExit(2)

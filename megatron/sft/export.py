@@ -91,7 +91,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
 
 
 def _one_checkpoint(folder: Path) -> Path:
-    from megatron.sft.model.checkpoint import checkpoint_path, latest_iteration
+    from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
 
     if (folder / "metadata.json").is_file():
         return folder

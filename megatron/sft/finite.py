@@ -11,16 +11,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.sft.distributed import AgreedError, gathered
 from megatron.sft.step_account import Reduced
 
-_WAY_OUT = "nothing was saved of it; continue from the last checkpoint with a lower --lr or other data"
+_WAY_OUT = (
+    "nothing was saved of it; continue from the last checkpoint with a lower --lr or other data, "
+    "or leave out a few such steps by --skip-nan-steps"
+)
 
 
-class NonFiniteError(ValueError):
-    """A loss or gradient norm is NaN or infinite. Every rank raises it, with the same message."""
+class NonFiniteError(AgreedError):
+    """A loss or gradient norm is NaN or infinite; `what` says where."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; {_WAY_OUT}")
+        self.what = what
 
 
 def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], where: str) -> None:
@@ -31,10 +38,10 @@ def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], wh
     if math.isfinite(reduced.loss_sum):
         return
     has_it = any(not math.isfinite(loss["lm loss"][0].item()) for loss in losses)
-    ranks = [str(rank) for rank, found in enumerate(_gathered(has_it)) if found]
+    ranks = [str(rank) for rank, found in enumerate(gathered(has_it)) if found]
     sources = [name for name, loss in zip(names, reduced.source_losses[0].tolist()) if not math.isfinite(loss)]
     told = f", source {', '.join(sources)}" if sources else ""
-    raise NonFiniteError(f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}; {_WAY_OUT}")
+    raise NonFiniteError(f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}")
 
 
 def guard_step(optimizer: MegatronOptimizer, model: Sequence[torch.nn.Module], where: Callable[[], str]) -> None:
@@ -47,9 +54,9 @@ def guard_step(optimizer: MegatronOptimizer, model: Sequence[torch.nn.Module], w
     def finite_norm() -> float:
         norm = norm_of()
         if not math.isfinite(norm):
-            found = enumerate(_gathered(_first_bad_gradient(model)))
+            found = enumerate(gathered(_first_bad_gradient(model)))
             told = next((f", first in {name} of rank {rank}" for rank, name in found if name is not None), "")
-            raise NonFiniteError(f"{where()}: the gradient norm is {norm}{told}; {_WAY_OUT}")
+            raise NonFiniteError(f"{where()}: the gradient norm is {norm}{told}")
         return norm
 
     optimizer.get_grad_norm = finite_norm  # type: ignore[method-assign]
@@ -62,10 +69,3 @@ def _first_bad_gradient(model: Sequence[torch.nn.Module]) -> str | None:
             if gradient is not None and not gradient.isfinite().all():
                 return name.removeprefix("module.").removeprefix("module.")
     return None
-
-
-def _gathered(own: Any) -> list[Any]:
-    """Of each rank; collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from megatron.packing.step.settings import PackingOptions
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.data.mixture import Mixture
 from megatron.sft.data.stream import SampleStream, Share
-from megatron.sft.finite import check_loss, guard_step
+from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import (
     Progress,
@@ -36,6 +37,8 @@ from megatron.sft.model.checkpoint import (
     save_checkpoint,
     whole_parameters,
 )
+from megatron.sft.model.checkpoint_files import check_folder
+from megatron.sft.model.checkpoint_folder import BEST, remove_old, track
 from megatron.sft.model.forward import forward_step, padded_batches
 from megatron.sft.model.hf_companions import Companions
 from megatron.sft.model.hf_read import Pretrained
@@ -45,6 +48,9 @@ from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
 from megatron.sft.step_account import StepAccount, Update, counts_samples, reduce
 from megatron.sft.stop import StopSignals
+
+_STARTED = time.monotonic()
+"""When this process was started, but for its first imports."""
 
 
 class Trainer:
@@ -63,6 +69,7 @@ class Trainer:
         self._device = device
         self._run_dir = run_dir
         self._timers = Timers(log_level=0, log_option="max")
+        self._lock = check_folder(config.output.save) if config.output.save is not None else None
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         guard_step(self._training.optimizer, self._training.model, self._step_name)
         dtype = str(get_model_config(self._training.model[0]).params_dtype).removeprefix("torch.")
@@ -75,6 +82,7 @@ class Trainer:
             micro_batch_size=config.training.micro_batch_size,
         )
         self._saved_iteration: int | None = None
+        self._num_skipped = 0
         self._progress = self._load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
@@ -117,6 +125,8 @@ class Trainer:
         finally:
             if log is not None:
                 log.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
@@ -124,7 +134,7 @@ class Trainer:
         last = config.training.train_iters
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
         self._evaluate_if_due(log)
-        while self._progress.iteration < last:
+        while self._progress.iteration < last and not self._stops_early():
             if self._queue is not None and self._progress.iteration == last - 1:
                 self._queue.max_steps = 0  # the last step takes all that is delayed
             stop = self._step(data, signals, log)
@@ -133,18 +143,42 @@ class Trainer:
                 if log is not None:
                     folder = config.output.save
                     way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
-                    log.say(f"stopped by a signal after step {iteration}; {way_on}")
+                    cause = "--exit-duration-in-mins" if self._is_out_of_time() else "a signal"
+                    log.say(f"stopped by {cause} after step {iteration}; {way_on}")
                 return
             self._evaluate_if_due(log)
             if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
                 self._save(log)
+        if log is not None and self._stops_early():
+            log.say(f"stopped early: no lower validation loss in {self._progress.evaluations_since_best} evaluations")
         if ends_here:
             self._evaluate(self._datasets.test, "test", log)
 
+    def _stops_early(self) -> bool:
+        limit = self._config.training.early_stopping
+        return limit is not None and self._progress.evaluations_since_best >= limit
+
+    def _is_out_of_time(self) -> bool:
+        minutes = self._config.training.exit_duration_in_mins
+        return minutes is not None and time.monotonic() - _STARTED > 60 * minutes
+
     def _evaluate_if_due(self, log: RunLog | None) -> None:
-        if self._progress.evaluation_due:
-            self._evaluate(self._datasets.valid, "valid", log)
-            self._progress = self._progress._replace(evaluation_due=False)
+        if not self._progress.evaluation_due:
+            return
+        loss = self._evaluate(self._datasets.valid, "valid", log)
+        self._progress = self._progress._replace(evaluation_due=False)
+        if loss is None:
+            return
+        if self._progress.best_loss is not None and loss >= self._progress.best_loss:
+            since = self._progress.evaluations_since_best + 1
+            self._progress = self._progress._replace(evaluations_since_best=since)
+            return
+        self._progress = self._progress._replace(best_loss=loss, evaluations_since_best=0)
+        folder = self._config.output.save
+        if self._config.output.keep_best and folder is not None and self._progress.iteration:
+            self._save(log)
+            if log is not None:
+                track(folder, BEST, self._progress.iteration)
 
     def _step(self, data: Iterator[Any], signals: StopSignals, log: RunLog | None) -> bool:
         """Takes one optimizer step; returns whether some rank was asked to stop."""
@@ -155,20 +189,34 @@ class Trainer:
             shared = get_model_config(self._training.model[0])
             shared.sequence_packing_options = replace(PackingOptions.of(shared), step=self._progress.iteration)
         losses, data_seconds, passes_seconds = self._passes(data)
-        reduced = reduce(losses, signals.requested, self._stream.counts - counted, self._device)
-        check_loss(reduced, losses, self._names, self._step_name())
-        lr, grad_norm, succeeded = self._update()
+        stops = signals.requested or self._is_out_of_time()
+        reduced = reduce(losses, stops, self._stream.counts - counted, self._device)
+        try:
+            check_loss(reduced, losses, self._names, self._step_name())
+            lr, grad_norm, succeeded = self._update()
+        except NonFiniteError as failure:
+            lr, grad_norm, succeeded = self._skip(failure, log)
         update = Update(losses, data_seconds, passes_seconds, lr, grad_norm, not succeeded)
         timer.stop()
         training, iteration = self._config.training, self._progress.iteration + 1
-        self._progress = Progress(
-            iteration,
-            self._progress.consumed_samples + training.global_batch_size,
-            iteration % training.eval_interval == 0 or iteration == training.train_iters,
+        self._progress = self._progress._replace(
+            iteration=iteration,
+            consumed_samples=self._progress.consumed_samples + training.global_batch_size,
+            evaluation_due=iteration % training.eval_interval == 0 or iteration == training.train_iters,
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, timer.elapsed()), update.batch)
         return reduced.stop
+
+    def _skip(self, failure: NonFiniteError, log: RunLog | None) -> tuple[float, float, bool]:
+        """As `_update`, of a step that changes nothing; raises `failure` where no more may be left out."""
+        most = self._config.training.skip_nan_steps
+        if self._num_skipped == most:
+            raise failure
+        self._num_skipped += 1
+        if log is not None:
+            log.say(f"{failure.what}; left out, {self._num_skipped} of --skip-nan-steps {most}")
+        return self._training.optimizer.param_groups[0]["lr"], math.nan, False
 
     def _step_name(self) -> str:
         return f"step {self._progress.iteration + 1}"
@@ -195,12 +243,14 @@ class Trainer:
             scheduler.step(increment=self._config.training.global_batch_size)
         return lr, float(grad_norm or 0.0), succeeded
 
-    def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> None:
-        """Measures the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same."""
+    def _evaluate(self, dataset: Mixture, split: str, log: RunLog | None) -> float | None:
+        """Returns the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same; None
+        where there are none.
+        """
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
-            return
+            return None
         names = [source.name for source in dataset.sources]
         stream = SampleStream(dataset, self._share, is_endless=False)
         data = self._batches(stream)
@@ -227,6 +277,7 @@ class Trainer:
                     sources=reduced.by_source(names),
                 )
             )
+        return reduced.loss
 
     def _run(self, data: Any, num_sources: int, *, forward_only: bool) -> list[Any]:
         return self._forward_backward(
@@ -279,12 +330,15 @@ class Trainer:
             self._companions if self._companions.has_family() else None,
         )
         self._saved_iteration = self._progress.iteration
+        if log is not None and self._config.output.keep_checkpoints is not None:
+            remove_old(self._config.output.save, self._config.output.keep_checkpoints)
         if log is not None:
             log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
 
     def _write_hf(self, log: RunLog | None) -> None:
         folder = self._config.output.save_hf
-        if folder is None or self._progress.iteration < self._config.training.train_iters:
+        is_done = self._progress.iteration >= self._config.training.train_iters or self._stops_early()
+        if folder is None or not is_done:
             return
         whole_parameters(self._training)
         chunks = [unwrap_model(chunk) for chunk in self._training.model]
@@ -314,4 +368,5 @@ class Trainer:
     def _model_options(self) -> dict[str, Any]:
         """Returns what a checkpoint must share with the run that loads it."""
         sharded = self._config.parallel.use_distributed_optimizer
-        return {**self._config.model.identity(), "use_distributed_optimizer": sharded}
+        vocabulary = self._datasets.vocabulary()
+        return {**self._config.model.identity(), **vocabulary, "use_distributed_optimizer": sharded}

@@ -47,9 +47,11 @@ class FileStore:
 
 
 class SystemFileStore(FileStore):
-    """The files below a folder, local or a URL."""
+    """The files below a folder, local or a URL; ValueError for a name that leads out of it, as records may hold any."""
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
+        if os.path.isabs(key) or "://" in key or ".." in key.split("/"):
+            raise ValueError(f"{self.path}: {key!r} is not a file below this folder; correct the record that names it")
         file = open_file(join_location(self.path, key))
         return file.read(0, file.size), SourceInfo(self.path, key, "", (key,))
 

@@ -1,8 +1,8 @@
 """pure. From the options to what a run reads: sources opened, blended or one after the other, split three ways.
 
-A metadataset (YAML) as --data-path is blended; anything else is read one after the other, each epoch in an order of
-its own over all of it. Held-out data are, in this order: --valid-data-path; the splits val and test that the data say
-they have (metadatasets and prepared folders); a part of the data by --split.
+A metadataset (YAML) as --data-path is blended, and so are paths with weights; others are read one after the other,
+each epoch in an order of its own over all of them. Held-out data are, in this order: --valid-data-path; the splits val
+and test that the data say they have (metadatasets and prepared folders); a part of the data by --split.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.sources import SOURCES
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
@@ -23,7 +22,14 @@ from megatron.blending.loading.dataset_loader import (
     split_names,
 )
 from megatron.blending.loading.token_weights import by_tokens
-from megatron.blending.metadatasets.metadataset import Join, SourceEntry, flattened, load_metadataset, source_entries
+from megatron.blending.metadatasets.metadataset import (
+    Blend,
+    Join,
+    SourceEntry,
+    flattened,
+    load_metadataset,
+    source_entries,
+)
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.source import SourceDataset
@@ -51,6 +57,11 @@ class Datasets(NamedTuple):
     tokenizer: Tokenizer | None = None
     """None for made-up data."""
 
+    def vocabulary(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it: with other tokens, its weights mean nothing."""
+        told: dict[str, Any] = {"vocab_size": self.vocab_size}
+        return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}
+
 
 def build_datasets(config: SFTConfig) -> Datasets:
     """Opens the files, or makes up the data, that the options name: indices are read, and records for weights by tokens
@@ -59,11 +70,11 @@ def build_datasets(config: SFTConfig) -> Datasets:
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size)
-    task = ChatTask(ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy))
+    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template)
+    encoder = ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns)
+    task = ChatTask(encoder)
     builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
-    is_blend = any(map(is_metadataset, data.data_path))
-    train, valid, test = builder.build_blend() if is_blend else builder.build_files()
+    train, valid, test = builder.build_blend() if data.is_blend else builder.build_files()
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
 
 
@@ -91,7 +102,7 @@ class _Builder:
         """Returns the sources one after the other."""
         data = self._data
         sources = self._sources(
-            [entry for path in data.data_path for entry in source_entries(load_metadataset(path, "train"))]
+            [entry for path in data.paths for entry in source_entries(load_metadataset(path, "train"))]
         )
         total = sum(map(len, sources))
         if data.valid_data_path or self._held_out:
@@ -104,13 +115,14 @@ class _Builder:
         )
 
     def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
-        """Returns the sources in the proportions of a metadataset."""
-        path = self._data.data_path[0]
-        kind, shares = flattened(load_metadataset(path, "train"))
+        """Returns the sources in the proportions of a metadataset, or of the weights in --data-path."""
+        found = [(load_metadataset(path, "train"), weight) for weight, path in self._data.weighted_paths]
+        weighted = tuple((node, weight) for node, weight in found if weight is not None)
+        kind, shares = flattened(Blend(children=weighted) if weighted else found[0][0])
         opened = [(open_chats(entry, self._task), share, entry) for entry, share in shares]
         if self._data.valid_data_path or self._held_out:
             return self._blended(loaded_for_training(kind, opened)), self._all_of("val"), self._all_of("test")
-        cuts = [self._cut(len(dataset.source), f" of {entry.where}") for dataset, _, entry in opened]
+        cuts = [self._cut(len(dataset.source), f" of {entry.where or _path_of(entry)}") for dataset, _, entry in opened]
         parts = [
             (_part(dataset, entry, train), share, entry) for (dataset, share, entry), (train, _, _) in zip(opened, cuts)
         ]
@@ -134,7 +146,7 @@ class _Builder:
         """Returns which splits to hold out the data themselves have."""
         if self._data.valid_data_path:
             return set()
-        found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.data_path}
+        found = {path: split_names(path).intersection(_HELD_OUT) for path in self._data.paths}
         with_splits = [path for path, names in found.items() if names]
         without = [path for path, names in found.items() if not names]
         if with_splits and without:
@@ -148,7 +160,7 @@ class _Builder:
         """Returns what is held out, unshuffled."""
         paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
         if not self._data.valid_data_path:
-            paths = [path for path in self._data.data_path if split in split_names(path)]
+            paths = [path for path in self._data.paths if split in split_names(path)]
         return Concatenation(
             self._sources([entry for path in paths for entry in source_entries(load_metadataset(path, split))])
         )

@@ -21,6 +21,7 @@ from megatron.blending.formats.sources import SOURCES, RecordError, open_source
 from megatron.planner.lengths import Lengths, RunSource, Tokenization
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.layouts import parse_columns
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
 from megatron.sft.data.tokenizer import build_tokenizer
@@ -127,8 +128,10 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     source = open_source(path)
     tokenizer_type = tokenizer_type_of(tokenization.tokenizer_type, tokenization.tokenizer_model)
-    tokenizer = build_tokenizer(tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size)
-    encoder = ChatEncoder(tokenizer, LONGEST, "truncate")
+    tokenizer = build_tokenizer(
+        tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size, tokenization.chat_template
+    )
+    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(tokenization.data_columns))
     lengths, dropped = [], 0
     for index in range(len(source)):
         try:

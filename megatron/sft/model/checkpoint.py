@@ -1,9 +1,9 @@
 """mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another
 layout.
 
-A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. The
-latter is replaced only once a checkpoint is complete: a run killed while it saves leaves the one before as the
-latest.
+The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete: a run killed while
+it saves leaves the one before as the latest. Every file's size and checksum are kept in the checkpoint, and compared
+before anything of it is read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,22 @@ from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.mixture import blend_changes
 from megatron.sft.model.build import Training
+from megatron.sft.model.checkpoint_files import CheckpointError, check_sound, sums_of_all, written_or_refused
+from megatron.sft.model.checkpoint_folder import (
+    TRACKER,
+    checkpoint_path,
+    file_names,
+    latest_iteration,
+    sum_of,
+    track,
+    unfinished_path,
+    write_checksums,
+)
 from megatron.sft.model.hf_companions import COMPANIONS, Companions
 from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
 
-TRACKER = "latest_checkpointed_iteration.txt"
 # Optimizer state as one tensor per parameter, whatever the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Options that are younger than some checkpoints, which were saved at their defaults.
@@ -45,6 +55,9 @@ class Progress(NamedTuple):
     consumed_samples: int
     evaluation_due: bool
     """Whether the step was one to evaluate after, and the run was stopped before that."""
+    best_loss: float | None = None
+    """The lowest validation loss so far."""
+    evaluations_since_best: int = 0
     waiting: Sequence[dict[str, Any]] = ()
     """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
 
@@ -80,22 +93,6 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
     return states if any(len(state["steps"]) for state in states) else []
 
 
-def latest_iteration(folder: str | Path) -> int | None:
-    """The newest complete checkpoint in `folder`; None where there is none."""
-    tracker = Path(folder) / TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text(errors="replace").strip()
-    if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
-        raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
-    return int(text)
-
-
-def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is."""
-    return Path(folder) / f"iter_{iteration:07d}"
-
-
 def whole_parameters(training: Training) -> None:
     """Make sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
@@ -117,29 +114,31 @@ def save_checkpoint(
     the export as a HuggingFace folder will need.
     """
     path = checkpoint_path(folder, progress.iteration)
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = unfinished_path(path)
     whole_parameters(training)
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
     state = _sharded_state(training, is_loading=False)
     state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
     state["model_options"] = model_options
     state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()
-    dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        if companions is not None:
-            (unfinished / COMPANIONS).mkdir()
-            companions.write(unfinished / COMPANIONS)
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(unfinished, path)
-        temporary = Path(folder) / (TRACKER + ".tmp")
-        temporary.write_text(str(progress.iteration))
-        os.replace(temporary, Path(folder) / TRACKER)
-    dist.barrier()
+    with written_or_refused(unfinished):
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+    with written_or_refused(unfinished):
+        dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
+    with written_or_refused(unfinished):
+        sums = sums_of_all(unfinished)
+        if dist.get_rank() == 0:
+            if companions is not None:
+                (unfinished / COMPANIONS).mkdir()
+                companions.write(unfinished / COMPANIONS)
+                own = [name for name in file_names(unfinished) if name not in sums]
+                sums |= {name: sum_of(unfinished / name) for name in own}
+            write_checksums(unfinished, sums)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(unfinished, path)
+            track(folder, TRACKER, progress.iteration)
 
 
 def load_checkpoint(
@@ -154,14 +153,16 @@ def load_checkpoint(
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
-    Raises ValueError if it is of another model, of another blend, unless `allow_changed_data`, or of a later
-    megatron-core, and if it holds objects that could run code. Random states (of dropout) continue only in the same
+    Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another model, of another
+    blend, unless `allow_changed_data`, or of a later megatron-core; ValueError if it holds objects that could run code.
+    Random states (of dropout) continue only in the same
     layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
     path = checkpoint_path(folder, iteration)
+    check_sound(folder, iteration)
     common = read_common(path)
     _check_same_model(path, common["model_options"], model_options)
     _check_same_blend(path, common["data"], data, allow_changed_data)
@@ -184,20 +185,21 @@ def read_common(path: Path) -> dict[str, Any]:
 def _check_readable(path: Path) -> None:
     # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19 reads both kinds.
     if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
-        raise ValueError(
+        raise CheckpointError(
             f"{path} was saved under a later megatron-core than this one; continue it on Python 3.12 or later"
         )
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     saved = _UNSAID | saved
+    names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
     differing = [
-        f"{flag_of(name)} was {saved.get(name)}, is {value}"
+        f"{names.get(name, flag_of(name))} was {saved[name]}, is {value}"
         for name, value in model_options.items()
-        if saved.get(name) != value
+        if saved.get(name, value) != value  # the vocabulary is younger than some checkpoints
     ]
     if differing:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
         )
 
@@ -205,7 +207,7 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
 def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool) -> None:
     changes = blend_changes(saved, data)
     if changes and not allow_changed_data:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is of another blend ({'; '.join(changes)}), where its position means other records; give the same "
             "one, another --load, or --allow-changed-data"
         )

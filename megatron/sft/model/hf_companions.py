@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.sft.data.chat_encoder import Message, SampleError, Tokenizer
+from megatron.sft.data.chat_encoder import Tokenizer
+from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.hf_config import config_of, read_config
 from megatron.sft.model.hf_weights import Weights
@@ -110,10 +112,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     lasts = set()
     for answer in ("yes", "no"):
         try:
-            tokens = tokenizer.encode_chat([Message("user", "?"), Message("assistant", answer)])
-        except (ValueError, SampleError):
+            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), Message("assistant", answer)]))
+        except ValueError:
             return None
-        trained = tokens.ids[tokens.is_assistant]
+        trained = tokens.ids[tokens.weights > 0]
         lasts.add(int(trained[-1]) if len(trained) else None)
     return lasts.pop() if len(lasts) == 1 else None
 

@@ -5,6 +5,7 @@ Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 
 
 from __future__ import annotations
 
+import queue
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ def install() -> None:
     _define_te_general_gemm()
     _load_distributed_adam()
     _tell_parameter_groups_apart_by_what_they_are()
+    _save_without_a_process_of_its_own()
     auxiliary_losses.install()
 
 
@@ -72,3 +74,15 @@ def _tell_parameter_groups_apart_by_what_they_are() -> None:
     for module in (optimizer, distrib_optimizer):
         keys = module.param_group_identifier_keys
         module.param_group_identifier_keys = tuple(key for key in keys if key in kinds)  # type: ignore[attr-defined]
+
+
+def _save_without_a_process_of_its_own() -> None:
+    """A save that is waited for gets its results in the process that asked for them.
+
+    megatron-core starts a process for a queue of these in the first save. A launcher's SIGTERM to all of a job's
+    processes ends it, and every later save with it; after a SIGKILL of the rank it lives on.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.sft.model.checkpoint import latest_iteration
+from megatron.sft.model.checkpoint_folder import latest_iteration
 from megatron.sft.model.hf_companions import weights_of
 from megatron.sft.model.hf_config import config_of, read_config
 from megatron.sft.model.hf_folder import check_folder, open_folder

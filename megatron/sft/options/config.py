@@ -5,8 +5,9 @@ anything is built.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from megatron.sft.options.parallel import ParallelConfig
 from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
+GROUPS = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
+"""The parts of `SFTConfig`, in the order of --help."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
@@ -33,6 +37,11 @@ class SFTConfig:
     data: DataConfig
     training: TrainingConfig
     output: OutputConfig
+
+    @classmethod
+    def of(cls, parts: Sequence[Any]) -> SFTConfig:
+        """Returns the options of one instance of each of `GROUPS`, which are not checked against one another."""
+        return cls(**dict(zip((field.name for field in fields(cls)), parts)))
 
     @property
     def alignment(self) -> Alignment:
@@ -70,10 +79,13 @@ class SFTConfig:
             self._check_model()
             self._check_rank_order()
             self._check_context()
+            self._check_evaluations()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
 
     def _check_batch(self, data_parallel_size: int) -> None:
+        if self.training.train_epochs is not None and self.data.mock_data:
+            raise ValueError("--train-epochs needs --data-path, as --mock-data never ends; pass --train-iters")
         per_draw = data_parallel_size * self.training.micro_batch_size
         if self.training.global_batch_size % per_draw:
             raise ValueError(
@@ -129,7 +141,8 @@ class SFTConfig:
         seq_length = self.model.seq_length
         if self.output.dump_schedule and not self.packing.sequence_packing:
             raise ValueError("--dump-schedule needs --sequence-packing; a padded step has no packs")
-        beyond = [step for step in self.output.dump_schedule if step > self.training.train_iters]
+        last = self.training.train_iters or math.inf  # by --train-epochs: not known yet
+        beyond = [step for step in self.output.dump_schedule if step > last]
         if beyond:
             raise ValueError(
                 f"--dump-schedule {beyond[0]} must be at most --train-iters {self.training.train_iters}, the last step"
@@ -144,6 +157,16 @@ class SFTConfig:
                 f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
             )
 
+    def for_records(self, num_records: int) -> SFTConfig:
+        """Returns the options for training data of so many records; see `TrainingConfig.for_records`."""
+        config = replace(self, training=self.training.for_records(num_records))
+        config._check_context()
+        return config
+
+    def _check_evaluations(self) -> None:
+        if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:
+            raise ValueError("--keep-best and --early-stopping need evaluations; raise --eval-iters from 0")
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""
         return json.loads(json.dumps(asdict(self)))
@@ -151,10 +174,7 @@ class SFTConfig:
 
 def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
     """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
-    groups = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
-    model, parallel, packing, data, training, output = parse_flags(
-        groups, arguments, "Fine-tune a GPT on packed sequences with Megatron-Core.", program, imply=implied_options
-    )
-    config = SFTConfig(model=model, parallel=parallel, packing=packing, data=data, training=training, output=output)
+    about = "Fine-tune a GPT on packed sequences with Megatron-Core."
+    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=implied_options))
     config.check(world_size)
     return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.planner.lengths import TokenizerType
+from megatron.sft.data.layouts import parse_columns
 
 
 def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
@@ -23,13 +25,23 @@ def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str
     return tokenizer_type
 
 
+def _number(text: str) -> float | None:
+    """A weight of --data-path; None for what is no number above 0."""
+    try:
+        weight = float(text)
+    except ValueError:
+        return None
+    return weight if 0 < weight < math.inf else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = ()
     """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files (.bin/.idx) and
-    prepared WebDataset folders, one after the other; or a metadataset (.yaml), which blends them."""
+    prepared WebDataset folders, one after the other; blended with weights before them, as 5 a.jsonl 3 b.jsonl; or by a
+    metadataset (.yaml)."""
     blend_mode: Literal["exact", "random"] = "exact"
     """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
     blend_weight_schedule: str | None = None
@@ -50,6 +62,10 @@ class DataConfig:
     """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no files."""
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
+    chat_template: str | None = None
+    """File with the chat template to train with, instead of the tokenizer's."""
+    data_columns: str | None = None
+    """Odd names of columns, as messages=dialogue,content=utterance; none=COLUMN leaves one out."""
     vocab_size: int | None = None
     """Vocabulary of NullTokenizer, and of mock data (default there: 1024)."""
     skip_bad_samples: bool = False
@@ -66,20 +82,51 @@ class DataConfig:
             raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
             raise ValueError("--valid-data-path needs --data-path, but --mock-data is given")
-        blends = [path for path in self.data_path if is_metadataset(path)]
+        blends = [path for path in self.paths if is_metadataset(path)]
         if blends and len(self.data_path) > 1:
             raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
         for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
-            if not blends and getattr(self, name) != getattr(DataConfig, name):
-                raise ValueError(f"{flag_of(name)} needs a metadataset (.yaml) as --data-path")
+            if not self.is_blend and getattr(self, name) != getattr(DataConfig, name):
+                raise ValueError(f"{flag_of(name)} needs weights or a metadataset (.yaml) in --data-path")
+        if self.chat_template is not None and self.resolved_tokenizer_type != "HuggingFaceTokenizer":
+            raise ValueError(
+                f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has a format of its own"
+            )
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, None, "max_bad_samples_in_a_row")
-        _ = self.split_shares, self.resolved_tokenizer_type
+        _ = self.split_shares, self.resolved_tokenizer_type, self.columns
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType:
         """--tokenizer-type, or what --tokenizer-model says."""
         return tokenizer_type_of(self.tokenizer_type, self.tokenizer_model)
+
+    @cached_property
+    def weighted_paths(self) -> tuple[tuple[float | None, str], ...]:
+        """--data-path as pairs: `5 a 3 b` is ((5.0, "a"), (3.0, "b")); weights are None where there are none."""
+        weights = [None if Path(part).exists() else _number(part) for part in self.data_path]
+        if not any(weight is not None for weight in weights):
+            return tuple((None, path) for path in self.data_path)
+        if any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights)) or len(weights) % 2:
+            raise ValueError(
+                f"--data-path with weights must be pairs such as 5 a.jsonl 3 b.jsonl, but is {' '.join(self.data_path)}"
+            )
+        return tuple(zip(weights[::2], self.data_path[1::2]))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """--data-path without weights."""
+        return tuple(path for _, path in self.weighted_paths)
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether sources are blended, not read one after the other."""
+        return any(weight is not None or is_metadataset(path) for weight, path in self.weighted_paths)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column -> the name that `layouts` knows, by --data-columns."""
+        return parse_columns(self.data_columns)
 
     @property
     def split_shares(self) -> tuple[float, float, float]:

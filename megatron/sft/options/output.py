@@ -15,7 +15,7 @@ class OutputConfig:
     save: str | None = None
     """Folder for checkpoints."""
     load: str | None = None
-    """Folder of checkpoints to continue from; where it has none, training starts anew."""
+    """Folder of checkpoints to continue from. It may hold none yet where it is that of --save."""
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
     architecture, and its tokenizer and template unless others are given. Where --load has a checkpoint, that wins."""
@@ -23,6 +23,11 @@ class OutputConfig:
     """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
+    keep_checkpoints: int | None = None
+    """Checkpoints that are kept, the newest ones (default: all)."""
+    keep_best: bool = False
+    """Save whenever the validation loss is the lowest so far, and keep that checkpoint; best_checkpointed_iteration.txt
+    beside the checkpoints names it."""
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None
@@ -41,7 +46,7 @@ class OutputConfig:
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "log_interval", "save_interval")
+        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints")
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
@@ -51,6 +56,8 @@ class OutputConfig:
             raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
         if self.save_interval is not None and self.save is None:
             raise ValueError("--save-interval needs --save")
+        if (self.keep_checkpoints is not None or self.keep_best) and self.save is None:
+            raise ValueError("--keep-checkpoints and --keep-best need --save")
         if any(step < 1 for step in self.dump_schedule):
             raise ValueError(
                 f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.packing.flags import check_range, flag_of
@@ -12,8 +13,10 @@ from megatron.packing.flags import check_range, flag_of
 class TrainingConfig:
     """Training."""
 
-    train_iters: int
+    train_iters: int = 0
     """Steps to train for."""
+    train_epochs: float | None = None
+    """Passes over the training data, in place of --train-iters."""
     global_batch_size: int
     """Sequences of one step."""
     lr: float
@@ -46,18 +49,41 @@ class TrainingConfig:
     """Steps between evaluations."""
     eval_iters: int = 100
     """Global batches of an evaluation; 0: none."""
+    early_stopping: int | None = None
+    """End after this many evaluations in a row without a lower validation loss."""
+    exit_duration_in_mins: float | None = None
+    """Save and end after the step in which so many minutes have gone by."""
+    skip_nan_steps: int = 0
+    """Steps with a loss or gradient norm that is NaN or infinite that are left out, before one ends the run."""
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "train_iters", "global_batch_size", "micro_batch_size", "eval_interval")
-        check_range(self, 1, None, "lr_decay_iters")
+        if self.train_iters and self.train_epochs is not None:
+            raise ValueError("pass either --train-iters or --train-epochs, not both")
+        if self.train_iters < 1 and self.train_epochs is None:
+            raise ValueError(f"--train-iters must be at least 1 without --train-epochs, but is {self.train_iters}")
+        check_range(self, 1e-9, None, "train_epochs")
+        check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
+        check_range(self, 1, None, "lr_decay_iters", "early_stopping")
         check_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
+        check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
-        if not 0 <= self.lr_warmup_iters < (self.lr_decay_iters or self.train_iters):
+        decay_iters = self.lr_decay_iters or self.train_iters
+        if not 0 <= self.lr_warmup_iters < (decay_iters or math.inf):
             raise ValueError(
                 f"--lr-warmup-iters {self.lr_warmup_iters} must be less than the steps of decay, "
-                f"{self.lr_decay_iters or self.train_iters}; lower it or raise --lr-decay-iters"
+                f"{decay_iters}; lower it or raise --lr-decay-iters"
             )
+
+    def for_records(self, num_records: int) -> TrainingConfig:
+        """Returns these options for training data of so many records: --train-epochs as steps, the last one whole.
+
+        ValueError where other options contradict that number of steps.
+        """
+        if self.train_epochs is None:
+            return self
+        steps = math.ceil(self.train_epochs * num_records / self.global_batch_size)
+        return replace(self, train_iters=steps, train_epochs=None)

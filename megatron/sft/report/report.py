@@ -171,7 +171,7 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 def files_row(run_dir: Path) -> tuple[str, str]:
     """Returns what lies in the folder of the run."""
-    names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.iterdir()))
+    names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.glob("[!.]*")))
     return "files", f"{run_dir}: {names}"
 
 

@@ -14,7 +14,8 @@ from megatron.planner.plan_run import OPTIONS_FILE
 from megatron.planner.step_page import page
 from megatron.planner.step_picture import picture_of
 from megatron.planner.step_record import StepLayout, StepRecord
-from megatron.sft.model.checkpoint import Progress, latest_iteration
+from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.checkpoint_folder import check_load, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.boards import open_boards
@@ -33,6 +34,8 @@ def prepare_output(output: OutputConfig) -> None:
                 writable = False
             if not writable:
                 raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+    if output.load is not None:
+        check_load(output.load, output.save)
     if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
         raise ValueError(
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "

@@ -183,7 +183,8 @@ def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments
     """What a cost written by hand doesn't say of its model is the user's matter. No advice that would be refused."""
     cost = tmp_path / "cost.json"
     cost.write_text('{"linear": 1, "quadratic": 0}')
-    plan([lengths, "--scheduler", "default", *arguments.replace("COST", str(cost)).split()], lengths_from)
+    given = [lengths, "--scheduler", "default", "--global-batch-size", "32"]
+    plan([*given, *arguments.replace("COST", str(cost)).split()], lengths_from)
     printed = capsys.readouterr().out
     assert "- default trains" in printed
     assert "--vpp 16" not in printed

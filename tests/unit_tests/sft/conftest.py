@@ -17,6 +17,16 @@ def docstrings_read_once():
 
 
 @pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def write_lines(tmp_path):
     """Return a function that writes lines to a file and returns its path."""
 

@@ -8,26 +8,44 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import pretrain_sft
 from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.sft.environment import exit_with
 
 ROOT = Path(__file__).parents[3]
 GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
 GOOD_ARGUMENTS = [*GOOD.split(), "--lr", "1e-3", "--mock-data"]
 
 
-def run(command, **environment):
+def run(command):
     """Run in the repository's root as a process that no launcher started."""
     ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=ours | environment, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=ours, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Return a function that runs `pretrain_sft.main` here; status, stdout and stderr, as of a process of its own."""
+    monkeypatch.setattr("faulthandler.register", lambda number: None)
+
+    def run_main(*arguments, **environment):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.argv", ["pretrain_sft.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            pretrain_sft.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run_main
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--num-layers"),
         ([*GOOD_ARGUMENTS, "--num-layer", "2"], "did you mean --num-layers?"),
         ([*GOOD_ARGUMENTS, "--lr", "fast"], "--lr"),
         ([*GOOD_ARGUMENTS, "--hidden-size", "65"], "--num-attention-heads"),
@@ -36,12 +54,11 @@ def run(command, **environment):
         ([*GOOD_ARGUMENTS, "--config", "no-such-file.yaml"], "no-such-file.yaml"),
     ],
 )
-def test_wrong_options_end_with_one_line_and_status_two(arguments, words):
+def test_wrong_options_end_with_one_line_and_status_two(arguments, words, main):
     """A traceback hides the message; status 0 lets a script go on to evaluate a model that was never trained."""
-    done = run(["pretrain_sft.py", *arguments])
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    status, out, err = main(*arguments)
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("pretrain_sft.py: error: ")
     assert words in line
 
@@ -67,27 +84,35 @@ def test_versions_are_those_installed():
     assert (done.returncode, done.stdout) == (0, ", ".join(f"{name} {version(name)}" for name in names) + "\n")
 
 
-def test_only_rank_zero_speaks():
+def test_a_process_ends_so():
+    """... and of a whole process, with what the interpreter itself may add."""
+    done = run(["pretrain_sft.py"])
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pretrain_sft.py: error: ")
+    assert "--num-layers" in line
+
+
+def test_only_rank_zero_speaks(main):
     """Eight ranks printing at once make the one line unreadable."""
-    done = run(["pretrain_sft.py", "--nonsense"], RANK="1", WORLD_SIZE="2")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert main("--nonsense", RANK="1", WORLD_SIZE="2") == (2, "", "")
 
 
-def test_world_size_of_the_launcher_counts():
+def test_world_size_of_the_launcher_counts(main):
     """Options that do not fit the number of processes would hang at the first collective instead."""
-    done = run(["pretrain_sft.py", *GOOD_ARGUMENTS], RANK="0", WORLD_SIZE="3")
-    assert done.returncode == 2
-    assert "--global-batch-size 2" in done.stderr
-    assert "data-parallel size 3" in done.stderr
+    status, _, err = main(*GOOD_ARGUMENTS, RANK="0", WORLD_SIZE="3")
+    assert status == 2
+    assert "--global-batch-size 2" in err
+    assert "data-parallel size 3" in err
 
 
-def test_help_ends_with_status_zero():
+def test_help_ends_with_status_zero(main):
     """A percent sign in one docstring would break all of the help."""
-    done = run(["pretrain_sft.py", "--help"])
-    assert done.returncode == 0
-    assert "--sequence-packing" in done.stdout
-    assert "NAMES" not in done.stdout
-    assert all(name in done.stdout for name in SCHEDULERS)
+    status, out, _ = main("--help")
+    assert status == 0
+    assert "--sequence-packing" in out
+    assert "NAMES" not in out
+    assert all(name in out for name in SCHEDULERS)
 
 
 def test_wrong_options_import_neither_torch_nor_megatron_core():
@@ -100,3 +125,26 @@ def test_wrong_options_import_neither_torch_nor_megatron_core():
     )
     done = run(["-c", snippet])
     assert done.stdout.splitlines() == ["2", "[]"]
+
+
+def test_exit_is_one_line_from_rank_zero_with_status_two(capsys, monkeypatch):
+    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
+    monkeypatch.setattr(sys, "argv", ["somewhere/pretrain_sft.py"])
+    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
+        with pytest.raises(SystemExit) as done:
+            exit_with("bore is wide", rank)
+        assert done.value.code == 2
+        assert capsys.readouterr().err == shown
+
+
+def test_any_rank_tells_torchrun(tmp_path, monkeypatch):
+    """Where a file is missing on one machine only, rank 0 has nothing to say."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3)
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert ": error: bore is wide" in ChildFailedError("run", {3: failure}).format_msg()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not.json"))
+    with pytest.raises(SystemExit):
+        exit_with("bore is wide", 3, is_agreed=True)  # rank 0 has told it
+    assert not (tmp_path / "not.json").exists()

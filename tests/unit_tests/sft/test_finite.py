@@ -6,18 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.sft.data.counts import Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def checked(loss, by_source=()):
@@ -36,7 +28,7 @@ def test_a_finite_loss_asks_nobody():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_loss_that_is_not_finite(group, loss):
+def test_loss_that_is_not_finite(one_rank, loss):
     """It would be trained on, and saved over the last good checkpoint."""
     from megatron.sft.finite import NonFiniteError
 
@@ -47,7 +39,7 @@ def test_loss_that_is_not_finite(group, loss):
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 2.0])
-def test_norm_that_is_not_finite(group, norm):
+def test_norm_that_is_not_finite(one_rank, norm):
     """megatron-core's chained optimizer, whose step asks for the norm before it changes anything."""
     from megatron.core.optimizer import ChainedOptimizer
 

@@ -14,7 +14,8 @@ def model_options(arguments=""):
     from megatron.sft.train import Trainer
 
     config = parse(arguments, world_size=8)
-    return Trainer._model_options(SimpleNamespace(_config=config))  # type: ignore[arg-type]
+    datasets = SimpleNamespace(vocabulary=dict)
+    return Trainer._model_options(SimpleNamespace(_config=config, _datasets=datasets))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from megatron.blending.encoding.cooking import Cooker, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.encoding.file_store import open_store
 from megatron.blending.encoding.samples import (
     CaptioningSample,
     CrudeSample,
@@ -393,3 +394,13 @@ def test_a_folder_stays_a_folder(tmp_path):
     assert file_of(str(tmp_path / "t")) is file_of(f"file://{tmp_path}/t") is None
     assert file_of("memory://nothing/there") is None
     assert file_of("memory://nothing/there.jsonl") == "memory://nothing/there.jsonl"
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "a/../../secret.txt", "/etc/hostname", "file:///etc/hostname"])
+def test_a_store_gives_nothing_outside_its_folder(tmp_path, name):
+    """A record that somebody else wrote would read any file of the machine into a data set."""
+    (tmp_path / "media").mkdir()
+    (tmp_path / "secret.txt").write_text("x")
+    store = open_store(f"filesystem://{tmp_path / 'media'}", lambda key, content: content, "here")
+    with pytest.raises(ValueError, match="is not a file below this folder"):
+        store.get(name)

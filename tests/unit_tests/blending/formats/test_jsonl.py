@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.formats import jsonl
@@ -38,7 +38,6 @@ def test_offsets(tmp_path, content, offsets):
     assert index_lines(open_file(write(tmp_path / "a.jsonl", content))).tolist() == offsets
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "é"}\r', "\t"]), max_size=30),
     scan=st.integers(1, 9),

@@ -6,7 +6,7 @@ import pickle
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.formats import jsonl, parquet
@@ -37,7 +37,6 @@ def test_jsonl_reads_what_was_written(tmp_path, newline, last_newline, mark):
     assert [source[i] for i in range(3)] == RECORDS
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "longer than a scan"}\r']), max_size=30),
     scan=st.integers(1, 9),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from megatron.blending.order.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import WorkerHere, config, drawn, endless, loaders, outputs, source_of
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
 
-LENGTH = 60
+LENGTH = 100
 # 5, 7 and 8 do not divide the 12 shards.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
 # Of the finite streams, those in which shards end at different places.
 UNEVEN = ("filtered children", "several in children", "several", "packs")
-MOVES = [((2, 0), (1, 3)), ((1, 3), (5, 0)), ((5, 0), (4, 2)), ((4, 2), (1, 0)), ((1, 0), (5, 0)), ((5, 0), (2, 2))]
+# (Ranks, workers of each), and how many outputs of all ranks before the next: at a position that both divide.
+MOVES = [((2, 0), 10), ((1, 3), 10), ((5, 0), 20), ((4, 2), 20), ((1, 0), 10), ((5, 0), 10), ((2, 2), 20)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +49,22 @@ def _small_plans(monkeypatch):
     monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
 
 
+@cache
+def stream_of(name):
+    """The first outputs of an endless tree, made by one server: what every layout is held against."""
+    return list(outputs(ENDLESS[name](), LENGTH).values())
+
+
 @pytest.mark.parametrize("name", ENDLESS)
 def test_any_ranks_and_workers_give_one_stream(name):
     """Otherwise another cluster means other data, and no run can be compared or continued."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH).values())
+    stream = stream_of(name)
     assert len(stream) == LENGTH
     for num_ranks, num_workers in LAYOUTS:
-        found, _ = drawn(loaders(tree, num_ranks, num_workers), LENGTH // num_ranks)
+        found, _ = drawn(loaders(tree, num_ranks, num_workers), 60 // num_ranks)
         assert found == stream[: len(found)]
+        assert len(found) == 60
 
 
 @pytest.mark.parametrize("name", FINITE)
@@ -64,7 +73,7 @@ def test_a_pass_over_finite_data_is_one_stream(name):
     tree = FINITE[name]()
     stream = outputs(tree)
     assert stream
-    for num_servers in (1, 2, 3, 4, 5, 7, 8, 12, 24, 30):
+    for num_servers in (3, 5, 8, 24):
         assert outputs(tree, num_servers=num_servers) == stream
     for num_ranks, num_workers in LAYOUTS:
         made = loaders(tree, num_ranks, num_workers)
@@ -76,9 +85,9 @@ def test_a_pass_over_finite_data_is_one_stream(name):
 def test_restored_at_every_batch(name):
     """A resumed run that repeats or loses a batch shows nothing of it but in what it learns."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, 50).values())
+    stream = stream_of(name)
     made = loaders(tree)
-    for at in range(40):
+    for at in range(30):
         state = json.loads(json.dumps(made[0].state_dict()))
         num_ranks = 1 + at % 3
         found, _ = drawn(loaders(tree, num_ranks, states=[state]), 2)
@@ -87,23 +96,25 @@ def test_restored_at_every_batch(name):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-@pytest.mark.parametrize(("before", "after"), MOVES)
-def test_restored_on_other_ranks_and_workers(name, before, after):
+def test_restored_on_other_ranks_and_workers(name):
     """... and once more right after it, where energon repeats batches."""
-    tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH).values())
-    # A position that both numbers of ranks divide: 20.
-    head, states = drawn(loaders(tree, *before), 20 // before[0])
-    middle, again = drawn(loaders(tree, after[0], after[1], states), 20 // after[0])
-    tail, _ = drawn(loaders(tree, before[0], before[1], again), 20 // before[0])
-    assert head + middle + tail == stream
+    tree, stream = ENDLESS[name](), stream_of(name)
+    found: list[Any] = []
+    states = None
+    for layout, count in MOVES:
+        part, states = drawn(loaders(tree, *layout, states), count // layout[0])
+        found += part
+        assert found == stream[: len(found)], layout
+        nothing, states = drawn(loaders(tree, *layout, states), 0)
+        assert nothing == []
+    assert found == stream
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_restored_where_no_number_of_ranks_divides_the_position(name):
     """Positions 3, 5, 13, 28, 30, 42: ranks that drew as many are at one point, wherever the restore before was."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH).values())
+    stream = stream_of(name)
     found: list[Any] = []
     states = None
     for num_ranks, num_workers, count in ((3, 0, 1), (2, 2, 1), (4, 0, 2), (5, 2, 3), (2, 0, 1), (4, 2, 3)):
@@ -122,7 +133,7 @@ def test_restored_where_no_number_of_ranks_divides_the_position(name):
 def test_each_rank_from_its_own_state(name):
     """Ranks that save and restore for themselves, without a gather, also where shards are shared (5 ranks)."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, LENGTH).values())
+    stream = stream_of(name)
     for layout in ((3, 2), (5, 0)):
         head, states = drawn(loaders(tree, *layout), 4)
         made = loaders(tree, *layout)
@@ -136,7 +147,7 @@ def test_each_rank_from_its_own_state(name):
 def test_each_rank_from_its_own_state_with_fewer_workers(name):
     """5 ranks share shards; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
     tree = ENDLESS[name]()
-    stream = list(outputs(tree, 50).values())
+    stream = stream_of(name)
     head, states = drawn(loaders(tree, 5, 4), 3)
     for num_workers, then in ((0, 2), (2, 0)):
         found, now = [*head], states
@@ -171,7 +182,7 @@ def test_restored_on_other_ranks_within_a_pass(name):
     stream = sorted(map(str, loaders(tree)[0]))
     num_uneven = 0
     for layout in ((2, 0), (3, 2), (5, 0)):
-        for at in range(max(1, len(stream) // layout[0] - 4), len(stream) // layout[0] + 1):
+        for at in range(max(1, len(stream) // layout[0] - 2), len(stream) // layout[0] + 1):
             found, states = drawn(loaders(tree, *layout), at)
             num_uneven += len({state["slot"] - state["rank"] for state in states}) > 1
             # Twice, the second time soon after the first; 5 ranks share shards.
@@ -576,7 +587,7 @@ def test_weights_changed_where_shards_are_shared_and_samples_left_out(num_shards
     expected: list[Any] = []
     for num_ranks, num_workers in ((1, 0), (2, 2), (3, 0), (1, 3), (6, 0)):
         made, found = loaders(tree, num_ranks, num_workers, num_shards=num_shards), []
-        for weights in ((0, 3, 1, 1), (2, 1, 0, 5), (1, 0, 4, 0), (5, 1, 0, 1), (0, 1, 1, 1), (9, 1, 0, 0)) * 2:
+        for weights in ((0, 3, 1, 1), (2, 1, 0, 5), (1, 0, 4, 0), (5, 1, 0, 1), (0, 1, 1, 1), (9, 1, 0, 0)):
             found += [next(loader) for _ in range(6 // num_ranks) for loader in made]
             for loader in made:
                 loader.change_weights(weights)
@@ -807,7 +818,7 @@ def test_state_of_open_buffers_is_small():
     """A sample that is held back takes a few bytes, although the shards of a packed stream hold thousands."""
     packs = PackingDataset(endless("a", 10**9), 100, lambda found: [found[:8]], list)
     loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
-    for _ in range(700):
+    for _ in range(320):
         next(loader)
     held = [shard[3][1] for shard in expanded(loader.state_dict()["shards"]).values()]
     num_held = sum(len(origins) for _, _, _, (origins, *_) in held)

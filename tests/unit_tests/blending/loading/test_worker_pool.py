@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -286,23 +287,22 @@ def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
         [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, env=environment
     )
     assert done.stdout == "5\n", done.stderr
-    assert "has given nothing for 0 seconds: it is still starting" in done.stderr
+    assert re.search(r"has given nothing for \d+ seconds: it is still starting", done.stderr)
 
 
 def draw(sample):
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_draw_random_numbers_of_their_own(method):
+def test_workers_draw_random_numbers_of_their_own():
     """Forked, they inherited torch's generator: in a function that is not seeded by sample, all drew the same."""
 
-    def drawn_by(seed):
+    def drawn_by(seed, method="fork"):
         with get_loader(MapDataset(source_of("a", 8), draw), processes(2, start_method=method, seed=seed)) as loader:
             return list(loader)
 
     first = drawn_by(3)
     for numbers in zip(*first):
         assert len(set(numbers)) == 8
-    assert drawn_by(3) == first
+    assert drawn_by(3) == drawn_by(3, "spawn") == first
     assert all(a != b for one, other in zip(first, drawn_by(4)) for a, b in zip(one, other))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.order.permutation import make_grid, permute_indices
@@ -43,14 +43,12 @@ def test_golden_values():
     assert ends == [809418724796, 370906144841, 148567149776]
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 400), seed=SEEDS, epoch=EPOCHS)
 def test_is_a_bijection(size, seed, epoch):
     """Otherwise an epoch would repeat some records and leave out others, with a plausible loss."""
     assert sorted(permute_indices(np.arange(size), size, seed, epoch)) == list(range(size))
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 10**12), fraction=st.floats(0, 1, exclude_max=True), seed=SEEDS, epoch=EPOCHS)
 def test_arrays_and_ints_agree_at_any_size(size, fraction, seed, epoch):
     """Overflow of 64 bits would give arrays another order than ints, or an index out of range, at large sizes only."""
@@ -79,7 +77,6 @@ def test_small_sizes_reach_every_permutation():
     assert len(seen) == 24
 
 
-@settings(deadline=None)
 @given(seed=SEEDS, epoch=EPOCHS)
 def test_differs_by_epoch_and_seed(seed, epoch):
     """Every epoch would otherwise show the records in one order, or two data sets would be read in lockstep."""
@@ -114,7 +111,6 @@ def read(order, start, count):
     return records_at([order], [np.arange(start, start + count)])[0].tolist()
 
 
-@settings(deadline=None)
 @given(order=ORDERS, epoch=st.integers(0, 10**6))
 def test_every_epoch_reads_each_record(order, epoch):
     """Slices and windows must lose nothing, above all at the end of the source."""
@@ -122,7 +118,6 @@ def test_every_epoch_reads_each_record(order, epoch):
     assert sorted(found) == sorted(order.num_turns * list(range(order.num_records)))
 
 
-@settings(deadline=None)
 @given(order=ORDERS, start=st.integers(0, 2000), count=st.integers(1, 300))
 def test_any_part_is_a_part_of_the_whole(order, start, count):
     """A rank asks for its own positions only, across epochs; the answer must be that of the whole stream."""
@@ -132,7 +127,6 @@ def test_any_part_is_a_part_of_the_whole(order, start, count):
     assert records_at([order], [shuffled])[0].tolist() == [whole[at] for at in shuffled]
 
 
-@settings(deadline=None)
 @given(orders=st.lists(ORDERS, min_size=1, max_size=6))
 def test_many_streams_at_once_are_each_their_own(orders):
     positions = [np.arange(number * 7, 50 + number * 11) for number in range(len(orders))]
@@ -141,7 +135,6 @@ def test_many_streams_at_once_are_each_their_own(orders):
         assert found.tolist() == records_at([order], [asked])[0].tolist()
 
 
-@settings(deadline=None)
 @given(
     num_records=st.integers(600, 3000),
     seed=st.integers(0, 2**64 - 1),

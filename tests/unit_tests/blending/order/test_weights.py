@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.loading.token_weights import weights_by_tokens
@@ -26,7 +26,6 @@ def test_decimals_are_taken_as_written(weights, whole):
     assert integer_weights(weights) == whole
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any))
 def test_rounding_keeps_who_is_there(weights):
     """A rare source that is rounded to 0 is never read, and nobody notices."""
@@ -99,6 +98,6 @@ def test_linear_schedules_keep_rare_sources():
     points = ((0, (0.7, 0.3, 1e-5)), (1000, (0.3, 0.7, 1e-5)))
     for _, weights in WeightSchedule(points, kind="linear").segments():
         assert weights[2] / sum(weights) == pytest.approx(1e-5, rel=0.06)
-    many = tuple(range(1, 5001))
+    many = tuple(range(1, 2001))
     for _, weights in WeightSchedule(((0, many), (10, many[::-1])), kind="linear").segments():
         assert min(weights) > 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment, PackLayout
@@ -68,7 +68,6 @@ def test_pack_layout(lengths, alignment, cu_seqlens, cu_seqlens_padded):
     assert all(type(n) is int for n in (layout.num_tokens, layout.max_seqlen))
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=12),
     cp=st.integers(1, 5),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
@@ -46,7 +46,6 @@ def test_literal_packs() -> None:
     assert empty["cu_seqlens"].tolist() == [0, 0]
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 20), max_size=5), min_size=1, max_size=4),
     sequence_unit=st.integers(1, 6),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Fields, Samples, joined, num_words, spread
@@ -50,7 +50,6 @@ def parts_of(samples: Samples) -> list[Sequence]:
     return list(zip(*columns)) if samples.lengths.size else []
 
 
-@settings(deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=5))
 def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
     """Without it a token, weight or position could change between the data set and the model, and training go on."""
@@ -68,7 +67,6 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
         assert received.num_loss_tokens.tolist() == [sum(weight != 0 for weight in part[2]) for part in parts]
 
 
-@settings(deadline=None)
 @given(st.lists(sequences(usual=True), max_size=5))
 def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
     """Without it every sample could travel in full, three times the bytes, and no result would differ."""
@@ -97,7 +95,6 @@ def test_what_is_kept_in_full(changed: dict[str, Any], form: int) -> None:
     assert parts_of(samples) == parts
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_take_split_and_join_move_whole_sequences(data: Any) -> None:
     """A sequence cut at another's end trains on its neighbour's tokens, and every count stays right."""
@@ -114,7 +111,6 @@ def test_take_split_and_join_move_whole_sequences(data: Any) -> None:
     assert parts_of(joined([first, others, second])) == parts_of(first) + parts_of(others) + parts_of(second)
 
 
-@settings(deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=5), st.integers(1, 20))
 def test_first_cuts_all_fields(parts: list[Sequence], limit: int) -> None:
     """A truncated sample whose labels or mask keep their length would shift all that is packed after it."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.model.zigzag import shard_index, zigzag
@@ -37,7 +37,6 @@ def test_one_rank_holds_all():
     assert shard_index((8, 4), 1, 0) is None
 
 
-@settings(deadline=None)
 @given(cut_packs())
 def test_shards_partition_the_pack(cut):
     """A token on two ranks counts twice in the loss, a token on none is never trained on."""
@@ -61,7 +60,6 @@ def visible_keys(padded_lengths, size, rank) -> dict[int, list[int]]:
     return seen
 
 
-@settings(deadline=None)
 @given(cut_packs())
 def test_each_query_sees_its_sequence_up_to_itself(cut):
     """A key too many looks into the future or into another sequence, one too few forgets: the loss still falls."""
@@ -77,7 +75,6 @@ def test_each_query_sees_its_sequence_up_to_itself(cut):
     assert seen == expected
 
 
-@settings(deadline=None)
 @given(cut_packs())
 def test_outputs_return_to_the_order_of_the_shard(cut):
     """Outputs in another order than the queries are added to the wrong tokens' residuals."""

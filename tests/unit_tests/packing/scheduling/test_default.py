@@ -37,7 +37,7 @@ def check(asked: ScheduleRequest) -> None:
     assert asked.fewest_microbatches <= schedule.num_microbatches <= most
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(asked=requests(models=MODELS))
 def test_schedules_are_valid(asked):
     """A pack over capacity is out of memory on one GPU hours later; empty microbatches are lost time."""
@@ -45,7 +45,7 @@ def test_schedules_are_valid(asked):
 
 
 @pytest.mark.filterwarnings("ignore:scheduling is slower")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(asked=requests(models=MODELS))
 def test_schedules_are_valid_without_a_compiler(asked):
     """Few machines run this way, so that nobody would see it break."""
@@ -123,7 +123,7 @@ def test_modelled_time_is_near_the_bound(mode):
     assert math.exp(max(logs)) < worst, math.exp(max(logs))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(asked=requests(models=MODELS))
 def test_few_microbatches_where_they_are_dear(asked):
     """Packing by balance alone fragments; without the tight packs nobody would notice the extra microbatches."""

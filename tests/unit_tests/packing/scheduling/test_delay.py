@@ -122,7 +122,7 @@ class Played:
 LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 2**17))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(LENGTHS, min_size=1, max_size=12), min_size=1, max_size=8),
     st.integers(1, 6),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.scheduling.cost import PackCost
@@ -40,7 +40,6 @@ def path(tmp_path):
     return file
 
 
-@settings(deadline=None)
 @given(
     st.floats(1e-9, 1e-3),
     st.one_of(st.just(0.0), st.floats(1e-3, 10)),

@@ -8,7 +8,7 @@ from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from tests.unit_tests.packing.requests import packs, request, requests
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(asked=requests())
 def test_dp_balanced_is_valid(asked):
     """A pack over capacity is out of memory on one GPU hours later; an idle rank with work left is lost time."""
@@ -32,7 +32,7 @@ def test_dp_balanced_splits_the_largest_pack_for_idle_ranks():
     assert packs(SCHEDULERS["dp_balanced"](request([7], 2, 7))) == [[[0]], [[]]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(asked=requests(whole_draws_fit=True))
 def test_empty_packs_as_drawn(asked):
     """`empty` must not move what the sampler placed."""

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
@@ -127,7 +127,6 @@ def test_square_sums_are_exact():
     assert type(stats.square_sum) is int
 
 
-@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {field.name: COSTS if field.type == "float" else COUNTS for field in fields(PackingStats)},

@@ -56,39 +56,6 @@ def test_text_is_trained_on_to_its_end(encoder):
     assert sample.loss_mask.tolist() == [1, 1, 1]
 
 
-QUESTION_AND_ANSWER = [USER, *b"q\n\nc", END, ASSISTANT, *b"a", END]
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        messages(("user", "q\n\nc"), ("assistant", "a")),
-        messages(("user", [{"type": "text", "text": "q\n"}, {"type": "text", "text": "\nc"}]), ("assistant", "a")),
-        {"conversations": [{"from": "human", "value": "q\n\nc"}, {"from": "gpt", "value": "a"}]},
-        {"instruction": "q", "input": "c", "output": "a"},
-        {"instruction": "q", "context": "c", "response": "a"},
-        {"instruction": "q", "input": "c", "response": "a"},
-        {"instruction": "q", "context": "c", "output": "a"},
-        {"instruction": "q", "input": "", "context": "c", "output": "", "response": "a"},
-        {"instruction": "q\n\nc", "input": "", "output": "a"},
-        {"instruction": "q\n\nc", "output": "a", "text": "ignored"},
-        {"messages": None, "text": None, "weight": None, "instruction": "q\n\nc", "context": None, "response": "a"},
-        messages(("user", "q\n\nc"), ("assistant", "a")) | {"tools": [], "text": "ignored"},
-        {
-            "messages": [
-                {"role": "user", "content": "q\n\nc"},
-                {"role": "assistant", "content": "a", "weight": 1, "tool_calls": None},
-            ]
-        },
-    ],
-)
-def test_all_shapes_of_one_conversation_are_equal(encoder, record):
-    """One data set written in another shape would be another data set."""
-    sample = encoder.encode(record)
-    assert ids_of(sample) == QUESTION_AND_ANSWER
-    assert sample.loss_mask.tolist() == [0] * 6 + [1, 1]
-
-
 def test_every_role(encoder):
     """A system or tool turn that is taken for the user's, or trained on, goes unnoticed in the loss."""
     sample = encoder.encode(
@@ -165,54 +132,6 @@ def test_truncation_literally(tokenizer):
 def test_nothing_to_learn_is_dropped(encoder, record):
     """A sample without loss costs a forward pass and, alone in a batch, divides by zero tokens."""
     assert encoder.encode(record) == Dropped("no loss token")
-
-
-@pytest.mark.parametrize(
-    ("record", "fault"),
-    [
-        (
-            {"prompt": "p", "answer": "a"},
-            r"record has keys 'prompt', 'answer', but must have messages \| conversations",
-        ),
-        ({}, r"record has keys \(none\), but must have"),
-        ({"instruction": "q", "output": None}, "record has keys 'instruction', 'output', but must have"),
-        ({"messages": []}, r"messages must be a list of at least one message, but is \[\]"),
-        ({"conversations": "hi"}, "conversations must be a list of at least one message, but is 'hi'"),
-        ({"messages": ["hi"]}, r"messages\[0\] must be {role, content} or {from, value}, but is 'hi'"),
-        ({"messages": [{"content": "hi"}]}, r"messages\[0\] must have role and content, .* but has keys \['content'\]"),
-        ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\] must have .* but has keys \['from'\]"),
-        (
-            messages(("user", "u"), ("robot", "r")),
-            r"messages\[1\]\.role must be one of system, user, .* but is 'robot'",
-        ),
-        (messages(("user", None)), r"messages\[0\]\.content must be a string, but is None"),
-        (messages(("user", [{"type": "image"}])), r'messages\[0\]\.content must hold parts {"type": "text"'),
-        (messages(("user", [{"type": "text"}])), r"messages\[0\]\.content part must be a string, but is None"),
-        (messages(("user", "u")) | {"tools": [{}]}, "tools would be lost"),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            r"messages\[0\]\.tool_calls would be lost",
-        ),
-        ({"messages": [{"role": "assistant", "content": "", "weight": 0}]}, r"messages\[0\]\.weight would be lost"),
-        ({"instruction": "q", "input": 3, "output": "a"}, "input must be a string, but is 3"),
-        ({"instruction": "q", "output": 0}, "output must be a string, but is 0"),
-        (
-            {"instruction": "q", "input": "i", "context": "c", "output": "a"},
-            "record has input and context, of which one",
-        ),
-        ({"instruction": "q", "output": "a", "response": "b"}, "record has output and response, of which one would be"),
-        ({"text": ["a"]}, r"text must be a string, but is \['a'\]"),
-        ({"text": "ab\ud800"}, "text holds half of a surrogate pair at character 2; remove it"),
-        ({"text": "a", "weight": "2"}, "weight must be a finite float32 of at least 0, but is '2'"),
-        ({"text": "a", "weight": -1}, "weight must be a finite float32 of at least 0, but is -1"),
-        ({"text": "a", "weight": float("nan")}, "weight must be a finite float32 of at least 0, but is nan"),
-        ({"text": "a", "weight": True}, "weight must be a finite float32 of at least 0, but is True"),
-    ],
-)
-def test_wrong_records_are_explained(encoder, record, fault):
-    """A record that is half understood trains on something else than was written, without a word."""
-    with pytest.raises(SampleError, match=f"^{fault}"):
-        encoder.encode(record)
 
 
 def test_wrong_flags(tokenizer):

@@ -316,7 +316,7 @@ def test_weights_over_steps(sources):
 )
 def test_options_of_blends_need_one(data_path, arguments):
     """They would have no effect on files that are read one after the other."""
-    with pytest.raises(ValueError, match=f"{arguments[0]} needs a metadataset"):
+    with pytest.raises(ValueError, match=f"{arguments[0]} needs weights or a metadataset"):
         build("--data-path", data_path(".jsonl"), *arguments)
 
 
@@ -348,3 +348,22 @@ def test_no_two_names_alike(parts):
     """Two sources under one name would be one source in the metrics."""
     names = short_names(["/".join(path) for path in parts])
     assert len(set(names)) == len(names) == len(parts)
+
+
+def test_weights_before_paths_are_a_blend(tmp_path):
+    """Megatron's way to blend would need a metadataset written for it."""
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(40)])
+    (tmp_path / "blend.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        "      - {weight: 3, path: a.jsonl}\n      - {weight: 1, path: b.jsonl}\n"
+    )
+    paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    weighted = build("--data-path", "3", paths[0], "1", paths[1], "--split", "9,1")
+    told = build("--data-path", str(tmp_path / "blend.yaml"), "--split", "9,1")
+    texts = [text_of(sample) for sample in read(weighted.train, 40)]
+    assert texts == [text_of(sample) for sample in read(told.train, 40)]
+    assert sum(text.startswith("a") for text in texts) == 30
+    assert len(weighted.valid) == len(told.valid) == 8
+    with pytest.raises(ValueError, match=r"leaves no record of 40 of \S*a.jsonl for training"):
+        build("--data-path", "3", paths[0], "1", paths[1], "--split", "1,999")

@@ -1,6 +1,7 @@
 """The lengths that a plan is made of must be those that training would see."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,13 @@ def test_broken_chats_are_named_or_counted(tmp_path):
     )  # fmt: skip
     found = read(path, skipping)
     assert (found.lengths.tolist(), found.dropped) == ([3], 2)
+
+
+def test_chats_of_odd_columns(tmp_path):
+    """A plan would need the data rewritten, although training does not."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"body": "abc", "text": "x"}\n')
+    assert read(path, replace(BYTES, data_columns="text=body,none=text")).lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("as_file", [True, False])

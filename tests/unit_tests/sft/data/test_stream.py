@@ -72,7 +72,6 @@ def test_draws_literal():
 
 
 @given(shares(), st.integers(0, 10**6), st.data())
-@settings(deadline=None)
 def test_draws_partition_a_batch(share, start, data):
     """A position drawn twice, or by no rank, changes the loss with the number of ranks; an odd draw hangs the rest."""
     size = data.draw(st.integers(0, share.global_batch_size))
@@ -98,7 +97,7 @@ def test_global_batches_are_the_same_for_every_layout(num_ranks, micro_batch_siz
 
 
 @given(st.integers(1, 40), st.integers(-3, 2**40), st.integers(1, 7))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_each_record_once_per_epoch(size, seed, batch):
     """Records that an epoch leaves out are never learned; sampling with replacement leaves out a third."""
     stream = stream_of(size, Share(0, 1, batch, batch), seed=seed)
@@ -117,7 +116,7 @@ def test_epochs_and_seeds_differ():
 
 
 @given(shares(), st.integers(0, 6), st.integers(1, 30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_seek_equals_having_run_there(share, steps, size):
     """A run that is continued would train on records again, or skip some."""
     for rank in all_ranks(share):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from megatron.sft.data.chat_encoder import Message, SampleError
+from megatron.sft.data.layouts import Conversation, Passage
+from megatron.sft.data.messages import Message, SampleError
 from megatron.sft.data.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -69,18 +70,35 @@ def test_byte_level_ids_do_not_collide():
 
 def test_byte_level_chat():
     """With the loss on a marker, or none on the end of a turn, a model speaks for the user or never stops."""
-    ids, is_assistant = build_tokenizer("ByteLevelTokenizer").encode_chat(
-        [
-            Message("system", "s"),
-            Message("user", "u"),
-            Message("assistant", "ab"),
-            Message("tool", ""),
-            Message("assistant", ""),
-        ]
-    )
+    turns = [("system", "s"), ("user", "u"), ("assistant", "ab"), ("tool", ""), ("assistant", "")]
+    tokenizer = build_tokenizer("ByteLevelTokenizer")
+    ids, weights = tokenizer.encode_chat(Conversation([Message(*turn) for turn in turns]))
     assert ids.tolist() == [258, 115, 262, 259, 117, 262, 260, 97, 98, 262, 261, 262, 260, 262]
-    assert ids[is_assistant].tolist() == [97, 98, 262, 262]
-    assert (ids.dtype, is_assistant.dtype) == ("int64", "bool")
+    assert ids[weights > 0].tolist() == [97, 98, 262, 262]
+    assert (ids.dtype, weights.dtype) == ("int64", "float32")
+    assert tokenizer.show(ids.tolist()[:6]) == "<system>s<end><user>u<end>"
+
+
+def test_byte_level_has_no_place_for_tools():
+    """Tools and calls would be left out of what is trained."""
+    tokenizer = build_tokenizer("ByteLevelTokenizer")
+    question = Message("user", "q")
+    with pytest.raises(SampleError, match="tools would be lost, as ByteLevelTokenizer has no chat template"):
+        tokenizer.encode_chat(Conversation([question], [{}]))
+    with pytest.raises(SampleError, match="tool_calls of message 1 would be lost, as ByteLevelTokenizer has no chat"):
+        tokenizer.encode_chat(Conversation([question, Message("assistant", "", fields={"tool_calls": [{}]})]))
+
+
+def test_fingerprints_tell_tokenizers_apart(save_tokenizer):
+    """A checkpoint would go on with other tokens, from the loss of random weights."""
+    plain, renamed = (
+        build_tokenizer("HuggingFaceTokenizer", save_tokenizer(None, **more))
+        for more in ({}, {"additional_special_tokens": ["<|another|>"]})
+    )
+    again = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN))
+    assert plain.fingerprint == again.fingerprint
+    built = [build_tokenizer("ByteLevelTokenizer"), *(build_tokenizer("NullTokenizer", None, n) for n in (99, 100))]
+    assert len({plain.fingerprint, renamed.fingerprint, *(other.fingerprint for other in built)}) == 5
 
 
 def test_null_tokenizer():
@@ -89,8 +107,8 @@ def test_null_tokenizer():
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (101, 100, 100)
     assert tokenizer.encode("3 99") == [3, 99]
     assert tokenizer.decode([3, 99]) == "3 99"
-    ids, is_assistant = tokenizer.encode_chat([Message("user", "1 2"), Message("assistant", "3")])
-    assert ids[is_assistant].tolist() == [3, 100]
+    ids, weights = tokenizer.encode_chat(Conversation([Message("user", "1 2"), Message("assistant", "3")]))
+    assert ids[weights > 0].tolist() == [3, 100]
     assert ids.tolist() == [1, 2, 100, 3, 100]
     with pytest.raises(SampleError, match=r"NullTokenizer cannot read 'hello': invalid literal for int"):
         tokenizer.encode("hello")
@@ -105,12 +123,12 @@ def test_template_trains_on_the_assistant_only(save_tokenizer, template):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", directory)
     # Theirs, as it shows special tokens.
     transformers_tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
-    ids, is_assistant = tokenizer.encode_chat(CONVERSATION)
-    assert transformers_tokenizer.decode(ids[is_assistant]) == "fine, thank you 😀 <|im_end|>yes<|im_end|><|im_end|>"
+    ids, weights = tokenizer.encode_chat(Conversation(CONVERSATION))
+    assert transformers_tokenizer.decode(ids[weights > 0]) == "fine, thank you 😀 <|im_end|>yes<|im_end|><|im_end|>"
     assert transformers_tokenizer.decode(ids) == "".join(
-        f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in CONVERSATION
+        f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content, *_ in CONVERSATION
     )
-    assert (ids.dtype, is_assistant.dtype) == ("int64", "bool")
+    assert (ids.dtype, weights.dtype) == ("int64", "float32")
 
 
 def test_hugging_face_special_ids(save_tokenizer):
@@ -129,8 +147,8 @@ def test_turn_that_ends_without_a_mark_keeps_its_white_space(save_tokenizer):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    ids, is_assistant = tokenizer.encode_chat(CONVERSATION[1:3])
-    assert tokenizer.decode(ids[is_assistant].tolist()) == " fine, thank you 😀 \n\n"
+    ids, weights = tokenizer.encode_chat(Conversation(CONVERSATION[1:3]))
+    assert tokenizer.decode(ids[weights > 0].tolist()) == " fine, thank you 😀 \n\n"
 
 
 def test_token_over_the_border_is_the_assistants(save_tokenizer):
@@ -138,34 +156,38 @@ def test_token_over_the_border_is_the_assistants(save_tokenizer):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    ids, is_assistant = tokenizer.encode_chat([Message("user", "are"), Message("assistant", "you")])
-    assert ids[is_assistant].tolist() == [*tokenizer.encode(" you"), tokenizer.eod]
+    ids, weights = tokenizer.encode_chat(Conversation([Message("user", "are"), Message("assistant", "you")]))
+    assert ids[weights > 0].tolist() == [*tokenizer.encode(" you"), tokenizer.eod]
     assert len(tokenizer.encode(" you")) == 1
 
 
-def test_unstable_template_is_refused(save_tokenizer):
-    """A template that rewrites earlier turns would put the loss on other characters than the assistant's."""
-    template = "{{ messages | length }}" + PLAIN
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    with pytest.raises(ValueError, match=r"put {% generation %} \.\.\. {% endgeneration %} around them"):
-        tokenizer.encode_chat(CONVERSATION)
+def test_documents_begin_as_the_post_processor_says(save_tokenizer):
+    """Without its start token a base model reads each document as the midst of one; with two it reads what is none."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN))
+    ids, weights = tokenizer.encode_passage(Passage("", "how are"))
+    assert ids.tolist() == [2, *tokenizer.encode("how are"), tokenizer.eod]
+    assert weights[1:].tolist() == [1] * (len(ids) - 1)
+    ids, weights = tokenizer.encode_passage(Passage("how", " are"))
+    assert ids.tolist() == [2, *tokenizer.encode("how are"), tokenizer.eod]
+    assert ids[weights > 0].tolist() == [*tokenizer.encode(" are"), tokenizer.eod]
 
 
-def test_faults_of_one_conversation_are_sample_errors(save_tokenizer):
-    """One conversation that the template refuses would end the run although bad samples are skipped."""
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(template))
-    with pytest.raises(SampleError, match="the chat template refuses the conversation: no system role"):
-        tokenizer.encode_chat(CONVERSATION)
-    with pytest.raises(SampleError, match="the assistant speaks first"):
-        tokenizer.encode_chat(CONVERSATION[2:])
+def test_template_of_a_file(save_tokenizer, tmp_path):
+    """The tokenizer's own template would be trained with, although another was given."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(MARKED.replace("im_start", "im_end"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN), chat_template=str(file))
+    assert tokenizer.chat_template == file.read_text()
+    assert tokenizer.show(tokenizer.encode_chat(Conversation(CONVERSATION)).ids.tolist()).startswith("<|im_end|>system")
+    with pytest.raises(ValueError, match=r"--chat-template absent.jinja cannot be read: .*No such file"):
+        build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN), chat_template="absent.jinja")
 
 
 def test_missing_template_is_a_fault_of_the_run(save_tokenizer):
     """Every sample would be skipped as bad, one by one."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(None))
     with pytest.raises(ValueError, match="has no chat template") as caught:
-        tokenizer.encode_chat(CONVERSATION)
+        tokenizer.encode_chat(Conversation(CONVERSATION))
     assert not isinstance(caught.value, SampleError)
 
 
@@ -202,4 +224,5 @@ def test_pickles(save_tokenizer):
         build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN)),
     ):
         copy = pickle.loads(pickle.dumps(tokenizer))
-        assert copy.encode_chat(CONVERSATION).ids.tolist() == tokenizer.encode_chat(CONVERSATION).ids.tolist()
+        ids = [one.encode_chat(Conversation(CONVERSATION)).ids.tolist() for one in (copy, tokenizer)]
+        assert ids[0] == ids[1]

@@ -6,65 +6,13 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import (
-    TRACKER,
-    checkpoint_path,
-    gather_delayed,
-    latest_iteration,
-    load_checkpoint,
-    restored_queue,
-)
+from megatron.sft.model.checkpoint import _check_same_model, gather_delayed, load_checkpoint, restored_queue
+from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
 
 
-def test_no_folder_and_no_tracker_is_none(tmp_path):
-    """The first start of a job with --load must train, and not fail."""
-    assert latest_iteration(tmp_path / "missing") is None
-    assert latest_iteration(tmp_path) is None
-    checkpoint_path(tmp_path, 5).mkdir()  # what a run killed while saving leaves
-    assert latest_iteration(tmp_path) is None
-
-
-@pytest.mark.parametrize("text", ["5", "5\n", " 0000005 \n"])
-def test_tracker_names_the_newest(tmp_path, text):
-    """Megatron's own tracker ends without a newline, an editor's with one."""
-    for iteration in (5, 10):
-        checkpoint_path(tmp_path, iteration).mkdir()
-    (tmp_path / TRACKER).write_text(text)
-    assert latest_iteration(tmp_path) == 5
-    assert latest_iteration(str(tmp_path)) == 5
-
-
-@pytest.mark.parametrize("text", ["", "release", "-5", "5.0", "five", "5 10", "²", "\N{ARABIC-INDIC DIGIT FIVE}"])
-def test_garbage_is_refused_by_name(tmp_path, text):
-    """Training anew instead would overwrite the checkpoints of weeks."""
-    checkpoint_path(tmp_path, 5).mkdir()
-    (tmp_path / TRACKER).write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="correct it") as failure:
-        latest_iteration(tmp_path)
-    assert str(tmp_path / TRACKER) in str(failure.value)
-    assert repr(text) in str(failure.value)
-
-
-def test_tracker_of_a_missing_checkpoint_is_refused(tmp_path):
-    """A checkpoint that was deleted must not be taken for a run that has not begun."""
-    (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(ValueError, match="'7'"):
-        latest_iteration(tmp_path)
-    checkpoint_path(tmp_path, 7).write_text("a file, not a folder")
-    with pytest.raises(ValueError, match="'7'"):
-        latest_iteration(tmp_path)
-
-
-def test_names_are_megatrons(tmp_path):
-    """Tools that find Megatron's checkpoints by name would not find these."""
-    assert checkpoint_path(tmp_path, 100) == tmp_path / "iter_0000100"
-    assert checkpoint_path(tmp_path, 12345678) == tmp_path / "iter_12345678"
-    assert TRACKER == "latest_checkpointed_iteration.txt"
-
-
-def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch):
+def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch, one_rank):
     """megatron-core 0.16.1 ends in an AttributeError of its own."""
     monkeypatch.setattr(common_strategy, "TorchCommonLoadStrategy", object, raising=False)
     checkpoint_path(tmp_path, 5).mkdir()
@@ -113,3 +61,26 @@ def test_padded_training_refuses_to_forget_what_waits(delayed):
     """Without packs there is no queue that would give it back."""
     with pytest.raises(ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"):
         restored_queue(PackingConfig(), delayed, 0, 2)
+
+
+BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 264"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        (BYTES, {**BYTES, "tokenizer": "3f2a"}, "(the tokenizer was ByteLevelTokenizer 264, is 3f2a)"),
+        (BYTES, {**BYTES, "vocab_size": 300}, "(the vocabulary was 264, is 300)"),
+        (BYTES, {**BYTES, "num_layers": 3}, "(--num-layers was 2, is 3)"),
+        (BYTES, {"num_layers": 2, "vocab_size": 264}, None),  # of mock data, which have no tokenizer
+        ({"num_layers": 2}, BYTES, None),  # as older versions saved it
+    ],
+)
+def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, saved, now, told):
+    """It would go on at the loss of random weights, in the same shapes."""
+    if told is None:
+        _check_same_model(tmp_path, saved, now)
+        return
+    with pytest.raises(ValueError, match=r"is of another model \(") as refused:
+        _check_same_model(tmp_path, saved, now)
+    assert told in str(refused.value)

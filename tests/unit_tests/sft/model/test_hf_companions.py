@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.model.hf_companions import Companions, end_of_turn
 from tests.unit_tests.sft.command_line import parse
@@ -30,11 +31,11 @@ def test_byte_level_tokenizer_is_the_same_in_transformers(tmp_path):
     assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     found = theirs.apply_chat_template(
-        [message._asdict() for message in CONVERSATION], return_dict=True, return_assistant_tokens_mask=True
+        [message.as_dict() for message in CONVERSATION], return_dict=True, return_assistant_tokens_mask=True
     )
-    expected = ours.encode_chat(CONVERSATION)
+    expected = ours.encode_chat(Conversation(CONVERSATION))
     assert found["input_ids"] == expected.ids.tolist()
-    assert found["assistant_masks"] == expected.is_assistant.astype(int).tolist()
+    assert found["assistant_masks"] == expected.weights.astype(int).tolist()
     prompt = theirs.apply_chat_template([message._asdict() for message in CONVERSATION[:2]], add_generation_prompt=True)
     assert prompt["input_ids"] == expected.ids[: len(prompt["input_ids"])].tolist()
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eod, ours.pad)

@@ -92,9 +92,10 @@ def test_other_errors_are_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name):
+def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name, one_rank):
     """As a run does it that continues."""
-    from megatron.sft.model.checkpoint import TRACKER, checkpoint_path, load_checkpoint
+    from megatron.sft.model.checkpoint import load_checkpoint
+    from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 
     ran, path = tmp_path / "ran", checkpoint_path(tmp_path, 1)
     save(STATE, checkpoint_id=path, no_dist=True)

@@ -1,7 +1,7 @@
 """The options of data: what is read, and the shares of training, validation and test."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.flags import FlagError
@@ -80,7 +80,6 @@ def test_split_shares(split, expected):
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=3))
-@settings(deadline=None)
 def test_split_shares_sum_to_one(shares):
     """Validation on records of the training set shows no overfitting."""
     result = DataConfig(mock_data=True, split=",".join(map(str, shares))).split_shares
@@ -125,3 +124,34 @@ def test_what_is_no_schedule_is_refused(text, words):
         schedule_of(text)
     assert str(failure.value).startswith("--blend-weight-schedule")
     assert "\n" not in str(failure.value)
+
+
+def test_weights_before_paths(tmp_path, monkeypatch):
+    """Megatron's blends would be refused, or their weights be looked for as files."""
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(data_path=("5", "a.jsonl", "0.5", "b.jsonl"))
+    assert data.weighted_paths == ((5.0, "a.jsonl"), (0.5, "b.jsonl"))
+    assert (data.paths, data.is_blend) == (("a.jsonl", "b.jsonl"), True)
+    plain = DataConfig(data_path=("a.jsonl", "b.jsonl"))
+    assert (plain.paths, plain.is_blend) == (("a.jsonl", "b.jsonl"), False)
+    (tmp_path / "5").write_text("")
+    assert DataConfig(data_path=("5", "a.jsonl")).paths == ("5", "a.jsonl")
+    for wrong in (("4", "a", "b"), ("a", "4"), ("a", "4", "b", "3"), ("4", "a", "3"), ("4", "3")):
+        with pytest.raises(ValueError, match="--data-path with weights must be pairs such as"):
+            DataConfig(data_path=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (
+            {"chat_template": "chat.jinja"},
+            "--chat-template needs --tokenizer-model, but ByteLevelTokenizer has a format",
+        ),
+        ({"data_columns": "talk=dialogue"}, "--data-columns must be pairs such as messages=conversation"),
+    ],
+)
+def test_options_that_would_not_be_read_are_refused(options, fault):
+    """A template or a mapping that is given and not read trains on something else."""
+    with pytest.raises(ValueError, match=fault):
+        DataConfig(data_path=("a.jsonl",), **options)

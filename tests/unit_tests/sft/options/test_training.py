@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.packing.flags import FlagError
-from tests.unit_tests.sft.command_line import assert_refused, parse
+from tests.unit_tests.sft.command_line import MODEL, assert_refused, parse
 
 CONTRADICTIONS = [
     ("--min-lr 1e-2", 1, ["--min-lr 0.01", "--lr 0.001"]),
@@ -24,3 +24,40 @@ def test_adam_that_never_forgets_is_refused():
     """torch refuses it without the option's name, after the process groups are built."""
     with pytest.raises(FlagError, match="--adam-beta2"):
         parse("--adam-beta2 1.0")
+
+
+EPOCHS = f"{MODEL} --data-path chats.jsonl --global-batch-size 16 --lr 1e-3"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "records", "steps"), [("1", 160, 10), ("1", 161, 11), ("2.5", 160, 25), ("0.1", 1, 1)]
+)
+def test_epochs_are_steps_once_the_records_are_counted(epochs, records, steps):
+    """The learning rate would fall to its end before or after the run's."""
+    config = parse(f"--train-epochs {epochs}", base=EPOCHS).for_records(records)
+    assert (config.training.train_iters, config.training.train_epochs) == (steps, None)
+    assert parse().for_records(records) == parse()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "base", "words"),
+    [
+        ("", EPOCHS, "--train-iters must be at least 1 without --train-epochs, but is 0"),
+        ("--train-epochs 2 --train-iters 3", EPOCHS, "--train-epochs, not both"),
+        ("--train-epochs 0", EPOCHS, "--train-epochs must be at least"),
+        ("--train-epochs 1", EPOCHS.replace("data-path chats.jsonl", "mock-data"), "--train-epochs needs --data-path"),
+    ],
+)
+def test_wrong_epochs_are_refused(arguments, base, words):
+    """A run would end at once, or never."""
+    with pytest.raises(FlagError, match=words):
+        parse(arguments, base=base)
+
+
+def test_what_contradicts_the_steps_of_epochs_is_refused():
+    """It is only known once the records are counted, and would be found at the last step."""
+    for arguments in ("--lr-warmup-iters 10", "--sequence-packing --dump-schedule 11"):
+        config = parse(f"--train-epochs 1 {arguments}", base=EPOCHS)
+        assert config.for_records(200).training.train_iters == 13
+        with pytest.raises(ValueError, match=r"--lr-warmup-iters 10 must be less|--dump-schedule 11 must be at most"):
+            config.for_records(160)

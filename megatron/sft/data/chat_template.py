@@ -1,0 +1,244 @@
+"""pure. Messages -> text by a chat template, and which of its characters the assistant must produce: one rendering.
+
+A template with {% generation %} says itself what is trained. In any other, the turn of each message is what the
+template writes while its loop is at that message; an assistant's turn is trained from the end of the generation prompt
+to the end of the turn, white space after the end-of-turn token left out. `marked_template` tells these places.
+
+Invariants:
+- each trained turn stands behind what generation would start from, and reads as if it were the last. Checked by
+  rendering the turns before it, and up to it, for one conversation of each kind (which roles follow one another, with
+  tools, calls, thoughts);
+- every message's text is in its turn, or the conversation is refused;
+- each trained turn ends in the template's end of turn.
+
+A template knows no date: a sample is the same on every day.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.marked_template import MarkedTemplate, Written
+from megatron.sft.data.messages import Message, SampleError, texts_of
+
+_WAY_OUT = "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what is to be trained"
+
+TRAINING_VARIANTS: Mapping[str, str] = {
+    # Qwen3 leaves out the thoughts of all turns but the last ones, and writes an empty thought only into the last.
+    "loop.index0 > ns.last_query_index": "true",
+    "loop.last or (not loop.last and reasoning_content)": "true",
+    # Mistral 0.3 and Nemo write the system prompt into the user's turn that is the last message: in training, none is.
+    "loop.last and system_message is defined": "loop.first and system_message is defined",
+}
+"""Conditions of released templates under which a conversation cannot be trained -> what they are in training.
+
+They are recognised by their text, whatever else a release changed. The template that is exported stays as released.
+"""
+
+
+class Span(NamedTuple):
+    """Characters [start, end) of a rendering, and the weight of their loss."""
+
+    start: int
+    end: int
+    weight: float
+
+
+class Rendering(NamedTuple):
+    """A conversation as text, and what of it is trained."""
+
+    text: str
+    spans: list[Span]
+
+
+class _Prompt(NamedTuple):
+    """What a template writes around an answer."""
+
+    before: str
+    """The generation prompt."""
+    end: str
+    """The end of the turn, without white space around it unless it is nothing else."""
+
+
+@dataclass(eq=False)
+class ChatTemplate:
+    """A compiled chat template. `render` remembers the kinds of conversations that it has checked."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+    """Variables such as bos_token."""
+    _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False, repr=False)
+    """By the options of the template, as JSON."""
+    _checked: set[Any] = field(default_factory=set, init=False, repr=False)
+
+    def __getstate__(self) -> tuple[str, Mapping[str, str]]:
+        return self.source, self.special_tokens  # what is compiled cannot be pickled
+
+    def __setstate__(self, state: tuple[str, Mapping[str, str]]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def render(self, conversation: Conversation) -> Rendering:
+        """Render once, and find what is trained.
+
+        SampleError for a conversation that does not fit; ValueError for a template under which none can be trained.
+        """
+        options = json.dumps(conversation.template_options, sort_keys=True, default=str)
+        if options not in self._prompts:
+            self._prompts[options] = self._prompt(conversation.template_options)
+        prompt = self._prompts[options]
+        written = self._write(conversation)
+        _check_nothing_lost(conversation, written)
+        if self._has_marks:
+            return Rendering(written.text, _marked_spans(conversation.messages, written))
+        spans = []
+        for number, message in enumerate(conversation.messages):
+            if message.role == "assistant":
+                start, end = self._answer(written, number, prompt)
+                spans.append(Span(start, end, message.weight))
+        kind = (options, *_kind_of(conversation))
+        if kind not in self._checked:
+            self._check_turns(conversation, written, prompt)
+            self._checked.add(kind)
+        return Rendering(written.text, spans)
+
+    @cached_property
+    def _has_marks(self) -> bool:
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
+    @cached_property
+    def _template(self) -> MarkedTemplate:
+        source = self.source
+        for released, in_training in TRAINING_VARIANTS.items():
+            source = source.replace(released, in_training)
+        try:
+            return MarkedTemplate(source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot be read: {error}; {_WAY_OUT}") from None
+
+    def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
+        """What stands around an answer; ValueError for a template that trains no end of a turn."""
+        question, before = Message("user", "?"), ""
+        try:
+            asked = self._write(Conversation([question], None, options))
+            prompted = self._write(Conversation([question], None, options), add_generation_prompt=True)
+            chats = [[question, Message("assistant", text)] for text in ("yes", "no")]
+            answers = [self._write(Conversation(messages, None, options)) for messages in chats]
+        except SampleError as error:
+            raise ValueError(f"{error}, although it is a question and an answer; {_WAY_OUT}") from None
+        if not self._has_marks:
+            before = _generation_prompt(asked, prompted)
+        ends = []
+        for answered, text in zip(answers, ("yes", "no")):
+            spans = [(start, end) for start, end, _ in answered.generated] or answered.turns.get(1, ())
+            trained = answered.text[slice(*spans[-1])] if spans else ""
+            ends.append(trained.rpartition(text)[2] if text in trained else "")
+        if ends[0] != ends[1] or not ends[0]:
+            raise ValueError(
+                f"under the chat template no end of a turn would be trained, so no answer ends; {_WAY_OUT}"
+            )
+        return _Prompt(before, ends[0].strip() or ends[0])
+
+    def _answer(self, written: Written, number: int, prompt: _Prompt) -> tuple[int, int]:
+        """Where the assistant's message is trained, [start, end)."""
+        places = written.turns.get(number, ())
+        if len(places) != 1:
+            raise ValueError(f"the chat template writes message {number} in {len(places)} places, not one; {_WAY_OUT}")
+        start, end = places[0]
+        turn = written.text[start:end]
+        if not turn.startswith(prompt.before):
+            raise SampleError(f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for it")
+        if prompt.end.strip():
+            turn = turn.rstrip()
+        if not turn.endswith(prompt.end):
+            raise SampleError(f"the chat template ends turn {number} with {turn[-20:]!r}, not with {prompt.end!r}")
+        return start + len(prompt.before), start + len(turn)
+
+    def _check_turns(self, conversation: Conversation, written: Written, prompt: _Prompt) -> None:
+        """Raise ValueError unless each answer stands behind what generation would start from."""
+        for number, message in enumerate(conversation.messages):
+            if message.role != "assistant" or message.weight == 0 or number == 0:
+                continue
+            before, until = (
+                conversation._replace(messages=conversation.messages[:end]) for end in (number, number + 1)
+            )
+            start, end = self._answer(written, number, prompt)
+            prompted, answered = self._write(before, add_generation_prompt=True), self._write(until)
+            if prompted.text != written.text[:start] or answered.text[:end] != written.text[:end]:
+                raise ValueError(
+                    f"the chat template renders turns up to number {number} anew as more follow, so that it would not "
+                    f"be trained as it is generated; {_WAY_OUT}"
+                )
+
+    def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> Written:
+        template = self._template
+        try:
+            return template.write(
+                [message.as_dict() for message in conversation.messages],
+                **{**self.special_tokens, **conversation.template_options},
+                tools=conversation.tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError as error:
+            said = f"the chat template refuses the conversation: {error}"
+            if "strftime_now" in said:
+                said = f"the chat template asks for today's date, by which samples would change; {_WAY_OUT}"
+            raise SampleError(said) from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise SampleError(f"the chat template fails on the conversation: {error}") from None
+
+
+def _generation_prompt(asked: Written, prompted: Written) -> str:
+    """What the template adds for the assistant to go on from."""
+    if asked.text[: asked.loop_end] == prompted.text[: prompted.loop_end]:
+        return prompted.text[prompted.loop_end :]
+    if prompted.text.startswith(asked.text):  # written in the loop, at its last message
+        return prompted.text[len(asked.text) :]
+    raise ValueError(f"the chat template writes a question otherwise where it prompts for an answer; {_WAY_OUT}")
+
+
+def _marked_spans(messages: Sequence[Message], written: Written) -> list[Span]:
+    spans = []
+    for start, end, number in written.generated:
+        if number is None and any(message.weight != 1 for message in messages):
+            raise SampleError("the chat template marks what is trained outside of turns, so they cannot have weights")
+        spans.append(Span(start, end, 1.0 if number is None else messages[number].weight))
+    return spans
+
+
+def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
+    """Raise SampleError for a text that the template leaves out."""
+    for number, message in enumerate(conversation.messages):
+        places = written.turns.get(number) or [(0, len(written.text))]
+        turn = "".join(written.text[start:end] for start, end in places)
+        wanted = [part.strip() for text in texts_of([message]) for part in re.split("</?think>", text)]
+        wanted += [call["function"]["name"] for call in message.fields.get("tool_calls", ())]
+        for text in wanted:
+            if text not in turn and json.dumps(text, ensure_ascii=False)[1:-1] not in turn:
+                raise SampleError(
+                    f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat template leaves out; "
+                    f"remove it, or {_WAY_OUT}"
+                )
+    for tool in conversation.tools or ():
+        name = tool["function"].get("name", "") if isinstance(tool["function"], Mapping) else ""
+        if name not in written.text:
+            raise SampleError(f"the chat template leaves out the tool {name!r:.40}; remove tools, or {_WAY_OUT}")
+
+
+def _kind_of(conversation: Conversation) -> tuple[Any, ...]:
+    """What a template may make a difference by: equal for conversations of one kind."""
+    before, steps = "", set()
+    for message in conversation.messages:
+        thinks = "</think>" in message.content or "reasoning_content" in message.fields
+        calls, is_trained = "tool_calls" in message.fields, message.weight > 0
+        steps.add((before, message.role, thinks, calls, bool(message.content), is_trained))
+        before = message.role
+    return frozenset(steps), bool(conversation.tools)

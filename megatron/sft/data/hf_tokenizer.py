@@ -1,0 +1,143 @@
+"""pure. A HuggingFace tokenizer and its chat template: text and conversations -> tokens, and which are trained."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.sft.data.chat_encoder import ChatTokens
+from megatron.sft.data.chat_template import ChatTemplate, Span
+from megatron.sft.data.layouts import Conversation, Passage
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceTokenizer:
+    """transformers' fast tokenizer behind the interface `Tokenizer`."""
+
+    tokenizer: Any
+    """transformers' fast tokenizer."""
+    vocab_size: int
+    eod: int
+    pad: int
+    template: ChatTemplate | None
+    """What `encode_chat` follows."""
+
+    @property
+    def chat_template(self) -> str | None:
+        return None if self.template is None else self.template.source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        tokens = sorted(self.tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def show(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def encode_passage(self, passage: Passage) -> ChatTokens:
+        text = passage.prompt + passage.completion
+        tokens = self._tokens(text, [Span(len(passage.prompt), len(text), 1.0)], add_special_tokens=True)
+        if len(tokens.ids) and tokens.ids[-1] == self.eod:  # by the tokenizer's own post-processor
+            tokens.weights[-1] = 1.0
+            return tokens
+        return ChatTokens(np.append(tokens.ids, self.eod), np.append(tokens.weights, np.float32(1)))
+
+    def encode_chat(self, conversation: Conversation) -> ChatTokens:
+        if self.template is None:
+            raise ValueError(
+                "the tokenizer of --tokenizer-model has no chat template, which conversations need; pass "
+                "--chat-template FILE"
+            )
+        return self._tokens(*self.template.render(conversation), add_special_tokens=False)
+
+    def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        weights = np.zeros(len(starts), np.float32)
+        for span in spans:
+            # A token over the border is the assistant's, who must produce its second half.
+            first, last = np.searchsorted(ends, span.start, "right"), np.searchsorted(starts, span.end, "left")
+            weights[first:last] = span.weight
+        return ChatTokens(np.array(encoded["input_ids"], np.int64), weights)
+
+
+def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = None) -> HuggingFaceTokenizer:
+    """Read a tokenizer from its folder; `chat_template` is the path of a template to use instead of the folder's.
+
+    ValueError where one of them cannot be read.
+    """
+    if tokenizer_model is None or not os.path.isdir(tokenizer_model):
+        raise ValueError(
+            "--tokenizer-model must be the directory of a Hugging Face tokenizer for --tokenizer-type "
+            f"HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
+        )
+    with _without_torch():
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True)
+        except Exception as error:  # of many kinds, by what is wrong with the files
+            raise ValueError(f"--tokenizer-model {tokenizer_model} cannot be read: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
+    return HuggingFaceTokenizer(
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        eod=tokenizer.eos_token_id,
+        pad=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        template=_template(tokenizer, chat_template),
+    )
+
+
+def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
+    if path is not None:
+        try:
+            source = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+    elif tokenizer.chat_template:
+        source = tokenizer.get_chat_template()
+    else:
+        return None
+    names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return ChatTemplate(source, names)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """transformers imports torch, in seconds, wherever it finds it, and works without; what is imported is left."""
+    if "torch" in sys.modules:
+        yield
+        return
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that torch is missing
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = find_spec
+        if verbosity is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        else:
+            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity

@@ -1,0 +1,205 @@
+"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the layout that its keys tell.
+
+    messages | conversations | conversation              turns, see `messages`; with system, tools and TRL's
+                                                         chat_template_kwargs
+    prompt + completion, both of turns                   TRL: turns, of which those of the completion are trained
+    prompt + completion, both strings                    TRL: text, of which the completion is trained
+    instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift, OpenOrca: a question,
+      + output | response | answer                       with input | context, system, history and tools
+    text                                                 trained as it is
+    tokens                                               ids, trained as they are
+
+The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as absent. Any record
+may have `weight`, which scales its loss. Invariant: a text that a record holds under one of the names of
+`TEXT_COLUMNS` is read, is a repetition of what is read, or is an error. Other keys are not read, and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from megatron.sft.data.messages import (
+    Message,
+    SampleError,
+    is_empty,
+    read_tools,
+    read_turns,
+    text_of,
+    texts_of,
+    weight_of,
+)
+
+_TURNS = ("messages", "conversations", "conversation")
+_QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
+_ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
+_BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
+_READ = (*_TURNS, "prompt", "completion", *_QUESTION, *_CONTEXT, *_ANSWER, *_BESIDE_TURNS, "history", "text")
+_NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
+_NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
+TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
+"""Keys of a record that hold what its author wants a model to learn from."""
+COLUMNS = (*_READ, "tokens", "weight", "role", "content", "none")
+"""Names on the left of --data-columns; `role` and `content` are those of turns, `none` is for what is left out."""
+_LAYOUTS = (
+    "messages | conversations | conversation, prompt + completion, instruction | query | question (and input | "
+    "context) + output | response | answer, text or tokens"
+)
+
+
+class Conversation(NamedTuple):
+    """Turns, of which the assistant's are trained."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    template_options: Mapping[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking."""
+
+
+class Passage(NamedTuple):
+    """Text, of which what follows the prompt is trained."""
+
+    prompt: str
+    completion: str
+
+
+class TokenIds(NamedTuple):
+    """Ids, all of them trained."""
+
+    ids: Any
+
+
+class Reading(NamedTuple):
+    """What a record says."""
+
+    content: Conversation | Passage | TokenIds
+    weight: float
+    unread: set[str]
+    """Its keys, and those of its turns, that hold something and that were not read."""
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """Read --data-columns, as "messages=conversation,none=notes": column -> name of `COLUMNS`; ValueError if wrong."""
+    columns: dict[str, str] = {}
+    for pair in [] if text is None else text.split(","):
+        name, equals, column = (part.strip() for part in pair.partition("="))
+        if name not in COLUMNS or not equals or not column or column in columns:
+            raise ValueError(
+                "--data-columns must be pairs such as messages=conversation,content=utterance, each column once, with "
+                f"{', '.join(COLUMNS)} on the left, but has {pair!r}"
+            )
+        columns[column] = name
+    return columns
+
+
+def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
+    """Read `record`, whose `columns` have other names; SampleError for what fits no layout, or would lose text."""
+    told = _renamed(record, columns)
+    found = _find(told, {name: column for column, name in columns.items()})
+    weight = weight_of(told["weight"], "weight") if "weight" in told else 1.0
+    unread = {key for key in told if not is_empty(told[key])} - found.read - {"weight"}
+    _check_unread(told, unread, found.content)
+    return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
+
+
+class _Found(NamedTuple):
+    """What a record says, the keys that say it, and the keys of its turns that were not read."""
+
+    content: Conversation | Passage | TokenIds
+    read: set[str]
+    unread_of_turns: Set[str] = frozenset()
+
+
+def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that hold something, by their names here. An empty string stays: it may be an answer."""
+    told: dict[str, Any] = {}
+    for column, value in record.items():
+        name = columns.get(column, column)
+        if name == "none" or (is_empty(value) and not isinstance(value, str)):
+            continue
+        if name in told:
+            raise SampleError(f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave out")
+        told[name] = value
+    return told
+
+
+def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
+    turn_keys = columns.get("role"), columns.get("content")
+    for key in _TURNS:
+        if key in told:
+            messages, unread = read_turns(told[key], key, *turn_keys)
+            return _Found(_conversation(told, messages), {key, *_BESIDE_TURNS}, unread)
+    if {"prompt", "completion"} <= told.keys():
+        return _prompt_and_completion(told, turn_keys)
+    if told.keys() & set(_QUESTION) and told.keys() & set(_ANSWER):
+        read = {_one(told, names)[0] for names in (_QUESTION, _CONTEXT, _ANSWER)}
+        return _Found(_conversation(told, _question(told)), {*read, *_BESIDE_TURNS, "history"})
+    if "text" in told:
+        return _Found(Passage("", text_of(told["text"], "text")), {"text"})
+    if "tokens" in told:
+        return _Found(TokenIds(told["tokens"]), {"tokens"})
+    raise SampleError(
+        f"record has keys {', '.join(map(repr, told)) or '(none)'}, but must have {_LAYOUTS}; --data-columns gives odd "
+        "names their meaning"
+    )
+
+
+def _prompt_and_completion(told: Mapping[str, Any], turn_keys: tuple[str | None, str | None]) -> _Found:
+    prompt, completion = told["prompt"], told["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return _Found(Passage(text_of(prompt, "prompt"), text_of(completion, "completion")), {"prompt", "completion"})
+    asked, unread = read_turns(prompt, "prompt", *turn_keys)
+    answered, more = read_turns(completion, "completion", *turn_keys)
+    messages = [*(message._replace(weight=0.0) for message in asked), *answered]
+    return _Found(_conversation(told, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more)
+
+
+def _question(told: Mapping[str, Any]) -> list[Message]:
+    messages = []
+    history = told.get("history", [])
+    for number, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise SampleError(f"history[{number}] must be [question, answer], but is {pair!r:.60}")
+        messages.append(Message("user", text_of(pair[0], f"history[{number}][0]")))
+        messages.append(Message("assistant", text_of(pair[1], f"history[{number}][1]")))
+    parts = [_one(told, names) for names in (_QUESTION, _CONTEXT)]
+    asked = "\n\n".join(text for text in (text_of(text, key) for key, text in parts) if text)
+    key, answer = _one(told, _ANSWER)
+    return [*messages, Message("user", asked), Message("assistant", text_of(answer, key))]
+
+
+def _one(told: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """The first of these keys that holds something, with what it holds; "" where none does."""
+    key = next((name for name in names if told.get(name, "") != ""), names[0])
+    return key, told.get(key, "")
+
+
+def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversation:
+    """The turns with the system prompt and tools that stand beside them."""
+    for key in _SYSTEM:
+        system = text_of(told.get(key, ""), key)
+        if system and messages[0].role != "system":
+            messages = [Message("system", system), *messages]
+        elif system and messages[0].content.strip() != system.strip():
+            raise SampleError(f"record has two system prompts, {key} and another one; leave one out, as by none={key}")
+    options = told.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping) or options.keys() & {"messages", "tools", "add_generation_prompt"}:
+        raise SampleError(f"chat_template_kwargs must be an object with variables of its own, but is {options!r:.60}")
+    return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None, options)
+
+
+def _check_unread(told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds) -> None:
+    said = texts_of(content.messages) if isinstance(content, Conversation) else []
+    said += [part.strip() for part in content if part.strip()] if isinstance(content, Passage) else []
+    for key in sorted(unread & TEXT_COLUMNS):
+        text = told[key]
+        if isinstance(text, (int, float)):
+            continue  # a count, as `tokens` may be
+        is_string = isinstance(text, str) and bool(said)
+        if is_string and (any(text.strip() in part for part in said) or all(part in text for part in said)):
+            continue  # a part of what is read, or all of it rendered
+        raise SampleError(
+            f"record has {key}, which would be lost beside what is read; name its meaning with --data-columns, or "
+            f"leave it out with --data-columns none={key}"
+        )

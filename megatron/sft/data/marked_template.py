@@ -1,0 +1,153 @@
+"""pure. A Jinja template that tells where each message's turn stands in what it writes.
+
+Calls are put into its syntax tree: they write nothing, and note how many characters were written when they were
+reached, at the beginning of each pass of a loop, after each loop, and around what {% generation %} encloses. So one
+rendering tells all places. Templates come with the files of others: they run in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+_MARK = "mark_place"
+
+
+class Written(NamedTuple):
+    """A rendering with all its marks."""
+
+    text: str
+    turns: Mapping[int, Sequence[tuple[int, int]]]
+    """Number of a message -> where the loop was at it, [start, end), those that wrote nothing left out."""
+    generated: Sequence[tuple[int, int, int | None]]
+    """What {% generation %} encloses, and the message it is in."""
+    loop_end: int
+    """Where the last loop over messages ended; 0 if there was none."""
+
+
+class MarkedTemplate:
+    """A template with marks; `write` renders it."""
+
+    def __init__(self, source: str) -> None:
+        """TemplateError where `source` is no template, or uses names that lead out of a sandbox."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        tree = environment.parse(source)
+        _check_private_names(tree)
+        self._compiled = environment.from_string(_MarkTurns().visit(tree).set_environment(environment))
+
+    def write(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Written:
+        """Render `messages`; TemplateError where the template refuses them."""
+        marks = _Marks(messages)
+        for part in self._compiled.generate({**variables, "messages": messages, _MARK: marks.reach}):
+            marks.write(part)
+        return marks.written()
+
+
+class _Place(NamedTuple):
+    """A mark that the template reached: where in the text, in which loop, at which message (None: at none)."""
+
+    position: int
+    loop: int
+    message: int | None
+
+
+class _Marks:
+    """What a rendering wrote, and the places at which its marks were reached."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._number_of = {id(message): number for number, message in enumerate(messages)}
+        self._parts: list[str] = []
+        self._length = 0
+        self._places: list[_Place] = []
+        self._message: int | None = None
+        self._opened: list[tuple[int, int | None]] = []
+        self._generated: list[tuple[int, int, int | None]] = []
+
+    def write(self, part: str) -> None:
+        self._parts.append(part)
+        self._length += len(part)
+
+    def reach(self, kind: str, loop: int = 0, item: Any = None) -> str:
+        """Called from the template; returns what it writes, which is nothing."""
+        if kind == "turn":
+            message = self._number_of.get(id(item))
+            self._places.append(_Place(self._length, loop, message))
+            self._message = self._message if message is None else message
+        elif kind == "generation":
+            self._opened.append((self._length, self._message))
+        else:
+            start, message = self._opened.pop()
+            self._generated.append((start, self._length, message))
+        return ""
+
+    def written(self) -> Written:
+        turns: dict[int, list[tuple[int, int]]] = {}
+        last: dict[int, _Place] = {}
+        loop_end = 0
+        for place in self._places:
+            before = last.get(place.loop)
+            if before is not None and before.message is not None:
+                loop_end = place.position
+                if place.position > before.position:
+                    turns.setdefault(before.message, []).append((before.position, place.position))
+            last[place.loop] = place
+        return Written("".join(self._parts), turns, self._generated, loop_end)
+
+
+class _MarkTurns(NodeTransformer):
+    """Puts a mark at the beginning of each loop's body, and after each loop."""
+
+    def __init__(self) -> None:
+        self._num_loops = 0
+
+    def visit_For(self, node: nodes.For) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.target, nodes.Name):
+            return node
+        self._num_loops += 1
+        number = nodes.Const(self._num_loops)
+        node.body.insert(0, _mark("turn", number, nodes.Name(node.target.name, "load")))
+        return [node, _mark("turn", number, nodes.Const(None))]
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, as transformers has it: a mark at its beginning and one at its end."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_mark("generation").set_lineno(line), nodes.Scope(body), _mark("end").set_lineno(line)]
+
+
+def _mark(kind: str, *arguments: nodes.Expr) -> nodes.Output:
+    return nodes.Output([nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)])
+
+
+def _check_private_names(tree: nodes.Template) -> None:
+    """Refuse names that lead out of a sandbox; no chat template needs them."""
+    attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
+    private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
+    if private is not None:
+        raise TemplateError(f"it uses the private name {private}, which is refused")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes what HTML must not hold."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,237 @@
+"""pure. The turns of a conversation: as chat data sets write them -> messages, as chat templates read them.
+
+    {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of text parts
+    {"from": "human", "value": "hi"}                ShareGPT, OpenHermes, LLaMA-Factory, Axolotl
+    {"human": "hi", "assistant": "hello"}           ms-swift: two turns
+    {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name of a single call
+    {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as `tool_call`: calls in JSON; those
+                                                    that follow one another make one message
+
+A turn's `train`, `training` and `loss` (true or false), `weight` and `loss_scale` (numbers) scale its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response", "ipython"), "tool"),
+}
+"""Every accepted name of a role -> the name that chat templates know."""
+_CALLING_ROLES = ("function_call", "tool_call")
+"""Roles of turns in which the assistant calls tools, and that hold the calls as JSON."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TRAIN = ("train", "training", "loss")
+_WEIGHT = ("weight", "loss_scale")
+_PASSED_ON = ("name", "tool_call_id")
+_UNREADABLE = ("train_detail", "refusal", "prefix", "text", "image", "images", "audio", "audios", "video", "videos")
+"""Keys of a turn that change what is trained on, and that nothing here can honour."""
+
+
+class SampleError(ValueError):
+    """A record that cannot be made a sample. The message lacks the place: prefix it with `source.describe(index)`."""
+
+
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    """system, user, assistant or tool"""
+    content: str
+    weight: float = 1.0
+    """Of the loss on an assistant's turn; the turns of others have none."""
+    fields: Mapping[str, Any] = {}
+    """What else chat templates may read: tool_calls, reasoning_content, name, tool_call_id."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+
+class Turns(NamedTuple):
+    """What a list of turns says."""
+
+    messages: list[Message]
+    unread: set[str]
+    """Keys of turns that hold something and that were not read."""
+
+
+def read_turns(turns: Any, where: str, role_key: str | None = None, content_key: str | None = None) -> Turns:
+    """Read a list of turns; SampleError, beginning with `where` it stands, for what is none.
+
+    `role_key`, `content_key`: the names of these keys where they are not among those above.
+    """
+    if not isinstance(turns, list) or not turns:
+        raise SampleError(f"{where} must be a list of at least one message, but is {turns!r:.60}")
+    messages: list[Message] = []
+    unread: set[str] = set()
+    for number, turn in enumerate(turns):
+        place = f"{where}[{number}]"
+        if not isinstance(turn, Mapping):
+            raise SampleError(f"{place} must be {{role, content}} or {{from, value}}, but is {turn!r:.60}")
+        turn = {key: value for key, value in turn.items() if not is_empty(value) or key in ("content", "value")}
+        if turn.keys() & {"role", "from", role_key} or not {"human", "assistant"} <= turn.keys():
+            _append(messages, _read_turn(turn, place, role_key, content_key, unread))
+        else:
+            messages.append(Message("user", text_of(turn.pop("human"), f"{place}.human")))
+            messages.append(Message("assistant", text_of(turn.pop("assistant"), f"{place}.assistant")))
+            unread |= turn.keys()
+    return Turns(messages, unread)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a field says nothing: null, "", [] or {}."""
+    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def text_of(text: Any, where: str) -> str:
+    """`text`, which must be a string that can be written as UTF-8; SampleError else."""
+    if not isinstance(text, str):
+        raise SampleError(f"{where} must be a string, but is {text!r:.60}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError(f"{where} holds half of a surrogate pair at character {error.start}; remove it") from error
+    return text
+
+
+def weight_of(weight: Any, where: str) -> float:
+    """A factor of the loss; SampleError for what is none."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= _LARGEST_FLOAT32:
+        raise SampleError(f"{where} must be a finite float32 of at least 0, but is {weight!r:.60}")
+    return float(weight)
+
+
+_LARGEST_FLOAT32 = math.ldexp(2 - 2**-23, 127)
+
+
+def read_tools(tools: Any) -> list[Any]:
+    """The tools that a conversation may call: a list of JSON schemas, or its JSON text."""
+    if isinstance(tools, str):
+        tools = _json(tools, "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _read_turn(
+    turn: dict[str, Any], place: str, role_key: str | None, content_key: str | None, unread: set[str]
+) -> Message:
+    role_key, role = _either(turn, ("role", "from", role_key))
+    content_key, content = _either(turn, ("content", "value", content_key))
+    calls = _tool_calls(turn, place)
+    if role_key is None or (content_key is None and not calls):
+        raise SampleError(f"{place} must have role and content, or from and value, but has keys {list(turn)}")
+    is_calling = isinstance(role, str) and role.lower() in _CALLING_ROLES
+    if not is_calling and (not isinstance(role, str) or role.lower() not in ROLES):
+        choices = ", ".join((*ROLES, *_CALLING_ROLES))
+        raise SampleError(f"{place}.{role_key} must be one of {choices}, but is {role!r:.60}")
+    for key in _UNREADABLE:
+        if key in turn and key != content_key:
+            raise SampleError(f"{place}.{key} would be lost, as it is not read; write it into content or remove it")
+    if is_calling:
+        calls += _calls_of_json(text_of(content, f"{place}.{content_key}"), f"{place}.{content_key}")
+        role, content = "assistant", ""
+    role = ROLES[role.lower()]
+    fields = {key: turn[key] for key in _PASSED_ON if key in turn}
+    reasoning = [text_of(turn[key], f"{place}.{key}") for key in _REASONING if key in turn]
+    if len(set(reasoning)) > 1:
+        raise SampleError(f"{place} has {' and '.join(key for key in _REASONING if key in turn)}; keep one")
+    if reasoning:
+        fields["reasoning_content"] = reasoning[0]
+    if calls:
+        fields["tool_calls"] = calls
+    read = {role_key, content_key, "tool_calls", "function_call", *_PASSED_ON, *_REASONING, *_TRAIN, *_WEIGHT}
+    unread |= turn.keys() - read
+    text = "" if content is None and calls else _content(content, f"{place}.{content_key}")
+    return Message(role, text, _loss_weight(turn, role, place), fields)
+
+
+def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str | None, Any]:
+    """The first of these keys that a turn has with something in it, else the first that it has at all."""
+    there = [name for name in names if name is not None and name in turn]
+    told = [name for name in there if turn[name] is not None] or there
+    return (told[0], turn[told[0]]) if told else (None, None)
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Add a message; calls that follow calls, without a word between, belong to the same turn."""
+    before = messages[-1] if messages else None
+    if before is not None and _only_calls(message) and _only_calls(before) and before.weight == message.weight:
+        calls = [*before.fields["tool_calls"], *message.fields["tool_calls"]]
+        messages[-1] = before._replace(fields={"tool_calls": calls})
+    else:
+        messages.append(message)
+
+
+def _only_calls(message: Message) -> bool:
+    return message.role == "assistant" and not message.content and message.fields.keys() == {"tool_calls"}
+
+
+def _content(content: Any, where: str) -> str:
+    if not isinstance(content, list):
+        return text_of(content, where)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise SampleError(f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds {part!r:.60}')
+    return "".join(text_of(part.get("text"), f"{where} part") for part in content)
+
+
+def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
+    weight = 1.0
+    for key in (*_TRAIN, *_WEIGHT):
+        value = turn.get(key)
+        if value is None:
+            continue
+        if key in _TRAIN and value and role != "assistant":
+            raise SampleError(f"{place}.{key} asks to train on a turn of the {role}, which is not supported; remove it")
+        flag = key in _TRAIN and isinstance(value, bool)
+        weight *= float(value) if flag else weight_of(value, f"{place}.{key}")
+    return weight
+
+
+def _tool_calls(turn: Mapping[str, Any], place: str) -> list[Any]:
+    """The calls of a message, with arguments as an object, which templates write as JSON."""
+    calls = turn.get("tool_calls", [])
+    if isinstance(calls, str):
+        calls = _json(calls, f"{place}.tool_calls")
+    if not isinstance(calls, list):
+        raise SampleError(f"{place}.tool_calls must be a list, but is {calls!r:.60}")
+    if "function_call" in turn:
+        calls = [*calls, turn["function_call"]]
+    return [_call(call, f"{place}.tool_calls") for call in calls]
+
+
+def _calls_of_json(text: str, where: str) -> list[Any]:
+    calls = _json(text, where)
+    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise SampleError(f"{where} must hold calls {{name, arguments}}, but holds {call!r:.60}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where} arguments")
+    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments", "type")}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SampleError(f"{where} must be JSON, but is {text!r:.60}: {error}") from None
+
+
+def texts_of(messages: Iterable[Message]) -> list[str]:
+    """What the messages say, thoughts included, without white space around."""
+    said = [text for message in messages for text in (message.content, message.fields.get("reasoning_content", ""))]
+    return [text.strip() for text in said if text.strip()]

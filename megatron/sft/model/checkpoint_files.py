@@ -1,0 +1,111 @@
+"""collective. Ranks agree on the files of a checkpoint: all of them were written, and are read as they were written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.sft.distributed import AgreedError, gathered
+from megatron.sft.model.checkpoint_folder import (
+    TRACKER,
+    FolderLock,
+    Sum,
+    checkpoint_path,
+    faults_in,
+    file_names,
+    other_sound_iteration,
+    read_checksums,
+    sum_of,
+)
+
+
+class CheckpointError(AgreedError):
+    """A checkpoint cannot be saved or loaded."""
+
+
+@contextmanager
+def written_or_refused(unfinished: Path) -> Iterator[None]:
+    """What fails to write on any rank is one ValueError on all of them; collective at its end."""
+    failure = None
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        failure = f"rank {dist.get_rank()}: {_root_of(error)}"
+    told = [text for text in gathered(failure) if text is not None]
+    if told:
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(
+            f"{unfinished.with_suffix('')} could not be saved: {told[0]}; what was saved before is intact"
+        )
+
+
+def _root_of(error: BaseException) -> str:
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+def sums_of_all(path: Path) -> dict[str, Sum]:
+    """Each rank reads what it has just written, and rank 0 what no rank has in its name; collective."""
+    rank = dist.get_rank()
+    owners = {name: re.match(r"__(\d+)_\d+\.distcp$", name) for name in file_names(path)}
+    own = {name: sum_of(path / name) for name, match in owners.items() if (int(match[1]) if match else 0) == rank}
+    return {name: found for sums in gathered(own) for name, found in sums.items()}
+
+
+def check_folder(folder: str | Path) -> FolderLock | None:
+    """Returns rank 0's lock of a folder to save to; collective.
+
+    CheckpointError on every rank where another run saves to it, and where it is not the same folder on all machines.
+    """
+    lock, told = None, None
+    probe = Path(folder) / f".seen-by-all-{os.getpid()}"
+    if dist.get_rank() == 0:
+        try:
+            lock = FolderLock(folder)
+            probe.touch()
+        except (OSError, ValueError) as error:
+            told = str(error)
+    told, of_first = gathered((told, probe))[0]
+    missing = [rank for rank, found in enumerate(gathered((Path(folder) / of_first.name).exists())) if not found]
+    if dist.get_rank() == 0:
+        probe.unlink(missing_ok=True)
+    if told is None and missing:
+        told = (
+            f"--save {of_first.parent} is another folder on rank {missing[0]} than on rank 0; pass one that all share"
+        )
+    if told is not None:
+        raise CheckpointError(told)
+    return lock
+
+
+def check_sound(folder: str | Path, iteration: int) -> None:
+    """Raise CheckpointError unless every file is as it was saved. Each rank reads a part of them; collective."""
+    path = checkpoint_path(folder, iteration)
+    faults: list[str] = []
+    try:
+        sums = read_checksums(path)
+        if sums is None and dist.get_rank() == 0:
+            print(f"note: {path} was saved by an earlier version without checksums; it is not checked", flush=True)
+        names = sorted({*(sums or ()), *file_names(path)})
+        faults = faults_in(path, names[dist.get_rank() :: dist.get_world_size()], sums) if sums else []
+    except (OSError, ValueError) as error:
+        faults = [str(error)]
+    found = [fault for rank_faults in gathered(faults) for fault in rank_faults]
+    if found:
+        other = other_sound_iteration(folder, iteration) if dist.get_rank() == 0 else None
+        other = gathered(other)[0]
+        way_out = (
+            f"write {other} into {Path(folder) / TRACKER} to continue from the newest sound one"
+            if other
+            else ("no other checkpoint beside it is sound")
+        )
+        raise CheckpointError(f"{found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''}; {way_out}")

@@ -1,0 +1,196 @@
+"""pure. A folder of checkpoints: which is the newest, whether its files are those that were saved, who may write to it.
+
+A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. Each
+checkpoint holds `checksums.json`, which is written last: the size and CRC-32 of every file in it. `.lock` is held by
+the run that saves there; the system frees it when that process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
+CHECKSUMS = "checksums.json"
+LOCK = ".lock"
+_UNFINISHED = ".unfinished"
+_BLOCK = 1 << 24
+
+
+def checkpoint_path(folder: str | Path, iteration: int) -> Path:
+    """Returns where the checkpoint of an iteration is."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def unfinished_path(path: Path) -> Path:
+    """Returns where a checkpoint is written until it is whole."""
+    return path.with_suffix(_UNFINISHED)
+
+
+def iterations(folder: str | Path) -> list[int]:
+    """Returns those whose checkpoints are in the folder, in order; whether they are sound is not looked at."""
+    found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in Path(folder).glob("iter_*") if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """Returns the iteration that the tracker names; None for a folder without checkpoints.
+
+    Raises ValueError where the tracker is missing beside checkpoints, or names none of them.
+    """
+    return _tracked(folder, TRACKER, iterations(folder))
+
+
+def best_iteration(folder: str | Path) -> int | None:
+    """Returns the iteration of the checkpoint with the lowest validation loss; None where no run kept it."""
+    return _tracked(folder, BEST, [])
+
+
+def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
+    tracker = Path(folder) / name
+    if not tracker.exists():
+        if found:
+            raise ValueError(
+                f"{tracker} is missing, though checkpoints up to iter_{found[-1]:07d} are beside it; write the "
+                f"iteration to continue from into it, such as {found[-1]}, or pass another folder"
+            )
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
+        raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
+    return int(text)
+
+
+def track(folder: str | Path, name: str, iteration: int) -> None:
+    """Let a tracker name a checkpoint that is whole; nobody sees a half of it."""
+    temporary = Path(folder) / f"{name}.tmp"
+    temporary.write_text(str(iteration))
+    os.replace(temporary, Path(folder) / name)
+
+
+def check_load(load: str | Path, save: str | Path | None) -> None:
+    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be new."""
+    if latest_iteration(load) is not None or (save is not None and Path(load).resolve() == Path(save).resolve()):
+        return
+    folder = Path(load)
+    if not folder.is_dir():
+        hint = "there is no such folder"
+    elif re.fullmatch(r"iter_\d+", folder.name):
+        hint = f"it is one checkpoint: pass --load {folder.parent}"
+    elif (folder / "config.json").exists():
+        hint = "it is a HuggingFace model: pass --pretrained-checkpoint"
+    else:
+        hint = "only --load equal to --save may be new"
+    raise ValueError(f"--load {load} holds no checkpoint; {hint}")
+
+
+class Sum(NamedTuple):
+    """Size in bytes and CRC-32 of a file."""
+
+    num_bytes: int
+    crc: int
+
+
+def sum_of(path: Path) -> Sum:
+    """Reads a file once, in blocks of 16 MiB."""
+    num_bytes, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            num_bytes, crc = num_bytes + len(block), zlib.crc32(block, crc)
+    return Sum(num_bytes, crc)
+
+
+def file_names(checkpoint: Path) -> list[str]:
+    """Returns all files of a checkpoint but the checksums, relative to it, in order."""
+    names = (str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != CHECKSUMS)
+
+
+def write_checksums(checkpoint: Path, sums: dict[str, Sum]) -> None:
+    """Write what `faults_in` will compare with."""
+    (checkpoint / CHECKSUMS).write_text(json.dumps({"crc32": sums}, indent=0) + "\n")
+
+
+def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
+    """Returns what was written; None for a checkpoint of a version that wrote none. ValueError if it is damaged."""
+    path = checkpoint / CHECKSUMS
+    try:
+        return {name: Sum(*values) for name, values in json.loads(path.read_bytes())["crc32"].items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from error
+
+
+def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:
+    """Returns, of these files, what is wrong with each that is missing, foreign, or other than it was saved."""
+    faults = []
+    for name in names:
+        path = checkpoint / name
+        if name not in sums:
+            faults.append(f"{path} was not saved with this checkpoint")
+        elif not path.is_file():
+            faults.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != sums[name].num_bytes:
+            faults.append(f"{path} has {size:,} bytes, but {sums[name].num_bytes:,} were saved")
+        elif sum_of(path) != sums[name]:
+            faults.append(f"{path} is damaged: its checksum is not that of what was saved")
+    return faults
+
+
+def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
+    """Returns the newest other checkpoint whose files are those that were saved; it reads them all."""
+    for iteration in reversed(iterations(folder)):
+        path = checkpoint_path(folder, iteration)
+        try:
+            sums = read_checksums(path)
+        except ValueError:
+            continue
+        if iteration != damaged and sums and not faults_in(path, {*sums, *file_names(path)}, sums):
+            return iteration
+    return None
+
+
+def remove_old(folder: str | Path, keep: int) -> None:
+    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's among them."""
+    latest, best = latest_iteration(folder), best_iteration(folder)
+    older = [found for found in iterations(folder) if latest is not None and found < latest and found != best]
+    for iteration in older[: max(len(older) - (keep - 1), 0)]:
+        shutil.rmtree(checkpoint_path(folder, iteration))
+
+
+class FolderLock:
+    """Held by the process that saves to a folder, so that two runs never share one.
+
+    A POSIX record lock: no child process inherits it, and the system frees it with the process, by any death.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """ValueError, naming its holder, where another process has it. What dead runs left unfinished is removed."""
+        path = Path(folder) / LOCK
+        self._file = path.open("a+")
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            holder = self._file.read(200).strip() or "another process"
+            self._file.close()
+            raise ValueError(f"{folder} is being saved to by {holder}; end that run, or pass another --save") from None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        self._file.flush()
+        for left in Path(folder).glob(f"iter_*{_UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let others save there."""
+        self._file.close()

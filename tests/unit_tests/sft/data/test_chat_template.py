@@ -1,0 +1,344 @@
+"""Chat templates: what of a conversation is trained, at the price of one rendering.
+
+The templates are short ones with the structure of those that model families are released with.
+"""
+
+import pickle
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.sft.data.chat_template import ChatTemplate, Span
+from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.messages import Message, SampleError
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
+{%- set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
+{%- for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{%- if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>' + system + '<</SYS>>' + m['content'] %}
+{%- else %}{% set content = m['content'] %}{% endif %}{% if m['role'] == 'user' -%}
+{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% else %}
+{{- ' ' + content.strip() + ' ' + eos_token }}{% endif %}
+{%- endfor %}"""
+LLAMA3 = """{% for m in messages %}
+{%- set content = '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' %}
+{%- if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
+LLAMA31 = """{{- bos_token }}
+{%- if not date is defined %}{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}
+{%- else %}{% set date = '26 Jul 2024' %}{% endif %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content']|trim %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|start|>system<|end|>\n\nToday: ' + date + '\n\n' + system + '<|eot|>' }}
+{%- if tools %}{% set first = messages[0]['content']|trim %}{% set messages = messages[1:] %}
+{{- '<|start|>user<|end|>\n\n' -}}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}
+{{- first + '<|eot|>' }}{% endif %}
+{%- for m in messages %}{% if 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}
+{{- '<|start|>assistant<|end|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{ '}<|eot|>' }}
+{%- elif m.role == 'tool' %}{{ '<|start|>ipython<|end|>\n\n' }}{{ m.content | tojson }}{{ '<|eot|>' }}
+{%- else %}{{ '<|start|>' + m['role'] + '<|end|>\n\n' + m['content'] | trim + '<|eot|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"""
+MISTRAL = """{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}
+{%- else %}{{ m['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"""
+MISTRAL3 = """{%- if messages[0]["role"] == "system" %}{% set system_message = messages[0]["content"] %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- set users = rest | selectattr("role", "equalto", "user") | list %}
+{%- for message in rest %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}{% endfor %}
+{{- bos_token }}{% for message in rest %}{% if message["role"] == "user" %}
+{%- if tools and message == users[-1] %}{{ '[TOOLS]' + tools | tojson }}{% endif %}
+{%- if loop.last and system_message is defined %}
+{{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
+{%- else %}{{ "[INST] " + message["content"] + "[/INST]" }}{% endif %}
+{%- else %}{{ " " + message["content"]|trim + eos_token }}{% endif %}{% endfor %}"""
+QWEN25 = """{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are kind.<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls %}
+{{- '\n<call>' + call.function.name + call.function.arguments | tojson + '</call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- else %}{% if (loop.index0 == 0) or (messages[loop.index0 - 1].role != 'tool') %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<response>' + m.content + '</response>' }}
+{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QWEN3 = """{%- set ns = namespace(open=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}{% set index = (messages|length - 1) - loop.index0 %}
+{%- if ns.open and message.role == 'user' %}{% set ns.open = false %}{% set ns.last_query_index = index %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}{% set content = message.content %}{% if message.role != 'assistant' %}
+{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+{%- else %}{% set reasoning_content = '' %}
+{%- if message.reasoning_content is string %}{% set reasoning_content = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{%- if loop.index0 > ns.last_query_index %}
+{%- if loop.last or (not loop.last and reasoning_content) %}
+{{- '<|im_start|>assistant\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+{%- else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}
+{%- else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}
+{{- '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- for m in messages %}{% set role = m['role'] %}{% if role == 'assistant' %}{% set role = 'model' %}{% endif %}
+{{- '<start>' + role + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start>model\n' }}{% endif %}"""
+PHI = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+ZEPHYR = """{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}
+{%- if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}"""
+MARKED = (
+    """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}
+{{- '\n' }}{% endfor %}"""
+    + PROMPT
+)
+
+SHORT = [Message("user", "q1"), Message("assistant", " a1 ")]
+LONG = [*SHORT, Message("user", "q2"), Message("assistant", "a2")]
+SYSTEM = [Message("system", "be kind"), *LONG]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLS = [
+    Message("user", "q1"),
+    Message("assistant", "", fields={"tool_calls": [CALL]}),
+    Message("tool", 'r "1"'),
+    Message("tool", "r2"),
+    Message("assistant", "a1"),
+    *LONG[2:],
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+THOUGHTS = [
+    Message("user", "q1"),
+    Message("assistant", "<think>\nt1\n</think>\n\na1"),
+    Message("user", "q2"),
+    Message("assistant", "a2", fields={"reasoning_content": "t2"}),
+]
+
+
+def render(source, messages, tools=None):
+    """The rendering, and what of it is trained."""
+    rendering = ChatTemplate(source, TOKENS).render(Conversation(messages, tools))
+    return rendering.text, [rendering.text[span.start : span.end] for span in rendering.spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "trained"),
+    [
+        (CHATML, [" a1 <|im_end|>", "a2<|im_end|>"]),
+        (LLAMA2, [" a1 </s>", " a2 </s>"]),
+        (LLAMA3, ["a1<|eot|>", "a2<|eot|>"]),
+        (LLAMA31, ["a1<|eot|>", "a2<|eot|>"]),
+        (MISTRAL, [" a1 </s>", "a2</s>"]),
+        (MISTRAL3, [" a1</s>", " a2</s>"]),
+        (QWEN25, [" a1 <|im_end|>", "a2<|im_end|>"]),
+        (QWEN3, ["<think>\n\n</think>\n\n a1 <|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]),
+        (GEMMA, ["a1<end>", "a2<end>"]),
+        (PHI, [" a1 <|end|>", "a2<|end|>"]),
+        (ZEPHYR, [" a1 </s>", "a2</s>"]),
+        (MARKED, [" a1 <|im_end|>", "a2<|im_end|>"]),
+    ],
+    ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked".split(),
+)
+def test_every_turn_is_trained_to_its_end(source, trained):
+    """A span off by some characters trains on headers, or never on the end of the turn: answers would not end."""
+    assert render(source, LONG)[1] == trained
+    assert render(source, SHORT)[1] == trained[:1]
+    if source not in (GEMMA, MISTRAL):  # which know no system prompt
+        text, spans = render(source, SYSTEM)
+        assert spans == trained
+        assert "be kind" in text
+
+
+def released(source, messages, **options):
+    """The rendering of transformers."""
+    templates = pytest.importorskip("transformers.utils.chat_template_utils")
+    conversations = [[message.as_dict() for message in messages]]
+    return templates.render_jinja_template(conversations, chat_template=source, **TOKENS, **options)[0][0]
+
+
+CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1, max_size=9)
+
+
+@given(texts=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), system=st.none() | CONTENT)
+@settings(max_examples=20, deadline=None)
+@pytest.mark.parametrize("source", [CHATML, LLAMA2, LLAMA3, QWEN25, PHI, ZEPHYR])
+def test_text_is_that_of_transformers(source, texts, system):
+    """Trained behind anything else than what it is generated behind, a model is off its prompt at every turn."""
+    messages = [] if system is None else [Message("system", system)]
+    messages += [Message(role, text) for pair in texts for role, text in zip(("user", "assistant"), pair)]
+    rendering = ChatTemplate(source, TOKENS).render(Conversation(messages))
+    assert rendering.text == released(source, messages)
+    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    assert len(rendering.spans) == len(turns) == len(texts)
+    for number, span in zip(turns, rendering.spans):
+        assert rendering.text[: span.start] == released(source, messages[:number], add_generation_prompt=True)
+
+
+def test_tools_and_calls():
+    """A call that is not trained is never made."""
+    text, trained = render(QWEN25, CALLS)
+    assert trained == ['<call>f{"x": 1}</call><|im_end|>', "a1<|im_end|>", "a2<|im_end|>"]
+    assert text == released(QWEN25, CALLS)
+    one_result = [message for message in CALLS if message.content != "r2"]
+    text, trained = render(LLAMA31, one_result, TOOLS)
+    assert trained == ['{"name": "f", "parameters": {"x": 1}}<|eot|>', "a1<|eot|>", "a2<|eot|>"]
+    assert '\n\n"r \\"1\\""<|eot|>' in text
+
+
+def test_thoughts_of_every_turn_are_trained():
+    """Qwen3 as released writes the thoughts of the last turn only: others would be trained to answer without."""
+    text, trained = render(QWEN3, THOUGHTS)
+    assert trained == ["<think>\nt1\n</think>\n\na1<|im_end|>", "<think>\nt2\n</think>\n\na2<|im_end|>"]
+    assert "t1" not in released(QWEN3, THOUGHTS)
+    assert text.count("<think>") == 2
+    single = THOUGHTS[:2]
+    assert render(QWEN3, single)[0] == released(QWEN3, single)
+
+
+def test_options_of_a_conversation_change_its_prompt():
+    """Where generation starts behind an empty thought, training on it would make the model write another one."""
+    off = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    template = ChatTemplate(
+        QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n' }}" + off + "{% endif %}"), TOKENS
+    )
+    for options, trained in ({}, "<think>\n\n</think>\n\na2"), ({"enable_thinking": False}, "a2"):
+        text, spans = template.render(Conversation(LONG[2:], None, options))
+        assert text[spans[0].start : spans[0].end] == trained + "<|im_end|>"
+
+
+def test_system_prompt_of_mistral_is_trained_behind():
+    """Mistral 0.3 as released writes it into a last message of the user, and in training none is the last."""
+    single = [Message("system", "be kind"), *SHORT]
+    assert "be kind" not in released(MISTRAL3, single)
+    assert render(MISTRAL3, single)[0] == "<s>[INST] be kind\n\nq1[/INST] a1</s>"
+    assert released(MISTRAL3, single[:2], add_generation_prompt=True) == "<s>[INST] be kind\n\nq1[/INST]"
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_turns_have_weights(source):
+    """Turns that their author left out of training would be trained."""
+    messages = [LONG[0], LONG[1]._replace(weight=0.0), LONG[2], LONG[3]._replace(weight=0.5)]
+    template = ChatTemplate(source, TOKENS)
+    spans = template.render(Conversation(messages)).spans
+    assert [span.weight for span in spans] == [0, 0.5]
+    assert [span._replace(weight=1.0) for span in spans] == template.render(Conversation(LONG)).spans
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA31, QWEN25, QWEN3, MARKED])
+def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
+    """At two renderings for each turn, long conversations cost their square: a second for 400 turns."""
+    template = ChatTemplate(source, TOKENS)
+    template.render(Conversation(LONG))  # checks this kind of conversation, turn by turn
+    written = []
+    write = ChatTemplate._write
+
+    def counted(self, *arguments, **options):
+        result = write(self, *arguments, **options)
+        written.append(len(result.text))
+        return result
+
+    monkeypatch.setattr(ChatTemplate, "_write", counted)
+    for number, turns in enumerate((2, 10, 100), 1):
+        assert len(template.render(Conversation(LONG * turns)).spans) == 2 * turns
+        assert len(written) == number
+    template.render(Conversation(SYSTEM))
+    assert len(written) <= 3 + 1 + 2 * 2, "a kind that is new is checked with two renderings for each answer"
+
+
+def test_time_is_linear_in_turns():
+    """Anything that searches the whole text for each turn makes the square, too."""
+    template = ChatTemplate(CHATML, TOKENS)
+    seconds = []
+    for turns in (100, 1600):
+        conversation = Conversation(LONG * turns)
+        template.render(conversation)
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            template.render(conversation)
+            best = min(best, time.process_time() - start)
+        seconds.append(best)
+    assert seconds[1] < 16 * seconds[0] * 3
+
+
+NO_END = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}" + (
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        (NO_END, "under the chat template no end of a turn would be trained, so no answer ends; pass --chat-template"),
+        (MARKED.replace("{{ '<|im_end|>' }}{% endgen", "{% endgen"), "under the chat template no end of a turn"),
+        ("{{ messages | length }}" + CHATML, "the chat template renders turns up to number 1 anew as more follow"),
+        (QWEN3.replace("loop.index0 > ns", "loop.index0 >  ns"), "the chat template renders turns up to number 1 anew"),
+        ("{% for m in messages %}", "the chat template cannot be read: Unexpected end of template"),
+        ("{{ messages.__class__ }}" + CHATML, "the chat template cannot be read: it uses the private name __class__"),
+        ("{{ strftime_now('%d') }}" + CHATML, "the chat template asks for today's date, by which samples would change"),
+        ("{{ raise_exception('never') }}", "the chat template refuses the conversation: never, although it is a ques"),
+        (CHATML.replace("user", "") + "{% for m in messages %}{{ m.content }}{% endfor %}", "the chat template writes"),
+    ],
+)
+def test_templates_that_train_wrongly_are_refused(source, fault):
+    """Every answer would be trained behind what it is never generated behind, or never to its end."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        render(source, LONG)
+    assert str(caught.value).startswith(fault)
+    assert not isinstance(caught.value, SampleError)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "tools", "fault"),
+    [
+        (GEMMA, SYSTEM, None, "the chat template refuses the conversation: no system role"),
+        (LLAMA3, CALLS, None, "message 1, of the assistant, holds 'f', which the chat template leaves out; remove it"),
+        (LLAMA3, LONG, TOOLS, "the chat template leaves out the tool 'f'; remove tools"),
+        (CHATML, THOUGHTS, None, "message 3, of the assistant, holds 't2', which the chat template leaves out"),
+        (LLAMA31, CALLS, TOOLS, None),
+        (CHATML, [Message("user", "q"), Message("assistant", "")], None, None),
+        (
+            "{% for m in messages if m.role != 'tool' %}" + CHATML.split("%}", 1)[1],
+            [LONG[0], Message("tool", "r1"), LONG[1]],
+            None,
+            "message 1, of the tool, holds 'r1', which the chat template leaves out",
+        ),
+        ("{{ messages[0].content + '' }}" + CHATML, [Message("assistant", "a")], None, None),
+    ],
+)
+def test_conversations_that_lose_something_are_refused(source, messages, tools, fault):
+    """A model would be trained without the tools, calls, thoughts or turns that the data hold."""
+    if fault is None:
+        render(source, messages, tools)
+        return
+    with pytest.raises(SampleError) as caught:
+        render(source, messages, tools)
+    assert str(caught.value).startswith(fault)
+
+
+def test_marks_within_a_scope_of_their_own():
+    """A variable set in the marked part would change what follows it, otherwise than transformers renders it."""
+    source = (
+        "{% set end = '!' %}"
+        + MARKED.replace("{{ m.content }}", "{% set end = '?' %}{{ m.content + end }}")
+        + "{{ end }}"
+    )
+    text, trained = render(source, SHORT)
+    assert trained == [" a1 ?<|im_end|>"]
+    assert text == released(source, SHORT)
+
+
+def test_templates_pickle():
+    """Loader workers that are spawned could not start."""
+    template = ChatTemplate(CHATML, TOKENS)
+    before = template.render(Conversation(SHORT))
+    copy = pickle.loads(pickle.dumps(template))
+    assert copy.render(Conversation(SHORT)) == before
+    assert before.spans == [Span(len(before.text) - len(" a1 <|im_end|>\n"), len(before.text) - 1, 1.0)]

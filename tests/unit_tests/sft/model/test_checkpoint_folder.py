@@ -1,0 +1,232 @@
+"""What lies in a folder of checkpoints, and who may write to it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron.sft.model.checkpoint_folder import (
+    BEST,
+    CHECKSUMS,
+    TRACKER,
+    FolderLock,
+    check_load,
+    checkpoint_path,
+    faults_in,
+    file_names,
+    iterations,
+    latest_iteration,
+    other_sound_iteration,
+    read_checksums,
+    remove_old,
+    sum_of,
+    track,
+    unfinished_path,
+    write_checksums,
+)
+
+
+def test_no_folder_and_no_tracker_is_none(tmp_path):
+    """The first start of a job with --load must train, and not fail."""
+    assert latest_iteration(tmp_path / "missing") is None
+    assert latest_iteration(tmp_path) is None
+    unfinished_path(checkpoint_path(tmp_path, 5)).mkdir()  # what a run killed while saving leaves
+    assert latest_iteration(tmp_path) is None
+
+
+def test_checkpoints_without_a_tracker_are_refused(tmp_path):
+    """Training anew would overwrite them."""
+    checkpoint_path(tmp_path, 5).mkdir()
+    checkpoint_path(tmp_path, 30).mkdir()
+    with pytest.raises(ValueError, match=f"{TRACKER} is missing, .* up to iter_0000030 .* such as 30"):
+        latest_iteration(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["5", "5\n", " 0000005 \n"])
+def test_tracker_names_the_newest(tmp_path, text):
+    """Megatron's own tracker ends without a newline, an editor's with one."""
+    for iteration in (5, 10):
+        checkpoint_path(tmp_path, iteration).mkdir()
+    (tmp_path / TRACKER).write_text(text)
+    assert latest_iteration(tmp_path) == 5
+    assert latest_iteration(str(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("text", ["", "release", "-5", "5.0", "five", "5 10", "²", "\N{ARABIC-INDIC DIGIT FIVE}"])
+def test_garbage_is_refused_by_name(tmp_path, text):
+    """Training anew instead would overwrite the checkpoints of weeks."""
+    checkpoint_path(tmp_path, 5).mkdir()
+    (tmp_path / TRACKER).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="correct it") as failure:
+        latest_iteration(tmp_path)
+    assert str(tmp_path / TRACKER) in str(failure.value)
+    assert repr(text) in str(failure.value)
+
+
+def test_tracker_of_a_missing_checkpoint_is_refused(tmp_path):
+    """A checkpoint that was deleted must not be taken for a run that has not begun."""
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(ValueError, match="'7'"):
+        latest_iteration(tmp_path)
+    checkpoint_path(tmp_path, 7).write_text("a file, not a folder")
+    with pytest.raises(ValueError, match="'7'"):
+        latest_iteration(tmp_path)
+
+
+def test_names_are_megatrons(tmp_path):
+    """Tools that find Megatron's checkpoints by name would not find these."""
+    assert checkpoint_path(tmp_path, 100) == tmp_path / "iter_0000100"
+    assert checkpoint_path(tmp_path, 12345678) == tmp_path / "iter_12345678"
+    assert TRACKER == "latest_checkpointed_iteration.txt"
+
+
+@pytest.mark.parametrize(
+    ("made", "load", "hint"),
+    [
+        ((), "checkpoint", "there is no such folder"),
+        (("runs",), "runs", "only --load equal to --save may be new"),
+        (("runs/iter_0000005",), "runs/iter_0000005", r"it is one checkpoint: pass --load .*runs$"),
+        (("model", "model/config.json"), "model", "pass --pretrained-checkpoint"),
+    ],
+)
+def test_a_load_that_holds_no_checkpoint_is_refused(tmp_path, made, load, hint):
+    """A typing error would train from nothing, and say so in a line that scrolls away."""
+    for name in made:
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"--load .*{load} holds no checkpoint; .*{hint}"):
+        check_load(tmp_path / load, tmp_path / "save")
+    check_load(tmp_path / "save", f"{tmp_path}/./save")  # a job's first start
+
+
+def checkpoint(folder, iteration):
+    """Write one of three files, and their checksums; return its path."""
+    path = checkpoint_path(folder, iteration)
+    (path / "huggingface").mkdir(parents=True)
+    for name in ("__0_0.distcp", ".metadata", "huggingface/config.json"):
+        (path / name).write_bytes(name.encode() * 1000)
+    write_checksums(path, {name: sum_of(path / name) for name in file_names(path)})
+    return path
+
+
+def faults(path):
+    sums = read_checksums(path)
+    assert sums is not None
+    return faults_in(path, sorted({*sums, *file_names(path)}), sums)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (flip, "is damaged"),
+        (lambda file: os.truncate(file, 99), "has 99 bytes, but "),
+        (lambda file: file.unlink(), "is missing"),
+    ],
+)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "huggingface/config.json"])
+def test_damage_is_named(tmp_path, name, damage, told):
+    """Three of ten flipped bits load without a word, as other weights."""
+    path = checkpoint(tmp_path, 5)
+    assert faults(path) == []
+    damage(path / name)
+    (fault,) = faults(path)
+    assert str(path / name) in fault
+    assert told in fault
+
+
+def test_a_foreign_file_is_named(tmp_path):
+    """A shard of another checkpoint beside the others may be read instead of one of them."""
+    path = checkpoint(tmp_path, 5)
+    (path / "__1_0.distcp").write_text("of another run")
+    assert faults(path) == [f"{path}/__1_0.distcp was not saved with this checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"crc32": 5}', '{"crc32": {"a": 5}}', '{"crc32": {"a": [1]}}', "\xff"]
+)
+def test_damaged_checksums_are_an_error(tmp_path, text):
+    """Read as none, they would let everything pass."""
+    path = checkpoint(tmp_path, 5)
+    (path / CHECKSUMS).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=CHECKSUMS):
+        read_checksums(path)
+    (path / CHECKSUMS).unlink()
+    assert read_checksums(path) is None  # of a version that wrote none
+
+
+def test_the_newest_sound_one_is_found(tmp_path):
+    """Whoever has a damaged checkpoint needs the one to go back to."""
+    for iteration in (5, 10, 15, 20):
+        checkpoint(tmp_path, iteration)
+    flip(checkpoint_path(tmp_path, 15) / ".metadata")
+    assert other_sound_iteration(tmp_path, damaged=20) == 10
+    for iteration in (5, 10):
+        (checkpoint_path(tmp_path, iteration) / CHECKSUMS).write_text("{")
+    assert other_sound_iteration(tmp_path, damaged=20) is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"), [(1, None, [20]), (2, None, [15, 20]), (2, 5, [5, 15, 20]), (9, None, [5, 10, 15, 20])]
+)
+def test_old_ones_are_removed(tmp_path, keep, best, left):
+    """A disk that fills up ends a run; the best one is what the run was for."""
+    for iteration in (5, 10, 15, 20):
+        checkpoint(tmp_path, iteration)
+    track(tmp_path, TRACKER, 20)
+    if best is not None:
+        track(tmp_path, BEST, best)
+    remove_old(tmp_path, keep)
+    assert iterations(tmp_path) == left
+
+
+HOLD = """
+import sys
+from megatron.sft.model.checkpoint_folder import FolderLock
+try:
+    lock = FolderLock(sys.argv[1])
+except ValueError as error:
+    sys.exit(str(error))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_newer_than_the_tracker_stays(tmp_path):
+    """Somebody who went back to an earlier step may want the later ones yet."""
+    for iteration in (5, 10, 15, 20):
+        checkpoint(tmp_path, iteration)
+    track(tmp_path, TRACKER, 10)
+    remove_old(tmp_path, 1)
+    assert iterations(tmp_path) == [10, 15, 20]
+
+
+def test_one_run_saves_to_a_folder(tmp_path):
+    """Two would overwrite each other's checkpoints; a dead one must not keep others out."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"being saved to by process {holder.pid} of .*; end that run"):
+            FolderLock(tmp_path)
+        (unfinished_path(checkpoint_path(tmp_path, 5)) / "some").mkdir(parents=True)
+        holder.kill()
+    lock = FolderLock(tmp_path)
+    assert not unfinished_path(checkpoint_path(tmp_path, 5)).exists()  # of the dead run
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert f"process {os.getpid()} of" in refused.stderr
+    lock.release()
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+
+def test_checksums_are_json(tmp_path):
+    """Other tools may want to read them."""
+    path = checkpoint(tmp_path, 5)
+    found = json.loads((path / CHECKSUMS).read_text())["crc32"]
+    assert found["__0_0.distcp"] == [12_000, sum_of(path / "__0_0.distcp").crc]

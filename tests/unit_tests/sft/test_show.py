@@ -1,0 +1,69 @@
+"""What a run would train, shown: the same samples and masks as in training."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.sft import show
+from tests.unit_tests.sft.command_line import BASE
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "weight": 0.5},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "b", "weight": 0},
+    ]
+}
+RECORDS = [CHAT, {"text": "x" * 300}, {"messages": CHAT["messages"][:1]}]
+
+
+@pytest.fixture
+def options(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return [*BASE.split(), "--data-path", str(path), "--split", "1", "--over-length-policy", "truncate"]
+
+
+def test_shows_samples_and_shares(options, capsys):
+    """A mask that is shown otherwise than it is trained hides what the command is for."""
+    show.main([*options, "--samples", "5"])
+    blocks = capsys.readouterr().out.split("\n\n")
+    *samples, summary = blocks
+    assert sorted(samples) == [
+        "--- chats: 11 tokens, 2 trained\n<user>q<end><assistant>⟦0.5 x a<end>⟧<user>q<end><assistant>b<end>",
+        f"--- chats: 128 tokens, 128 trained\nx⟦{'x' * 128}⟧",
+    ]
+    rows = [line.split() for line in summary.splitlines()]
+    assert rows[1] == ["chats", "2", "93.5%", "70", "70", "116", "128", "1", "1"]
+    assert summary.splitlines()[2] == "chats  dropped for no loss token: 1"
+
+
+def test_counts_no_more_than_asked(options, capsys):
+    """A million records would be tokenized to show three."""
+    show.main([*options, "--samples", "0", "--count", "1"])
+    counted = capsys.readouterr().out.splitlines()[1].split()
+    assert int(counted[1]) + int(counted[-1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [(["--no-such-flag"], "unknown option --no-such-flag"), (["--mock-data"], "pass either --data-path FILE or")],
+)
+def test_wrong_options_are_one_line(options, more, fault, capsys):
+    """A traceback hides which option is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        show.main([*options, *more])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"python -m megatron.sft.show: error: {fault}")
+    assert error.count("\n") == 1
+
+
+def test_needs_no_torch(options):
+    """It is for machines without GPUs, and for an answer at once."""
+    command = "import sys; from megatron.sft.show import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", command, *options], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
