@@ -116,7 +116,7 @@ $(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
 	touch $(VENV)/.run $(VENV)/.finetune $@
 
 $(VENV)/.core: pyproject.toml setup.py | $(VENV)/.torch
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]' megatron-core==$(VERSION)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,tensorboard]' megatron-core==$(VERSION)
 	touch $@
 
 clean:
