@@ -112,6 +112,7 @@ def main() -> None:
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             print(f"step {iteration} loss {total[0] / total[1]:.6f} microbatches {len(losses)}", flush=True)
+    plugin.uninstall()  # plug-in 5: ends what prepares batches ahead, with --prefetch-global-batches
     dist.destroy_process_group()
 
 

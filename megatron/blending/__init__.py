@@ -25,6 +25,7 @@ _MODULES = {
     "streams.packing_buffer": "PackingDataset",
     "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
     "streams.source": "SourceDataset",
+    "streams.window": "LeftOut WindowDataset",
     "streams.node": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample",

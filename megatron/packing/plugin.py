@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import update_wrapper
-from typing import Any, get_args
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.datasets import data_schedule as exposed_in
@@ -37,6 +37,9 @@ from megatron.packing.plugin_checks import check_config, check_groups, check_mod
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.delay import DelayQueue
+
+if TYPE_CHECKING:
+    from megatron.packing.model.pipeline import PackedPasses
 
 # The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
 # would end in an ImportError instead of the refusal below.
@@ -77,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "metavar": "K",
             "help": "steps that a sequence may wait which alone costs more than a fair share (default: 0, none waits)",
         },
+        "--prefetch-global-batches": {
+            "type": int,
+            "default": 0,
+            "metavar": "K",
+            "help": "global batches that a thread draws, schedules and packs before training asks for them; the "
+            "script's iterator then stands K batches ahead of the step (default: 0, none)",
+        },
     }
     for flag, settings in options.items():
         if flag not in parser._option_string_actions:
@@ -113,7 +123,8 @@ def install(config: TransformerConfig, arguments: argparse.Namespace | None = No
 
 
 def uninstall() -> None:
-    """Leave megatron-core as it was before `install`; nothing to do where it was not installed.
+    """Leave megatron-core as it was before `install`; nothing to do where it was not installed. With
+    --prefetch-global-batches call it, on all ranks, before the process groups are destroyed.
 
     Raises RuntimeError if somebody replaced the forward-backward functions since.
     """
@@ -124,6 +135,7 @@ def uninstall() -> None:
             raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
     for name, function in found.items():
         if isinstance(function, PackingSchedule):
+            function.close()
             setattr(schedules, name, function.plain)
     for name in ours:
         delattr(exposed_in, name)
@@ -136,11 +148,9 @@ class PackingSchedule:
     """
 
     def __init__(self, plain: Callable[..., list[Any]]) -> None:
-        from megatron.packing.model.pipeline import packed
-
         update_wrapper(self, plain)
         self.plain = plain
-        self._packed = packed
+        self._packed: WeakKeyDictionary[torch.nn.Module, PackedPasses] = WeakKeyDictionary()
         self._checked: WeakSet[torch.nn.Module] = WeakSet()
 
     def __call__(self, *, data_iterator: Any, model: Any, forward_step_func: Any, **arguments: Any) -> list[Any]:
@@ -155,9 +165,7 @@ class PackingSchedule:
         check_groups(arguments.get("pg_collection"))
         run = self.plain
         if not _is_packed(data_iterator):
-            from megatron.packing.step.settings import PackingOptions
-
-            run = self._packed(self.plain, PackingOptions.of(get_model_config(chunks[0])).delay_queue)
+            run = self._packed_for(chunks[0])
         with auxiliary_losses.installed():
             return run(
                 data_iterator=data_iterator,
@@ -165,6 +173,18 @@ class PackingSchedule:
                 forward_step_func=checking_loss(forward_step_func),
                 **arguments,
             )
+
+    def close(self) -> None:
+        """End what prepares batches ahead."""
+        for passes in self._packed.values():
+            passes.close()
+
+    def _packed_for(self, chunk: torch.nn.Module) -> PackedPasses:
+        from megatron.packing.model.pipeline import PackedPasses
+
+        if chunk not in self._packed:
+            self._packed[chunk] = PackedPasses(self.plain)
+        return self._packed[chunk]
 
     def _check_once(self, chunk: torch.nn.Module) -> None:
         if chunk not in self._checked:
@@ -197,6 +217,11 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
         options = replace(options, over_length_policy=policy)
     if pack_cost is not None:
         options = replace(options, cost=measured_cost(read_fitted_cost(pack_cost), config))
+    ahead = getattr(arguments, "prefetch_global_batches", 0)
+    if ahead < 0:
+        raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
+    if ahead:
+        options = replace(options, prefetch_global_batches=ahead)
     max_steps = getattr(arguments, "outlier_delay_steps", 0)
     if max_steps and options.delay_queue is None:
         options = replace(options, delay_queue=DelayQueue(max_steps))

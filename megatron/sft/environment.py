@@ -25,6 +25,14 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def default_num_workers() -> int:
+    """Returns how many processes read for each rank: its share of the cores, but for one that computes and one that
+    prepares batches; at most 4.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(0, min(4, len(os.sched_getaffinity(0)) // ranks - 2))
+
+
 def quiet(rank: int) -> None:
     """Keeps megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
     for notice in ("Apex is not installed", "transformer_engine", "Transformer Engine", "FutureWarning", "fused Adam"):

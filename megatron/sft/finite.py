@@ -44,15 +44,22 @@ def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], wh
     raise NonFiniteError(f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}")
 
 
-def guard_step(optimizer: MegatronOptimizer, model: Sequence[torch.nn.Module], where: Callable[[], str]) -> None:
+def guard_step(
+    optimizer: MegatronOptimizer,
+    model: Sequence[torch.nn.Module],
+    where: Callable[[], str],
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Make `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it clips by is not finite.
 
-    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or not.
+    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or not, and waits for
+    the device to have it. check: called then, to raise for what else must not be stepped by.
     """
     norm_of = optimizer.get_grad_norm
 
     def finite_norm() -> float:
         norm = norm_of()
+        check()
         if not math.isfinite(norm):
             found = enumerate(gathered(_first_bad_gradient(model)))
             told = next((f", first in {name} of rank {rank}" for rank, name in found if name is not None), "")

@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         datasets = build_datasets(config)
         if datasets.tokenizer is None:
             raise ValueError("--mock-data has made-up tokens, so there is nothing to show; pass --data-path")
-        stream = SampleStream(datasets.train, Share(0, 1, 1, 1), is_endless=True)
-        names = [source.name for source in datasets.train.sources]
+        stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
+        names = datasets.train.names
         report = _Report(names, datasets.tokenizer, show.samples, _TRAINED if sys.stdout.isatty() else _PLAIN)
         for _ in range(min(show.count, len(datasets.train))):
             report.add(next(stream))

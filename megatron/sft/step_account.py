@@ -5,6 +5,7 @@ stop, and the metrics that it is reported by.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.packing.model.pipeline import PackedLosses
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.global_batch import GlobalBatch
 from megatron.packing.step.stats import PackingStats
@@ -70,45 +70,87 @@ def counts_samples() -> bool:
     return ranks == (0, 0, 0)
 
 
-def reduce(losses: list[Any], stop: bool, counts: Counts, device: torch.device) -> Reduced:
+class Reduction:
     """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop
     signal. One all-reduce of 8 bytes per number: 24, and per source 64, and 16 more where there are several.
+
+    It begins when it is made; `result` waits for it, and for all that the device was given to do before.
     """
-    num_sources = len(counts.table)
-    num_split = 2 * num_sources if num_sources > 1 else 0
-    numbers = torch.zeros(3 + num_split + counts.table.size, dtype=torch.float64, device=device)
-    if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
-        numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
-        numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
-        if num_split:
-            numbers[3 : 3 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
-    numbers[2] = float(stop)
-    if counts_samples():
-        numbers[3 + num_split :] = torch.from_numpy(counts.table).double().flatten()
-    dist.all_reduce(numbers)
-    loss_sum, num_tokens, stops, *rest = numbers.tolist()
-    table = np.array(rest[num_split:]).astype(np.int64).reshape(counts.table.shape)
-    source_losses = np.array(rest[:num_split]).reshape(2, -1)
-    return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses)
+
+    def __init__(self, losses: list[Any], stop: bool, counts: Counts, device: torch.device) -> None:
+        self._shape = counts.table.shape
+        num_sources = len(counts.table)
+        self._num_split = num_split = 2 * num_sources if num_sources > 1 else 0
+        own = torch.zeros(3 + num_split + counts.table.size, dtype=torch.float64)
+        own[2] = float(stop)
+        if counts_samples():
+            own[3 + num_split :] = torch.from_numpy(counts.table).double().flatten()
+        self._is_there: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            own = own.pin_memory()
+        numbers = own.to(device, non_blocking=True)
+        if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
+            numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
+            numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
+            if num_split:
+                numbers[3 : 3 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
+        dist.all_reduce(numbers)
+        self._numbers = numbers
+        if device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._is_there = torch.cuda.current_stream(device).record_event()
+
+    def result(self) -> Reduced:
+        """Returns what all ranks know then."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        loss_sum, num_tokens, stops, *rest = self._numbers.tolist()
+        table = np.array(rest[self._num_split :]).astype(np.int64).reshape(self._shape)
+        source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
+        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses)
+
+
+class Stopwatch:
+    """Seconds between its making and `stop`, of the device's work; asking for them waits for nothing on a device whose
+    work has been waited for since.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._mark()
+
+    def stop(self) -> None:
+        self._end = self._mark()
+
+    @property
+    def seconds(self) -> float:
+        start, end = self._start, self._end
+        if isinstance(start, float) or isinstance(end, float):
+            return float(end) - float(start)  # type: ignore[arg-type]
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class Update(NamedTuple):
     """A pass over a global batch, and what the optimizer made of it."""
 
-    losses: list[Any]
-    """What the forward-backward function returned."""
+    batch: GlobalBatch | None
+    """What was packed; None without packing."""
     data_seconds: float
-    """That the pass waited for its data."""
+    """That the step waited for its batch."""
     passes_seconds: float
-    """Of forward and backward, without `data_seconds`."""
+    """Of forward and backward."""
     lr: float
     grad_norm: float
     skipped: bool
-
-    @property
-    def batch(self) -> GlobalBatch | None:
-        """What was packed; None without packing."""
-        return self.losses.batch if isinstance(self.losses, PackedLosses) else None
 
 
 class StepAccount:

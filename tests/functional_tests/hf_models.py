@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.packing.model.pipeline import packed
+from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
@@ -209,7 +209,7 @@ def train_by_product(
     scheduler = build_scheduler(config, optimizer)
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
-    forward_backward = packed(get_forward_backward_func())
+    forward_backward = PackedPasses(get_forward_backward_func())
     losses: list[float] = []
     first: list[tuple[Tensor, Tensor]] = []
     for batch in batches:

@@ -45,7 +45,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.packing.model.pipeline import packed
+from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
@@ -253,7 +253,7 @@ def train_packed(
     scheduler = build_scheduler(config, optimizer)
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
-    forward_backward = packed(get_forward_backward_func())
+    forward_backward = PackedPasses(get_forward_backward_func())
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)

@@ -260,6 +260,18 @@ def test_a_stopped_run_continues_as_if_never_stopped(lengths: Path, delayed: Pat
     assert list(map(untimed, found.values())) == list(map(untimed, expected.values()))
 
 
+@pytest.mark.parametrize("ahead", ["0", "1"])
+def test_continues_to_the_bit_however_far_ahead_batches_are_prepared(
+    lengths: Path, delayed: Path, tmp_path: Path, ahead: str
+) -> None:
+    """A checkpoint of what was drawn, not of what was trained, would lose the batches between the two."""
+    folder = tmp_path / "run"
+    shutil.copytree(delayed, folder)
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("6")
+    finish(run(2, folder, lengths, "--outlier-delay-steps", str(LAST), "--prefetch-global-batches", ahead))
+    assert list(map(untimed, steps_of(folder).values())) == list(map(untimed, steps_of(delayed).values()))
+
+
 OTHERS = {
     "four ranks": (4, ("--outlier-delay-steps", str(LAST))),
     "pipeline": (2, ("--outlier-delay-steps", str(LAST), "--pipeline-model-parallel-size", "2")),

@@ -260,8 +260,10 @@ def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, t
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number: int) -> None:
-    """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last checkpoint."""
-    run = Run(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000)])
+    """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last checkpoint; it may end
+    the processes that read, too.
+    """
+    run = Run(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"])
     wait_for_step(run, tmp_path, 3)  # one save is done, and nothing of it is needed again
     run.signal_all(number)
     status, output = run.finish()

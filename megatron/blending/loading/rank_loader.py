@@ -185,6 +185,10 @@ class Loader(Generic[T_co]):
     def num_skipped(self) -> int:
         return sum(skipped for _, skipped in self._counts.values())
 
+    def start(self) -> None:
+        """Start the workers now rather than with the first batch: from this thread, before there are others."""
+        self._started()
+
     def close(self) -> None:
         """Stop the workers."""
         self._keep_shards()

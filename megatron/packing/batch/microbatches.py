@@ -9,7 +9,7 @@ and where the stage has tokens `tokens`, `labels`, `position_ids` (int64 [T]), `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,31 @@ def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout
         }
         for number, layout in enumerate(layouts)
     ]
+
+
+def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
+    """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one before it is yielded.
+
+    The copies are on a stream of their own, which the caller's current stream waits for; the host waits for nothing.
+    Their memory belongs to that stream, so the allocator is told that the caller's stream uses it, too.
+    """
+    stream = torch.cuda.Stream(device)
+    copied: tuple[Microbatch, torch.cuda.Event] | None = None
+    for following in (*microbatches, None):
+        upcoming = None
+        if following is not None:
+            with torch.cuda.stream(stream):
+                fields = {name: following[name].to(device, non_blocking=True) for name in FIELDS if name in following}
+                upcoming = {**following, **fields}, stream.record_event()
+        if copied is not None:
+            microbatch, is_there = copied
+            current = torch.cuda.current_stream(device)
+            current.wait_event(is_there)
+            for name in FIELDS:
+                if name in microbatch:
+                    microbatch[name].record_stream(current)
+            yield microbatch
+        copied = upcoming
 
 
 def _padded(values: npt.NDArray[Any], index: IntArray | None, size: int) -> Tensor:

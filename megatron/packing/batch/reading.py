@@ -12,13 +12,13 @@ numpy array, a tensor or a list, [L] or [1, L].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.samples import Fields, IntArray, Samples, counted, spread
+from megatron.packing.batch.samples import IntArray, Samples, counted, next_tokens, spread
 
 IGNORED = -100
 """The label that HuggingFace's collators give to tokens without a loss."""
@@ -81,50 +81,56 @@ class SampleReader:
         lengths = np.array(self._lengths, np.int64)
         num_tokens, ends = int(lengths.sum()), np.cumsum(lengths)
         item_ends = np.cumsum(self._sizes)
-        tokens = self._column("tokens", item_ends, np.empty(0))
+        tokens = self._column("tokens", item_ends, lambda: np.empty(0))
         self._check_ids("tokens", tokens, ends)
-        next_tokens = np.append(tokens[1:], tokens[-1:])
-        next_tokens[ends - 1] = tokens[ends - 1]
-        labels = self._column("labels", item_ends, next_tokens)
-        loss_mask = self._column("loss_mask", item_ends, np.ones(num_tokens, np.float32)).astype(np.float32)
-        position_ids = self._column("position_ids", item_ends, counted(lengths))
-        self._check_ids("labels", labels, ends)
-        self._check_ids("position_ids", position_ids, ends)
-        if not (is_finite := np.isfinite(loss_mask)).all():
-            raise SampleError(self._draw_of(int(is_finite.argmin()), ends), "'loss_mask' must be finite, but is not")
-        unlabelled = np.repeat([labels is None for labels in self._columns["labels"]], self._sizes)
-        unknown = ends[unlabelled[ends - 1]] - 1
-        ignored = labels == IGNORED
-        if unknown.size or ignored.any():
-            loss_mask = np.where(ignored, np.float32(0), loss_mask)
-            loss_mask[unknown] = 0
-            labels = np.where(ignored, 0, labels)
+        tokens = tokens.astype(np.int32)
+        labels = self._column("labels", item_ends, lambda: next_tokens(tokens, tokens[ends - 1], ends))
+        loss_mask = self._column("loss_mask", item_ends, lambda: np.ones(num_tokens, np.float32))
+        loss_mask = loss_mask.astype(np.float32, copy=False)
+        least_label = self._check_ids("labels", labels, ends)
+        position_ids = None
+        if any(values is not None for values in self._columns["position_ids"]):
+            position_ids = self._column("position_ids", item_ends, lambda: counted(lengths))
+            self._check_ids("position_ids", position_ids, ends)
+        if not np.isfinite(loss_mask.sum(dtype=np.float64)):
+            place = int(np.isfinite(loss_mask).argmin())
+            raise SampleError(self._draw_of(place, ends), "'loss_mask' must be finite, but is not")
+        if any(labels is None for labels in self._columns["labels"]):
+            unlabelled = np.repeat([labels is None for labels in self._columns["labels"]], self._sizes)
+            loss_mask[ends[unlabelled[ends - 1]] - 1] = 0  # unknown
+        if least_label <= IGNORED:
+            ignored = labels == IGNORED
+            loss_mask, labels = np.where(ignored, np.float32(0), loss_mask), np.where(ignored, 0, labels)
         sources = np.array(self._sources, np.int32)
-        return Samples.of(lengths, sources, Fields(tokens, labels, loss_mask, position_ids))
+        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
 
     @property
     def draws(self) -> IntArray:
         """int64 [n]: which draw gave each sequence."""
         return np.array(self._draws, np.int64)
 
-    def _column(self, name: str, item_ends: IntArray, default: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The values of all items; those of `default` for items that have none."""
+    def _column(self, name: str, item_ends: IntArray, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """The values of all items, which may be written to; those of the default for items that have none."""
         column = self._columns[name]
-        if all(values is None for values in column):
+        default = make_default() if any(values is None for values in column) else None
+        if default is not None and all(values is None for values in column):
             return default
         return np.concatenate(
             [
-                default[end - size : end] if values is None else values
+                default[end - size : end] if values is None else values  # type: ignore[index]
                 for values, end, size in zip(column, item_ends.tolist(), self._sizes)
             ]
         )
 
-    def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> None:
+    def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:
+        """The least of them."""
         if ids.dtype.kind not in "iu":
             raise SampleError(self._draws[0], f"'{name}' must be integers, but are {ids.dtype}")
-        if ids.max() >= _LIMIT or ids.min() <= -_LIMIT:
+        least = int(ids.min())
+        if ids.max() >= _LIMIT or least <= -_LIMIT:
             place = int((np.abs(ids) >= _LIMIT).argmax())
             raise SampleError(self._draw_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}")
+        return least
 
     def _draw_of(self, place: int, ends: IntArray) -> int:
         return self._draws[int(np.searchsorted(ends, place, side="right"))]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,19 +72,32 @@ class Samples:
         )
 
     @classmethod
-    def of(cls, lengths: IntArray, sources: npt.NDArray[np.int32], fields: Fields) -> Samples:
-        """Return the sequences in the smallest form that holds all of them."""
+    def of(
+        cls,
+        lengths: IntArray,
+        sources: npt.NDArray[np.int32],
+        tokens: npt.NDArray[Any],
+        labels: npt.NDArray[Any],
+        loss_mask: npt.NDArray[np.float32],
+        position_ids: npt.NDArray[Any] | None = None,
+    ) -> Samples:
+        """Return the sequences in the smallest form that holds all of them.
+
+        Ids are integers of any type, one entry per token each; position_ids None: they count from zero.
+        """
         if not lengths.size:
             return cls.none()
         ends = np.cumsum(lengths)
-        tokens, labels = fields.tokens.astype(np.int32), fields.labels.astype(np.int32)
+        tokens, labels = (ids.astype(np.int32, copy=False) for ids in (tokens, labels))
+        if position_ids is not None and np.array_equal(position_ids, counted(lengths)):
+            position_ids = None
         last_labels = labels[ends - 1]
-        flags = fields.loss_mask != 0
+        flags = loss_mask != 0
         weights = np.ones(lengths.size, np.float32)
-        is_weighted = not np.array_equal(fields.loss_mask, flags)
+        is_weighted = not np.array_equal(loss_mask, flags)
         if is_weighted:
-            weights = np.maximum.reduceat(fields.loss_mask, ends - lengths)
-            is_weighted = not np.array_equal(fields.loss_mask, flags * np.repeat(weights, lengths))
+            weights = np.maximum.reduceat(loss_mask, ends - lengths)
+            is_weighted = not np.array_equal(loss_mask, flags * np.repeat(weights, lengths))
         return cls(
             lengths=lengths,
             sources=sources,
@@ -92,11 +105,9 @@ class Samples:
             last_labels=last_labels,
             weights=weights,
             flags=flags.view(np.uint8),
-            labels=None if np.array_equal(labels, _next_tokens(tokens, last_labels, ends)) else labels,
-            loss_mask=fields.loss_mask if is_weighted else None,
-            position_ids=None
-            if np.array_equal(fields.position_ids, counted(lengths))
-            else fields.position_ids.astype(np.int32),
+            labels=None if _are_next_tokens(labels, tokens, ends) else labels,
+            loss_mask=loss_mask if is_weighted else None,
+            position_ids=None if position_ids is None else position_ids.astype(np.int32),
         )
 
     @property
@@ -124,7 +135,7 @@ class Samples:
         """Return the same sequences with at least what `form` says kept in full."""
         labels, loss_mask, position_ids = self.labels, self.loss_mask, self.position_ids
         if form & LABELS and labels is None:
-            labels = _next_tokens(self.tokens, self.last_labels, np.cumsum(self.lengths))
+            labels = next_tokens(self.tokens, self.last_labels, np.cumsum(self.lengths))
         if form & MASK and loss_mask is None:
             loss_mask = np.where(self.flags, np.repeat(self.weights, self.lengths), np.float32(0))
         if form & POSITIONS and position_ids is None:
@@ -244,10 +255,18 @@ def counted(lengths: IntArray) -> IntArray:
     return spread(np.zeros(lengths.size, np.int64), lengths)
 
 
-def _next_tokens(
+def next_tokens(
     tokens: npt.NDArray[np.int32], last_labels: npt.NDArray[np.int32], ends: IntArray
 ) -> npt.NDArray[np.int32]:
+    """Return the tokens that follow, in sequences that end at `ends` with `last_labels`."""
     labels = np.empty_like(tokens)
     labels[:-1] = tokens[1:]
     labels[ends - 1] = last_labels
     return labels
+
+
+def _are_next_tokens(labels: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], ends: IntArray) -> bool:
+    """Whether that is so but at the ends, which are kept in any case."""
+    differ = labels[:-1] != tokens[1:]
+    differ[ends[:-1] - 1] = False
+    return not differ.any()

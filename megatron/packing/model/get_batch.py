@@ -65,8 +65,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
 
     def shard(values: Tensor) -> Tensor:
-        shard = values if index is None else values[index.to(values.device, non_blocking=True)]
-        return shard.to(device, non_blocking=True).unsqueeze(0)
+        shard = values if index is None else values[_sent(index, values.device)]
+        return _sent(shard, device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
@@ -91,7 +91,14 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
     sources = microbatch["sources"].repeat_interleave(padded_lengths.long())
     shard = sources if index is None else sources[index]
-    return shard.to(device_of(groups.tp), non_blocking=True).unsqueeze(0)
+    return _sent(shard, device_of(groups.tp)).unsqueeze(0)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its own to a GPU's."""
+    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> PackedSeqParams:
@@ -105,7 +112,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Packe
     """
     padded = microbatch["cu_seqlens_padded"]
     if transformer_engine_installed():
-        padded = padded.to(device, non_blocking=True)
+        padded = _sent(padded, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=padded,

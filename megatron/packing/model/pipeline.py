@@ -5,17 +5,19 @@ evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
-from megatron.packing.step.groups import device_of
+from megatron.packing.step.groups import device_of, road_groups
+from megatron.packing.step.prefetch import Prefetcher
+from megatron.packing.step.settings import PackingOptions
 
 
 class PackedLosses(list):
@@ -26,19 +28,23 @@ class PackedLosses(list):
         self.batch = batch
 
 
-def packed(
-    forward_backward_func: Callable[..., list[Any]], queue: DelayQueue | None = None
-) -> Callable[..., PackedLosses]:
+class PackedPasses:
     """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the packing scheduler.
 
     Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and
     `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then run is the scheduler's
-    decision. The model's config must pass `check_config`. With a `queue`, outliers wait for company in training (see
-    `delay`); with `forward_only` it is left alone.
+    decision. The model's config must pass `check_config`. In training outliers wait for company (see `delay`) where its
+    `PackingOptions` have a queue, and global batches are prepared ahead where they say so: then all training steps must
+    give the same iterator, which stands that many batches ahead of the step. With `forward_only` neither happens.
     """
 
-    @wraps(forward_backward_func)
-    def run(
+    def __init__(self, forward_backward_func: Callable[..., list[Any]]) -> None:
+        update_wrapper(self, forward_backward_func)
+        self._forward_backward = forward_backward_func
+        self._training: _Training | None = None
+
+    def __call__(
+        self,
         *,
         data_iterator: Any,
         model: Any,
@@ -49,11 +55,18 @@ def packed(
     ) -> PackedLosses:
         config = get_model_config(model[0] if isinstance(model, list) else model)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-        check_config(config, device_of(groups.pp))
-        queue_used = None if forward_only else queue
-        batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, queue=queue_used)
-        losses = forward_backward_func(
-            data_iterator=batch.iterators(config.virtual_pipeline_model_parallel_size),
+        device = device_of(groups.pp)
+        check_config(config, device)
+        if forward_only:
+            if self._training is not None:
+                self._training.batches.settle()
+            batch = schedule_global_batch(data_iterator, config, num_microbatches, groups)
+        else:
+            if self._training is None:
+                self._training = _Training(data_iterator, config, num_microbatches, groups)
+            batch = self._training.next(data_iterator, num_microbatches)
+        losses = self._forward_backward(
+            data_iterator=batch.iterators(config.virtual_pipeline_model_parallel_size, device),
             model=model,
             num_microbatches=batch.stats.num_microbatches,
             pg_collection=pg_collection,
@@ -62,7 +75,68 @@ def packed(
         )
         return PackedLosses(losses, batch)
 
-    return run
+    def close(self) -> None:
+        """End what prepares batches ahead; before the process groups are destroyed.
+
+        After an error of this rank alone others may never prepare theirs, so it waits a minute and no longer.
+        """
+        if self._training is not None:
+            self._training.batches.close(timeout_seconds=60.0)
+
+
+class _Training:
+    """The global batches of the training steps of a model, each as its step finds it."""
+
+    def __init__(
+        self, data_iterator: Any, config: TransformerConfig, num_draws: int, groups: ProcessGroupCollection
+    ) -> None:
+        options = PackingOptions.of(config)
+        self._ahead = options.prefetch_global_batches
+        self._iterator, self._num_draws = _only(data_iterator), num_draws
+        self._config, self._groups = config, groups
+        self._step, self._queue = options.step, options.delay_queue
+        self._working_queue = self._queue
+        if self._ahead:
+            road_groups(groups)  # made by this thread: that is collective over the world
+            self._iterator = getattr(self._iterator, "iterable", self._iterator)
+            self._working_queue = None if self._queue is None else self._queue.copy()
+        self._given = _only(data_iterator)
+        self._last: GlobalBatch | None = None
+        self.batches = Prefetcher(self._prepare, self._ahead)
+
+    def next(self, data_iterator: Any, num_draws: int) -> GlobalBatch:
+        if not self._ahead:
+            self._iterator, self._num_draws = _only(data_iterator), num_draws
+            self._step -= getattr(self._iterator, "replaying", False)
+            return next(self.batches)
+        if _only(data_iterator) is not self._given or num_draws != self._num_draws:
+            raise ValueError(
+                "with --prefetch-global-batches every training step must be given the same data iterator and number "
+                "of microbatches, as its batches are drawn ahead; pass --prefetch-global-batches 0"
+            )
+        if self._last is not None and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:
+            return self._last
+        self._last = batch = next(self.batches)
+        if self._queue is not None:
+            self._queue.finish(batch.delayed)
+        return batch
+
+    def _prepare(self) -> GlobalBatch:
+        batch = schedule_global_batch(
+            self._iterator,
+            self._config,
+            self._num_draws,
+            self._groups,
+            queue=self._working_queue,
+            step=self._step,
+        )
+        self._step += 1
+        return batch
+
+
+def _only(data_iterator: Any) -> Any:
+    """The iterator that is drawn from: with interleaving the first of a list."""
+    return data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
 
 
 def check_config(config: TransformerConfig, device: torch.device) -> None:

@@ -17,23 +17,38 @@ class Delayed(NamedTuple):
     samples: Samples
     steps: IntArray
 
+    @classmethod
+    def none(cls) -> Delayed:
+        """Return that nothing waits."""
+        return cls(Samples.none(), np.empty(0, np.int64))
+
 
 class DelayQueue:
     """What waits on this rank between steps; made once per run, on every rank, by whoever owns the loop.
 
     A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails leaves the queue as
     it was; one that is repeated on a rewound iterator begins with the same sequences again. It stays empty on ranks
-    that do not draw.
+    that do not draw. Who prepares steps ahead does so with a `copy`, and hands what waits after each (see
+    `GlobalBatch.delayed`) to the queue of the run when that step is trained.
     """
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: int, delayed: Delayed | None = None) -> None:
         if max_steps < 0:
             raise ValueError(f"--outlier-delay-steps must be at least 0, but is {max_steps}")
         self.max_steps = max_steps
         """Steps that a sequence waits at most; the same on all ranks. 0 lets all that wait leave at the next step: set
         it before the last one.
         """
-        self._before = self._after = Delayed(Samples.none(), np.empty(0, np.int64))
+        self._before = self._after = delayed or Delayed.none()
+
+    def copy(self) -> DelayQueue:
+        """Return another queue in which the same sequences wait."""
+        return DelayQueue(self.max_steps, self._after)
+
+    @property
+    def delayed(self) -> Delayed:
+        """What waits now."""
+        return self._after
 
     def begin(self, is_repeated: bool) -> Delayed:
         """Return what waits as a step begins; `is_repeated`: the step before, once more."""

@@ -14,7 +14,6 @@ batch that no schedule fits) is raised alike on all ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.microbatches import Microbatch, layout_microbatch, layouts_of, pack
+from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatch, layouts_of, pack
 from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
 from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
@@ -39,10 +38,16 @@ GROUPS = ["tp", "pp", "cp", "dp", "mp"]
 
 
 class PackedIterator(Iterator[Microbatch]):
-    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the user's data."""
+    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the user's data.
 
-    def __init__(self, microbatches: Sequence[Microbatch]) -> None:
-        self._microbatches = iter(microbatches)
+    device: a CUDA device to which tensors of tokens are copied, each microbatch while the one before it is computed, on
+    a stream of their own; None leaves them on the host.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], device: torch.device | None = None) -> None:
+        self._microbatches: Iterator[Microbatch] = iter(microbatches)
+        if device is not None and device.type == "cuda":
+            self._microbatches = copied_ahead(self._microbatches, device)
 
     def __next__(self) -> Microbatch:
         return next(self._microbatches)
@@ -61,14 +66,19 @@ class GlobalBatch:
     """How many of its sequences were delayed by 0, 1, 2 ... steps in a `DelayQueue`; empty without one."""
     num_delayed: int
     """Sequences that wait for a later batch, on all data-parallel ranks."""
-    seconds: float
-    """That the step waited for it."""
+    delayed: Delayed
+    """Those that this rank drew."""
 
-    def iterators(self, num_virtual_stages: int | None) -> PackedIterator | list[PackedIterator]:
-        """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each."""
+    def iterators(
+        self, num_virtual_stages: int | None, device: torch.device | None = None
+    ) -> PackedIterator | list[PackedIterator]:
+        """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each.
+
+        device: see `PackedIterator`.
+        """
         if num_virtual_stages is None:
-            return PackedIterator(self.microbatches)
-        return [PackedIterator(self.microbatches) for _ in range(num_virtual_stages)]
+            return PackedIterator(self.microbatches, device)
+        return [PackedIterator(self.microbatches, device) for _ in range(num_virtual_stages)]
 
 
 class StepPlan(NamedTuple):
@@ -100,10 +110,14 @@ def schedule_global_batch(
     groups: ProcessGroupCollection,
     scheduler_type: str | None = None,
     queue: DelayQueue | None = None,
+    step: int | None = None,
 ) -> GlobalBatch:
-    """`data_schedule.wrap_dataloader`, with everything that is known about the batch."""
-    start = time.perf_counter()
-    settings = PackingSettings.of(config, groups, scheduler_type)
+    """`data_schedule.wrap_dataloader`, with everything that is known about the batch.
+
+    step: its number; None takes that of `PackingOptions`. It may run in a thread (see `step.prefetch`), once the first
+    call, or `road_groups`, has made its groups.
+    """
+    settings = PackingSettings.of(config, groups, scheduler_type, step)
     road = road_groups(groups)
     part = _Part(None, Samples.none())
     if road.drawing is not None:
@@ -124,7 +138,7 @@ def schedule_global_batch(
         decision=part.decision,
         delays=plan.delays,
         num_delayed=plan.num_delayed,
-        seconds=time.perf_counter() - start,
+        delayed=Delayed.none() if queue is None else queue.delayed,
     )
 
 

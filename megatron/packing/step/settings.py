@@ -30,8 +30,11 @@ class PackingOptions:
     seed: int = 0
     step: int = 0
     """Of the run, and the number of the step: where a scheduler's random choices come from, so that a resumed run
-    repeats them. Whoever owns the loop sets the step.
+    repeats them. `wrap_dataloader` takes the step as it is; the hook on megatron-core's schedules counts on from what
+    it is at its first training step.
     """
+    prefetch_global_batches: int = 0
+    """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
@@ -61,9 +64,14 @@ class PackingSettings:
 
     @classmethod
     def of(
-        cls, config: TransformerConfig, groups: ProcessGroupCollection, scheduler: str | None = None
+        cls,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        scheduler: str | None = None,
+        step: int | None = None,
     ) -> PackingSettings:
-        """Read them from `config`, by name where megatron-core's dataclass has no such field yet.
+        """Read them from `config`, by name where megatron-core's dataclass has no such field yet; `scheduler` and
+        `step`, where given, win.
 
         Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small for the layout.
         """
@@ -90,7 +98,7 @@ class PackingSettings:
             microbatch_multiple=multiple,
             cost=options.cost or cost_of(config),
             seed=options.seed,
-            step=options.step,
+            step=options.step if step is None else step,
             model=StepModel(
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,

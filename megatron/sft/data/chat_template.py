@@ -29,6 +29,8 @@ from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.marked_template import MarkedTemplate, Written
 from megatron.sft.data.messages import Message, SampleError, texts_of
 
+_CHECKED_AT_EACH_END = 4
+"""Answers of a conversation that are compared with how they would be generated."""
 _WAY_OUT = "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what is to be trained"
 
 TRAINING_VARIANTS: Mapping[str, str] = {
@@ -162,13 +164,14 @@ class ChatTemplate:
         return start + len(prompt.before), start + len(turn)
 
     def _check_turns(self, conversation: Conversation, written: Written, prompt: _Prompt) -> None:
-        """Raise ValueError unless each answer stands behind what generation would start from."""
-        for number, message in enumerate(conversation.messages):
-            if message.role != "assistant" or message.weight == 0 or number == 0:
-                continue
-            before, until = (
-                conversation._replace(messages=conversation.messages[:end]) for end in (number, number + 1)
-            )
+        """Raise ValueError unless each answer stands behind what generation would start from.
+
+        Of many answers only the first and the last few are looked at, as each takes two renderings.
+        """
+        messages = conversation.messages
+        answers = [number for number, one in enumerate(messages) if one.role == "assistant" and one.weight and number]
+        for number in sorted({*answers[:_CHECKED_AT_EACH_END], *answers[-_CHECKED_AT_EACH_END:]}):
+            before, until = (conversation._replace(messages=messages[:end]) for end in (number, number + 1))
             start, end = self._answer(written, number, prompt)
             prompted, answered = self._write(before, add_generation_prompt=True), self._write(until)
             if prompted.text != written.text[:start] or answered.text[:end] != written.text[:end]:

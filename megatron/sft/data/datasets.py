@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from megatron.blending.encoding.source_part import SourcePart
 from megatron.blending.formats.sources import SOURCES
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
-    LoadedDataset,
     LoadedDatasetList,
     loaded_for_training,
     split_names,
@@ -31,12 +31,11 @@ from megatron.blending.metadatasets.metadataset import (
     source_entries,
 )
 from megatron.blending.order.weights import WeightSchedule
-from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.source import SourceDataset
-from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, Tokenizer
-from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats
-from megatron.sft.data.mixture import Blended, Concatenation, Mixture
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, Tokenizer
+from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
 from megatron.sft.data.mock_dataset import MockSFTDataset
+from megatron.sft.data.sample_set import SampleSet, blended, concatenated, source_of
 from megatron.sft.data.tokenizer import build_tokenizer
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
@@ -49,9 +48,9 @@ _HELD_OUT = ("val", "test")
 class Datasets(NamedTuple):
     """What a run reads. An empty validation or test set is not evaluated."""
 
-    train: Mixture
-    valid: Mixture
-    test: Mixture
+    train: SampleSet
+    valid: SampleSet
+    test: SampleSet
     vocab_size: int
     """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else the tokenizer's."""
     tokenizer: Tokenizer | None = None
@@ -90,6 +89,25 @@ def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
     return of_model
 
 
+class _Opened(NamedTuple):
+    """A source, and which of its records are meant."""
+
+    entry: SourceEntry | Join
+    dataset: SourceDataset
+    records: range
+
+    def part(self, records: range) -> _Opened:
+        """Returns the same with others of its records."""
+        return self._replace(records=records)
+
+    def node(self, is_shuffled: bool = True) -> SourceDataset:
+        """Returns them as a data set."""
+        whole, load = self.dataset.source, self.dataset.load
+        source = whole if len(self.records) == len(whole) else SourcePart(whole, self.records)
+        multiplier = self.entry.shuffle_over_epochs_multiplier if is_shuffled else None
+        return SourceDataset(source, load=load, multiplier=multiplier, name=self.dataset.name)
+
+
 class _Builder:
     def __init__(self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None) -> None:
         self._data = data
@@ -98,49 +116,43 @@ class _Builder:
         self._seed = seed
         self._held_out = self._splits_of_data()
 
-    def build_files(self) -> tuple[Mixture, Mixture, Mixture]:
+    def build_files(self) -> tuple[SampleSet, SampleSet, SampleSet]:
         """Returns the sources one after the other."""
         data = self._data
-        sources = self._sources(
+        opened = self._opened(
             [entry for path in data.paths for entry in source_entries(load_metadataset(path, "train"))]
         )
-        total = sum(map(len, sources))
         if data.valid_data_path or self._held_out:
-            return Concatenation(sources, seed=self._seed), self._all_of("val"), self._all_of("test")
-        train, valid, test = self._cut(total, "")
-        return (
-            Concatenation(sources, train.start, train.stop, seed=self._seed),
-            Concatenation(sources, valid.start, valid.stop),
-            Concatenation(sources, test.start, test.stop),
+            return self._concatenated(opened, seed=self._seed), self._all_of("val"), self._all_of("test")
+        ends = [0, *accumulate(len(source.records) for source in opened)]
+        train, valid, test = (
+            [
+                source.part(range(max(cut.start - start, 0), min(cut.stop - start, len(source.records))))
+                for source, start in zip(opened, ends)
+            ]
+            for cut in self._cut(ends[-1], "")
         )
+        return self._concatenated(train, seed=self._seed), self._concatenated(valid), self._concatenated(test)
 
-    def build_blend(self) -> tuple[Mixture, Mixture, Mixture]:
+    def build_blend(self) -> tuple[SampleSet, SampleSet, SampleSet]:
         """Returns the sources in the proportions of a metadataset, or of the weights in --data-path."""
         found = [(load_metadataset(path, "train"), weight) for weight, path in self._data.weighted_paths]
         weighted = tuple((node, weight) for node, weight in found if weight is not None)
         kind, shares = flattened(Blend(children=weighted) if weighted else found[0][0])
-        opened = [(open_chats(entry, self._task), share, entry) for entry, share in shares]
+        opened = self._opened([entry for entry, _ in shares])
         if self._data.valid_data_path or self._held_out:
-            return self._blended(loaded_for_training(kind, opened)), self._all_of("val"), self._all_of("test")
-        cuts = [self._cut(len(dataset.source), f" of {entry.where or _path_of(entry)}") for dataset, _, entry in opened]
-        parts = [
-            (_part(dataset, entry, train), share, entry) for (dataset, share, entry), (train, _, _) in zip(opened, cuts)
-        ]
-        held_out = [
-            self._chats(
-                [
-                    (_part(d, entry, cut[which]), entry, cut[which].start)
-                    for (d, _, entry), cut in zip(opened, cuts)
-                    if cut[which]
-                ]
+            valid, test = self._all_of("val"), self._all_of("test")
+        else:
+            cuts = [
+                self._cut(len(source.records), f" of {source.entry.where or _path_of(source.entry)}")
+                for source in opened
+            ]
+            valid, test = (
+                self._concatenated([source.part(cut[which]) for source, cut in zip(opened, cuts)]) for which in (1, 2)
             )
-            for which in (1, 2)
-        ]
-        return (
-            self._blended(loaded_for_training(kind, parts)),
-            Concatenation(held_out[0]),
-            Concatenation(held_out[1]),
-        )
+            opened = [source.part(cut[0]) for source, cut in zip(opened, cuts)]
+        made = [(source.node(), share, source.entry) for source, (_, share) in zip(opened, shares)]
+        return self._blended(loaded_for_training(kind, made)), valid, test
 
     def _splits_of_data(self) -> set[str]:
         """Returns which splits to hold out the data themselves have."""
@@ -156,32 +168,33 @@ class _Builder:
             )
         return set().union(*found.values())
 
-    def _all_of(self, split: str) -> Mixture:
+    def _all_of(self, split: str) -> SampleSet:
         """Returns what is held out, unshuffled."""
         paths: Sequence[str] = self._data.valid_data_path if split == "val" else ()
         if not self._data.valid_data_path:
             paths = [path for path in self._data.paths if split in split_names(path)]
-        return Concatenation(
-            self._sources([entry for path in paths for entry in source_entries(load_metadataset(path, split))])
+        return self._concatenated(
+            self._opened([entry for path in paths for entry in source_entries(load_metadataset(path, split))])
         )
 
-    def _sources(self, found: Sequence[SourceEntry | Join]) -> list[ChatSource]:
-        return self._chats([(open_chats(entry, self._task), entry, 0) for entry in found])
+    def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_Opened]:
+        found = [open_chats(entry, self._task) for entry in entries]
+        return [_Opened(entry, one, range(len(one.source))) for entry, one in zip(entries, found)]
 
-    def _chats(self, opened: Sequence[tuple[SourceDataset, SourceEntry | Join, int]]) -> list[ChatSource]:
-        """Returns opened sources with their names; the number is the record at which they begin."""
-        names = short_names([_path_of(entry) for _, entry, _ in opened])
-        return [
-            ChatSource(dataset, name, self._task, self._failures(), first)
-            for name, (dataset, _, first) in zip(names, opened)
-        ]
+    def _concatenated(self, opened: Sequence[_Opened], seed: int | None = None) -> SampleSet:
+        there = [source for source in opened if source.records]
+        nodes = [source.node(is_shuffled=False) for source in there]
+        return concatenated(self._named(there, nodes), nodes, seed)
 
-    def _failures(self) -> Failures | None:
-        return Failures(self._data.max_bad_samples_in_a_row) if self._data.skip_bad_samples else None
+    def _named(self, sources: Sequence[_Opened], nodes: Sequence[SourceDataset]) -> list[str]:
+        """Returns the names of sources, and lets their nodes make sequences."""
+        for number, node in enumerate(nodes):
+            assert node.load is not None
+            node.load = ChatLoad(node.load, self._task, number)
+        return short_names([_path_of(source.entry) for source in sources])
 
-    def _blended(self, loaded: LoadedDatasetList) -> Mixture:
+    def _blended(self, loaded: LoadedDatasetList) -> SampleSet:
         shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
-        sources = self._chats([(_entry_of(one), one.entry, 0) for one in loaded.datasets])
         weighted, schedule = loaded.datasets, self._schedule
         asks = schedule is not None or self._data.blend_weights_by == "tokens"
         if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
@@ -191,7 +204,9 @@ class _Builder:
             )
         if self._data.blend_weights_by == "tokens":
             weighted, schedule = by_tokens(loaded.datasets, schedule, self._task)
-        return Blended(sources, weighted, shares, self._seed, self._data.blend_mode, schedule)
+        sources = [_Opened(one.entry, source_of(one.dataset), range(0)) for one in weighted]
+        names = self._named(sources, [source.dataset for source in sources])
+        return blended(names, weighted, shares, self._seed, self._data.blend_mode, schedule)
 
     def _cut(self, num_records: int, of_what: str) -> tuple[range, range, range]:
         """Returns the records for training, validation and test."""
@@ -235,22 +250,6 @@ def _ending(parts: tuple[str, ...], count: int, has_suffix: bool) -> str:
     return str(path if has_suffix or path.suffix not in SOURCES else path.with_suffix(""))
 
 
-def _part(dataset: SourceDataset, entry: SourceEntry | Join, records: range) -> SourceDataset:
-    return SourceDataset(
-        SourcePart(dataset.source, records),
-        load=dataset.load,
-        multiplier=entry.shuffle_over_epochs_multiplier,
-        name=dataset.name,
-    )
-
-
-def _entry_of(loaded: LoadedDataset) -> SourceDataset:
-    node = loaded.dataset
-    while node.children:
-        node = node.children[0]
-    return node
-
-
 def _path_of(entry: SourceEntry | Join) -> str:
     return entry.path if isinstance(entry, SourceEntry) else entry.legs[0].entry.path
 
@@ -259,35 +258,45 @@ def _build_mock(config: SFTConfig) -> Datasets:
     vocab_size = config.data.vocab_size or _MOCK_VOCAB_SIZE
     training = config.training
 
-    def made_up(seed: int) -> MockDataset:
+    def made_up(seed: int, num_samples: int, order: int | None = None) -> SampleSet:
         lengths = config.data.sft_mock_dataset_config_json
         samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=_MOCK_SAMPLES)
-        return MockDataset(samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
+        records = MockRecords(samples, num_samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
+        sources = [SourceDataset(records, load=mock_sample, shuffle=False, name="mock")] if num_samples else []
+        return concatenated(["mock"] * len(sources), sources, order)
 
-    train, valid = made_up(training.seed), made_up(training.seed + 1)
-    num_valid = training.eval_iters * training.global_batch_size
     return Datasets(
-        Concatenation([train], seed=training.seed),
-        Concatenation([valid], 0, num_valid),
-        Concatenation([]),
+        made_up(training.seed, _MOCK_SAMPLES, training.seed),
+        made_up(training.seed + 1, training.eval_iters * training.global_batch_size),
+        concatenated([], []),
         vocab_size,
     )
 
 
-class MockDataset:
-    """Made-up samples, all of whose tokens count in the loss."""
+class MockRecords:
+    """Made-up samples as records."""
 
-    name = "mock"
-
-    def __init__(self, samples: MockSFTDataset, fingerprint: str) -> None:
+    def __init__(self, samples: MockSFTDataset, size: int, fingerprint: str) -> None:
         self._samples = samples
+        self._size = size
         self._fingerprint = fingerprint
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return self._size
 
-    def __getitem__(self, index: int) -> EncodedSample | Dropped:
-        return EncodedSample(**self._samples[index], is_cut=False)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._samples[index]
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        return list(map(self._samples.__getitem__, indices))
+
+    def describe(self, index: int) -> str:
+        return f"mock sample {index}"
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+
+def mock_sample(record: Any, key: Any) -> tuple[int, EncodedSample]:
+    """Returns a made-up sample as `ChatLoad` returns others; all its tokens count in the loss."""
+    return 0, EncodedSample(**record, is_cut=False)

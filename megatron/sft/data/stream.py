@@ -1,19 +1,27 @@
 """pure. The samples of each step: which ones is a function of the position, the same for every layout.
 
-The global stream of samples is one for all numbers of ranks; a global batch is the next `global_batch_size` positions
-of it, and a data-parallel rank draws its share of them. So the place to resume from is one number, the samples
-consumed.
+The global stream of samples is one for all numbers of ranks and workers; a global batch is the next
+`global_batch_size` positions of it, of which each data-parallel rank draws its share. So the place to resume from is
+one number, the samples consumed. A record that makes no sample leaves a hole in its global batch, which is counted
+here: nothing takes its place (a loader's batches, in megatron.blending, are filled with what follows).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron.sft.data.chat_encoder import Dropped, EncodedSample
+from megatron.blending.loading.loader import Loader, WorkerConfig, get_loader
+from megatron.blending.streams.failures import Failures, FatalSampleError
+from megatron.blending.streams.window import LeftOut, WindowDataset
+from megatron.sft.data.chat_encoder import ChatEncoder, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
-from megatron.sft.data.mixture import Mixture, Place
+from megatron.sft.data.sample_set import SampleSet
+
+_WINDOW = 32
+"""Samples that a worker makes at once, at most, unless a draw has more."""
+_BAD = "bad sample"
 
 
 class Share(NamedTuple):
@@ -29,71 +37,99 @@ class Share(NamedTuple):
         """`next` calls per global batch; equal on all ranks."""
         return self.global_batch_size // (self.num_ranks * self.micro_batch_size)
 
-    def positions_of(self, start: int, end: int) -> range:
-        """Those of the batch at [start, end) that this rank draws."""
-        size = end - start
-        return range(start + size * self.rank // self.num_ranks, start + size * (self.rank + 1) // self.num_ranks)
-
-    def draws_of(self, num_positions: int) -> list[slice]:
-        """Which of its positions each draw takes; the last batch of finite data may be small, and draws be empty."""
-        starts = [number * self.micro_batch_size for number in range(self.num_draws)]
-        return [slice(min(start, num_positions), start + self.micro_batch_size) for start in starts]
+    @property
+    def draws_per_window(self) -> int:
+        """Draws that are made at once. A global batch is whole windows, which ranks take in turns."""
+        most = max(1, _WINDOW // self.micro_batch_size)
+        return max(count for count in range(1, most + 1) if self.num_draws % count == 0)
 
 
-class SampleStream:
-    """Iterator over a rank's draws: each `next` gives the next up to `micro_batch_size` samples, as dicts of arrays.
+class SampleStream(Iterator[list[Mapping[str, Any]]]):
+    """Iterator over a rank's draws: each `next` gives up to `micro_batch_size` samples, as dicts of arrays.
 
-    `seek` goes to any step boundary. Records that make no sample are left out; `counts` tells of them, and of those
-    drawn. The order of a batch is worked out at once, a few hundred microseconds.
+    Worker processes read and encode ahead, from `start` on, or the first `next`.
     """
 
-    def __init__(self, mixture: Mixture, share: Share, *, is_endless: bool, consumed_samples: int = 0) -> None:
-        """`is_endless`: for training; else the data is read once, and then StopIteration is raised."""
-        self._mixture = mixture
+    def __init__(
+        self,
+        samples: SampleSet,
+        share: Share,
+        *,
+        consumed_samples: int = 0,
+        num_batches: int | None = None,
+        max_bad_samples_in_a_row: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        """consumed_samples: of the stream; the next one is the first of a global batch. num_batches: of data that is
+        read once, and StopIteration after them; None: pass after pass. max_bad_samples_in_a_row: of a source, before
+        it is an error, 0: any; None: the first one is.
+        """
+        assert samples.dataset is not None
+        self._samples = samples
         self._share = share
-        self._is_endless = is_endless
-        self._table = Counts.none(len(mixture.sources)).table
-        self.seek(consumed_samples)
+        self._failures = None if max_bad_samples_in_a_row is None else Failures(max_bad_samples_in_a_row)
+        self._table = Counts.none(len(samples.names)).table
+        self._draws: deque[list[Any]] = deque()
+        length = share.draws_per_window * share.micro_batch_size
+        windows = WindowDataset(
+            samples.dataset,
+            length,
+            first=consumed_samples,
+            num_outputs=None if num_batches is None else num_batches * share.global_batch_size // length,
+        )
+        workers = WorkerConfig(
+            rank=share.rank,
+            world_size=share.num_ranks,
+            num_workers=num_workers,
+            seed=samples.seed,
+            num_shards=share.num_ranks * max(1, num_workers),  # each worker makes its own windows, and no others
+        )
+        ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
+        self._loader: Loader[list[Any]] = get_loader(windows, workers, prefetch_factor=ahead, pin_memory=False)
 
     @property
     def counts(self) -> Counts:
         """Of all that was drawn."""
         return Counts(self._table.copy())
 
-    def seek(self, consumed_samples: int) -> None:
-        """Continue with the global batch that follows this many samples of the stream."""
-        self._next_batch = consumed_samples
-        self._draws: deque[list[Place]] = deque()
+    def start(self) -> None:
+        """Start the worker processes: before there are threads, which a fork would copy in the middle of their work."""
+        self._loader.start()
 
-    def __iter__(self) -> SampleStream:
-        return self
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
 
     def __next__(self) -> list[Mapping[str, Any]]:
         if not self._draws:
-            self._plan_batch()
+            window, size = next(self._loader), self._share.micro_batch_size
+            self._draws.extend(window[draw * size : (draw + 1) * size] for draw in range(self._share.draws_per_window))
         samples: list[Mapping[str, Any]] = []
-        for place in self._draws.popleft():
-            made = self._mixture.sources[place.source][place.record]
-            self._count(place.source, made)
-            if isinstance(made, EncodedSample):
-                fields = {"tokens": made.tokens, "labels": made.labels, "loss_mask": made.loss_mask}
-                samples.append({**fields, "source": place.source})
+        for made in self._draws.popleft():
+            if isinstance(made, LeftOut):
+                self._table[made.source][COLUMNS.index(self._reason(made))] += 1
+                continue
+            source, sample = made
+            if self._failures is not None:
+                self._failures.succeeded({source}.copy)
+            length = len(sample.tokens)
+            self._table[source][:4] += (1, length, length * length, sample.is_cut)
+            fields = {"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask}
+            samples.append({**fields, "source": source})
         return samples
 
-    def _plan_batch(self) -> None:
-        end = self._next_batch + self._share.global_batch_size
-        if not self._is_endless:
-            end = min(end, len(self._mixture))
-            if end <= self._next_batch:
-                raise StopIteration
-        places = self._mixture.places(self._share.positions_of(self._next_batch, end))
-        self._draws.extend(places[draw] for draw in self._share.draws_of(len(places)))
-        self._next_batch = end
-
-    def _count(self, source: int, made: EncodedSample | Dropped) -> None:
-        row = self._table[source]
-        if isinstance(made, Dropped):
-            row[COLUMNS.index(made.reason)] += 1
-        else:
-            length = len(made.tokens)
-            row[:4] += (1, length, length * length, made.is_cut)
+    def _reason(self, hole: LeftOut) -> str:
+        """Why a record makes no sample; ValueError where it is broken, and no more of these may be skipped."""
+        if hole.reason is not None:
+            return hole.reason
+        fault = hole.fault.removeprefix(f"{hole.place}: ")
+        if self._failures is None:
+            raise ValueError(f"{hole.place}: {fault}; or pass --skip-bad-samples")
+        where = f"{self._samples.names[hole.source]}: {hole.place}"
+        try:
+            self._failures.leave_out(
+                SampleError(fault), hole.source, ChatEncoder.encode, lambda: where, None, lambda: {hole.source}
+            )
+        except FatalSampleError as fatal:
+            raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None
+        return _BAD

@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.data.mixture import blend_changes
+from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoint_files import CheckpointError, check_sound, sums_of_all, written_or_refused
 from megatron.sft.model.checkpoint_folder import (

@@ -105,12 +105,17 @@ class PaddedBatch(NamedTuple):
     """Of each token, on the host."""
     packed_seq_params: None = None
 
+    def on(self, device: torch.device) -> PaddedBatch:
+        """Returns the same on `device`, but for `sources`."""
+        fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+        return self._replace(**{name: getattr(self, name).to(device, non_blocking=True) for name in fields})
+
 
 def padded_batches(
-    draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int, device: torch.device
+    draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int
 ) -> Iterator[PaddedBatch]:
     """Pads each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
-    masked.
+    masked. On the host, pinned where there is CUDA.
     """
     size, rank = (
         parallel_state.get_context_parallel_world_size(),
@@ -118,8 +123,9 @@ def padded_batches(
     )
     index = shard_index((seq_length,), size, rank)
 
-    def shard(rows: Tensor, device: torch.device = device) -> Tensor:
-        return (rows if index is None else rows[:, index]).to(device)
+    def shard(rows: Tensor) -> Tensor:
+        rows = rows if index is None else rows[:, index]
+        return rows.pin_memory() if torch.cuda.is_available() else rows
 
     for draw in draws:
         tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
@@ -138,5 +144,5 @@ def padded_batches(
             loss_mask=shard(loss_mask),
             position_ids=shard(position_ids),
             padding_mask=shard(padding_mask),
-            sources=shard(sources, torch.device("cpu")),
+            sources=shard(sources),
         )

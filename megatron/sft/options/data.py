@@ -74,6 +74,11 @@ class DataConfig:
     """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an error; 0: any."""
     allow_changed_data: bool = False
     """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is kept."""
+    num_workers: int | None = None
+    """Processes of each rank that draws, which read and encode samples ahead; 0: the rank does it itself (default: the
+    cores of a rank less two, at most 4)."""
+    prefetch_global_batches: int = 2
+    """Global batches that are drawn, scheduled, moved and packed before their step, in a thread; 0: in the step."""
 
     def __post_init__(self) -> None:
         if self.mock_data == bool(self.data_path):
@@ -93,7 +98,7 @@ class DataConfig:
                 f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has a format of its own"
             )
         check_range(self, 1, None, "vocab_size")
-        check_range(self, 0, None, "max_bad_samples_in_a_row")
+        check_range(self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches")
         _ = self.split_shares, self.resolved_tokenizer_type, self.columns
 
     @property

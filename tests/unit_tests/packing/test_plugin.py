@@ -94,9 +94,9 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     stats = SimpleNamespace(num_microbatches=1, num_tokens=0, square_sum=0)
     used = []
 
-    def schedule_global_batch(*arguments: Any, queue: Any) -> Any:
+    def schedule_global_batch(*arguments: Any, queue: Any = None, step: int = 0) -> Any:
         used.append(queue)
-        return SimpleNamespace(iterators=lambda num_virtual_stages: iter([]), stats=stats)
+        return SimpleNamespace(iterators=lambda num_virtual_stages, device: iter([]), stats=stats)
 
     monkeypatch.setattr(pipeline, "schedule_global_batch", schedule_global_batch)
     monkeypatch.setattr(pipeline, "device_of", lambda group: torch.device("cpu"))

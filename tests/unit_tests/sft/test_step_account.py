@@ -49,7 +49,7 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
         counts.table[:, COLUMNS.index(column)] = numbers
     counts.table[1, -1] = 3
     reduced = Reduced(1200.0, 600, False, counts, np.array([[400.0, 800.0], [200, 400]]))
-    update = step_account.Update(losses=[], data_seconds=0.5, passes_seconds=1.0, lr=0.1, grad_norm=2.0, skipped=False)
+    update = step_account.Update(batch=None, data_seconds=0.5, passes_seconds=1.0, lr=0.1, grad_norm=2.0, skipped=False)
     step = account_of().metrics(Progress(3, 48, evaluation_due=False), update, reduced, seconds=2.0)
     assert (step.iteration, step.consumed_samples, step.loss, step.step_seconds) == (3, 48, 2.0, 2.0)
     assert (step.sequences, step.tokens, step.square_sum, step.num_loss_tokens) == (16, 1000, 100_000, 600)

@@ -7,5 +7,5 @@ def text_line(text, **fields):
     return json.dumps({"text": text, **fields})
 
 
-def text_of(sample):
-    return bytes(int(token) for token in sample.tokens if token < 256).decode()
+def text_of(tokens):
+    return bytes(int(token) for token in tokens if token < 256).decode()

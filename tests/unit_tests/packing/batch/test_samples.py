@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Fields, Samples, joined, num_words, spread
+from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Samples, joined, num_words, spread
 
 IDS = st.integers(0, 2**31 - 1)
 WEIGHTS = st.floats(-8, 8, width=32, allow_subnormal=False)
@@ -40,7 +40,7 @@ def samples_of(parts: list[Sequence], sources: list[int] | None = None) -> Sampl
         np.array([value for part in parts for value in part[number]], dtype) for number, dtype in enumerate(DTYPES)
     ]
     lengths = np.array([len(part[0]) for part in parts], np.int64)
-    return Samples.of(lengths, np.array(sources or [0] * len(parts), np.int32), Fields(*columns))
+    return Samples.of(lengths, np.array(sources or [0] * len(parts), np.int32), *columns)
 
 
 def parts_of(samples: Samples) -> list[Sequence]:

@@ -167,7 +167,7 @@ CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=
 
 
 @given(texts=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), system=st.none() | CONTENT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @pytest.mark.parametrize("source", [CHATML, LLAMA2, LLAMA3, QWEN25, PHI, ZEPHYR])
 def test_text_is_that_of_transformers(source, texts, system):
     """Trained behind anything else than what it is generated behind, a model is off its prompt at every turn."""
@@ -250,6 +250,10 @@ def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
         assert len(written) == number
     template.render(Conversation(SYSTEM))
     assert len(written) <= 3 + 1 + 2 * 2, "a kind that is new is checked with two renderings for each answer"
+    before = len(written)
+    template._checked.clear()
+    template.render(Conversation(LONG * 50))
+    assert len(written) - before <= 1 + 2 * 8, "of long ones only the first and last answers are checked"
 
 
 def test_time_is_linear_in_turns():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.sft.data.chat_encoder import EncodedSample
+from megatron.blending.streams.choice import BlendDataset
 from megatron.sft.data.datasets import build_datasets, short_names
-from megatron.sft.data.mixture import Blended
+from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.options.config import parse_config
 from tests.unit_tests.blending.folders import write_folder, write_jsonl
 from tests.unit_tests.sft.texts import text_line, text_of
@@ -17,10 +17,14 @@ from tests.unit_tests.sft.texts import text_line, text_of
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def read(mixture, number=None):
-    """What stands at the first positions; all of one pass by default."""
-    places = mixture.places(range(len(mixture) if number is None else number))
-    return [mixture.sources[place.source][place.record] for place in places]
+def read(samples, number=None):
+    """The samples at the first positions, as dicts; all of one pass by default."""
+    number = len(samples) if number is None else number
+    return next(SampleStream(samples, Share(0, 1, number, number)))
+
+
+def loss_sum(sample):
+    return int(sample["loss_mask"].sum())
 
 
 BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --lr 1e-3"
@@ -65,12 +69,11 @@ def test_every_format_gives_the_same_samples(data_path, suffix):
     """A record that loses a turn on its way through a format trains on other text."""
     datasets = build("--data-path", data_path(suffix), "--split", "1")
     assert len(datasets.train) == len(RECORDS)
-    samples = sorted(read(datasets.train), key=lambda sample: sample.loss_mask.sum())
-    for i, (record, sample) in enumerate(zip(RECORDS, samples)):
-        assert isinstance(sample, EncodedSample)
-        assert text_of(sample) == record["messages"][0]["content"] + record["messages"][1]["content"]
-        assert sample.loss_mask.sum() == i + 1  # the answer and its end
-        assert sample.tokens.max() < datasets.vocab_size
+    samples = sorted(read(datasets.train), key=loss_sum)
+    for i, (record, sample) in enumerate(zip(RECORDS, samples, strict=True)):
+        assert text_of(sample["tokens"]) == record["messages"][0]["content"] + record["messages"][1]["content"]
+        assert loss_sum(sample) == i + 1  # the answer and its end
+        assert sample["tokens"].max() < datasets.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_split_shares_records_out_without_overlap(data_path, split, sizes):
     parts = datasets.train, datasets.valid, datasets.test
     assert tuple(map(len, parts)) == sizes
     assert sum(sizes) == len(RECORDS)
-    answers = [[int(sample.loss_mask.sum()) - 1 for sample in read(part)] for part in parts if len(part)]
+    answers = [[loss_sum(sample) - 1 for sample in read(part)] for part in parts if len(part)]
     assert [*sorted(answers[0]), *(answer for part in answers[1:] for answer in part)] == list(range(20))
 
 
@@ -97,7 +100,7 @@ def test_validation_files_take_the_place_of_the_split(data_path, write_lines):
     """With files of its own for validation, all of --data-path is for training."""
     datasets = build("--data-path", data_path(".json"), "--valid-data-path", write_lines("v.jsonl", text_line("held")))
     assert (len(datasets.train), len(datasets.valid), len(datasets.test)) == (20, 1, 0)
-    assert text_of(read(datasets.valid)[0]) == "held"
+    assert text_of(read(datasets.valid)[0]["tokens"]) == "held"
 
 
 @pytest.mark.parametrize(("name", "words"), [("none.jsonl", "no such file"), ("a.txt", "suffix")])
@@ -110,7 +113,7 @@ def test_file_that_cannot_be_used_is_named(write_lines, name, words):
 
 
 def mock_tokens(dataset, number):
-    return [tuple(sample.tokens.tolist()) for sample in read(dataset, number)]
+    return [tuple(sample["tokens"].tolist()) for sample in read(dataset, number)]
 
 
 def test_mock_validation_differs_from_training():
@@ -182,35 +185,34 @@ def blend(kind="blend", key="weight", shares=(5, 3, 2)):
     return {kind: [{key: share, "path": path} for share, path in zip(shares, paths)]}
 
 
-def source_counts(mixture, number):
-    counts = [0] * len(mixture.sources)
-    for place in mixture.places(range(number)):
-        counts[place.source] += 1
+def source_counts(samples, number):
+    counts = [0] * len(samples.names)
+    for sample in read(samples, number):
+        counts[sample["source"]] += 1
     return counts
 
 
 def test_blend_of_every_format(sources):
     """A source whose records become other tokens, or that is drawn out of proportion, trains another model."""
     datasets = build("--data-path", metadataset(sources, blend(), {"path": "texts"}))
-    assert isinstance(datasets.train, Blended)
-    assert [source.name for source in datasets.train.sources] == ["chats", "texts", "docs"]
+    assert isinstance(datasets.train.dataset, BlendDataset)
+    assert datasets.train.names == ["chats", "texts", "docs"]
     assert source_counts(datasets.train, 100) == [50, 30, 20]
-    assert [len(source) for source in datasets.train.sources] == [40, 6, 10]
-    document = datasets.train.sources[2][3]
-    assert isinstance(document, EncodedSample)
-    assert (document.tokens.tolist(), document.labels.tolist()) == ([7, 8, 9], [8, 9, 10])
-    assert document.loss_mask.tolist() == [1, 1, 1]
-    assert [text_of(sample) for sample in read(datasets.valid)] == ["text!"] * 2
+    assert list(map(len, datasets.train.dataset.children)) == [40, 6, 10]
+    document = next(sample for sample in read(datasets.train, 10) if sample["source"] == 2)
+    assert (document["tokens"].tolist(), document["labels"].tolist()) == ([7, 8, 9], [8, 9, 10])
+    assert document["loss_mask"].tolist() == [1, 1, 1]
+    assert [text_of(sample["tokens"]) for sample in read(datasets.valid)] == ["text!"] * 2
     assert len(datasets.test) == 0
 
 
 def test_blend_without_val_is_split_source_by_source(sources):
     """A held-out part of the first source alone would say nothing of the others; a shared record, too much."""
     datasets = build("--data-path", metadataset(sources, blend()), "--split", "5,4,1")
-    assert [len(source) for source in datasets.train.sources] == [20, 3, 5]
-    assert [source.name for source in datasets.valid.sources] == ["chats", "texts", "docs"]
-    assert [len(source) for source in datasets.valid.sources] == [16, 2, 4]
-    assert [len(source) for source in datasets.test.sources] == [4, 1, 1]
+    assert list(map(len, datasets.train.dataset.children)) == [20, 3, 5]
+    assert datasets.valid.names == ["chats", "texts", "docs"]
+    assert source_counts(datasets.valid, 22) == [16, 2, 4]
+    assert source_counts(datasets.test, 6) == [4, 1, 1]
     assert source_counts(datasets.train, 100) == [50, 30, 20]
     with pytest.raises(ValueError, match=r"--split 1,99 leaves no record of 40 of .*blend\[0\] for training"):
         build("--data-path", metadataset(sources, blend()), "--split", "1,99")
@@ -230,9 +232,8 @@ def test_weights_by_tokens(sources):
     """Shares of samples are not shares of what is trained on: long samples would take most of it."""
     path = metadataset(sources, blend(shares=(1, 1, 1)), {"path": "texts"})
     train = build("--data-path", path, "--blend-weights-by", "tokens").train
-    lengths = [len(source[0].tokens) for source in train.sources]
+    lengths = [5, 5, 3]
     tokens = [count * length for count, length in zip(source_counts(train, 3000), lengths)]
-    assert lengths == [5, 5, 3]
     assert max(tokens) - min(tokens) <= 2 * max(lengths)
 
 
@@ -241,7 +242,7 @@ def test_folder_and_token_file_without_a_metadataset(sources):
     datasets = build("--data-path", str(sources / "texts"))
     assert (len(datasets.train), len(datasets.valid), len(datasets.test)) == (6, 2, 0)
     datasets = build("--data-path", str(sources / "docs"), str(sources / "chats.jsonl"), "--split", "1")
-    assert [source.name for source in datasets.train.sources] == ["docs", "chats"]
+    assert datasets.train.names == ["docs", "chats"]
     assert source_counts(datasets.train, 50) == [10, 40]
     with pytest.raises(ValueError, match=r"texts has data to hold out, but .*docs has none; pass --valid-data-path"):
         build("--data-path", str(sources / "texts"), str(sources / "docs"))
@@ -279,7 +280,8 @@ def test_metadataset_without_train_is_refused(sources):
 def test_another_seed_is_another_order(sources):
     """Equal runs under different seeds would be taken for evidence."""
     path = metadataset(sources, blend(), {"path": "texts"})
-    orders = [build("--data-path", path, seed=seed).train.places(range(50)) for seed in (1, 1, 2)]
+    trained = [build("--data-path", path, seed=seed).train for seed in (1, 1, 2)]
+    orders = [[sample["source"] for sample in read(samples, 50)] for samples in trained]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -291,7 +293,7 @@ def test_weights_over_steps(sources):
     assert source_counts(train, 40) == [40, 0, 0]
     assert source_counts(train, 60) == [40, 10, 10]
     plain = build("--data-path", path).train
-    assert plain.identity() != train.identity()
+    assert plain.identity != train.identity
     linear = json.dumps({"kind": "linear", "points": [[0, [1, 0, 0]], [5, [0, 1, 0]]]})
     train = build("--data-path", path, "--blend-weight-schedule", linear, batch=20).train
     assert [source_counts(train, 20 * step)[0] for step in range(1, 7)] == [18, 32, 42, 48, 50, 50]
@@ -361,8 +363,8 @@ def test_weights_before_paths_are_a_blend(tmp_path):
     paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     weighted = build("--data-path", "3", paths[0], "1", paths[1], "--split", "9,1")
     told = build("--data-path", str(tmp_path / "blend.yaml"), "--split", "9,1")
-    texts = [text_of(sample) for sample in read(weighted.train, 40)]
-    assert texts == [text_of(sample) for sample in read(told.train, 40)]
+    texts = [text_of(sample["tokens"]) for sample in read(weighted.train, 40)]
+    assert texts == [text_of(sample["tokens"]) for sample in read(told.train, 40)]
     assert sum(text.startswith("a") for text in texts) == 30
     assert len(weighted.valid) == len(told.valid) == 8
     with pytest.raises(ValueError, match=r"leaves no record of 40 of \S*a.jsonl for training"):

@@ -1,52 +1,78 @@
 """Which samples a step trains on: the same for every layout, from any place on, each record once per epoch."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.sft.data.chat_encoder import Dropped, EncodedSample
-from megatron.sft.data.mixture import Concatenation
+from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.source import SourceDataset
+from megatron.sft.data.chat_encoder import EncodedSample
+from megatron.sft.data.sample_set import concatenated
 from megatron.sft.data.stream import SampleStream, Share
 
 
-class Numbered(NamedTuple):
-    """Record i is the one token i, but every `drop_every`-th makes no sample and every `cut_every`-th is cut."""
+@dataclass(frozen=True)
+class Numbered:
+    """Records of which number i is the token i; every `drop_every`-th makes no sample, every `cut_every`-th is cut."""
 
     size: int
     name: str = "numbered"
     drop_every: int = 10**9
     cut_every: int = 10**9
+    number: int = 0
 
     def __len__(self) -> int:
         return self.size
 
-    def fingerprint(self):
-        return str(self)
-
     def __getitem__(self, index):
         assert 0 <= index < self.size
+        return index
+
+    def read(self, indices):
+        return list(map(self.__getitem__, indices))
+
+    def describe(self, index):
+        return f"{self.name}:{index + 1}"
+
+    def fingerprint(self):
+        return f"{self.size} {self.name} {self.drop_every} {self.cut_every}"
+
+    def load(self, index, key):
         if index % self.drop_every == self.drop_every - 1:
-            return Dropped("over length")
+            raise SkipSample("over length")
         tokens = np.full(1 + index % 3, index)
-        return EncodedSample(tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0)
+        return self.number, EncodedSample(tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0)
+
+
+def one_after_the_other(*sources, seed=None):
+    numbered = [replace(source, number=number) for number, source in enumerate(sources)]
+    nodes = [SourceDataset(source, load=source.load, shuffle=False, name=source.name) for source in numbered]
+    return concatenated([source.name for source in sources], nodes, seed)
 
 
 def names(samples):
     return [int(sample["tokens"][0]) for sample in samples]
 
 
-def stream_of(size, share, seed=0, consumed_samples=0, **options):
-    mixture = Concatenation([Numbered(size, **options)], seed=seed)
-    return SampleStream(mixture, share, is_endless=seed is not None, consumed_samples=consumed_samples)
+def stream_of(size, share, seed=0, consumed_samples=0, num_workers=0, **options):
+    """Endless with a seed; without one, what is left of a pass."""
+    samples = one_after_the_other(Numbered(size, **options), seed=seed)
+    num_batches = None if seed is not None else math.ceil((size - consumed_samples) / share.global_batch_size)
+    return SampleStream(
+        samples, share, consumed_samples=consumed_samples, num_batches=num_batches, num_workers=num_workers
+    )
 
 
 def global_batch(streams, share):
-    """The next global batch over all ranks: names of the records in the order of the global stream."""
-    return [name for stream in streams for _ in range(share.num_draws) for name in names(next(stream))]
+    """The next global batch over all ranks: names of the records, in the order of their windows."""
+    drawn = [[names(next(stream)) for _ in range(share.num_draws)] for stream in streams]
+    each = share.draws_per_window
+    starts = range(0, share.num_draws, each)
+    return [name for at in starts for draws in drawn for draw in draws[at : at + each] for name in draw]
 
 
 def all_ranks(share):
@@ -60,27 +86,20 @@ def shares(draw):
     return Share(0, num_ranks, num_ranks * micro_batch_size * draw(st.integers(1, 4)), micro_batch_size)
 
 
-def draws_of(share, start, end):
-    positions = share.positions_of(start, end)
-    return [positions[draw] for draw in share.draws_of(len(positions))]
-
-
 def test_draws_literal():
-    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time."""
-    assert draws_of(Share(0, 2, 8, 2), 0, 8) == [range(2), range(2, 4)]
-    assert draws_of(Share(1, 2, 8, 2), 16, 24) == [range(20, 22), range(22, 24)]
+    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time; a window is a rank's whole share."""
+    streams = [stream_of(12, Share(rank, 2, 8, 2), seed=None) for rank in range(2)]
+    assert [[names(next(stream)) for _ in range(4)] for stream in streams] == [
+        [[0, 1], [2, 3], [8, 9], [10, 11]],
+        [[4, 5], [6, 7], [], []],
+    ]
 
 
-@given(shares(), st.integers(0, 10**6), st.data())
-def test_draws_partition_a_batch(share, start, data):
-    """A position drawn twice, or by no rank, changes the loss with the number of ranks; an odd draw hangs the rest."""
-    size = data.draw(st.integers(0, share.global_batch_size))
-    drawn = [draws_of(one, start, start + size) for one in all_ranks(share)]
-    assert [position for draws in drawn for part in draws for position in part] == list(range(start, start + size))
-    assert all(len(draws) == share.num_draws for draws in drawn)
-    assert all(len(part) <= share.micro_batch_size for draws in drawn for part in draws)
-    per_rank = [sum(map(len, draws)) for draws in drawn]
-    assert max(per_rank) - min(per_rank) <= 1
+@given(shares())
+def test_a_global_batch_is_whole_windows(share):
+    """A window across the end of a batch would leave samples of the next one to a rank that resumes."""
+    assert share.num_draws % share.draws_per_window == 0
+    assert share.draws_per_window == 1 or share.draws_per_window * share.micro_batch_size <= 32
 
 
 @pytest.mark.parametrize(
@@ -117,7 +136,7 @@ def test_epochs_and_seeds_differ():
 
 @given(shares(), st.integers(0, 6), st.integers(1, 30))
 @settings(max_examples=50)
-def test_seek_equals_having_run_there(share, steps, size):
+def test_consumed_samples_are_the_place(share, steps, size):
     """A run that is continued would train on records again, or skip some."""
     for rank in all_ranks(share):
         ran, jumped = stream_of(size, rank), stream_of(size, rank, consumed_samples=steps * share.global_batch_size)
@@ -125,17 +144,6 @@ def test_seek_equals_having_run_there(share, steps, size):
             next(ran)
         for _ in range(2 * share.num_draws):
             assert names(next(ran)) == names(next(jumped))
-
-
-def test_seek_in_the_middle_of_a_batch_starts_a_batch():
-    """An evaluation that is cut short, or a step repeated, must not leave half a batch behind."""
-    stream = stream_of(50, Share(0, 1, 8, 2))
-    first = [names(next(stream)) for _ in range(4)]
-    for draws in (1, 3):
-        for _ in range(draws):
-            next(stream)
-        stream.seek(0)
-        assert [names(next(stream)) for _ in range(4)] == first
 
 
 def test_continued_on_another_number_of_ranks():
@@ -161,14 +169,6 @@ def test_finite_stream_reads_all_once_and_ends_on_all_ranks_together(num_ranks, 
                 next(stream)
 
 
-def test_finite_stream_starts_anew_by_seek():
-    """The second evaluation of a run would be of no data at all."""
-    stream = stream_of(5, Share(0, 1, 4, 4), seed=None)
-    first = [names(samples) for samples in stream]
-    stream.seek(0)
-    assert [names(samples) for samples in stream] == first == [[0, 1, 2, 3], [4]]
-
-
 def test_counts():
     """Dropped and cut records that nobody counts are data that silently is not trained on."""
     stream = stream_of(30, Share(0, 1, 10, 5), drop_every=5, cut_every=4)
@@ -185,8 +185,8 @@ def test_counts():
 
 def test_samples_are_counted_by_their_source():
     """Counts under another source's name tell of proportions that are not there."""
-    mixture = Concatenation([Numbered(4, "a"), Numbered(6, "b", drop_every=2)], seed=1)
-    stream = SampleStream(mixture, Share(0, 1, 10, 5), is_endless=True)
+    samples = one_after_the_other(Numbered(4, "a"), Numbered(6, "b", drop_every=2), seed=1)
+    stream = SampleStream(samples, Share(0, 1, 10, 5))
     drawn = [sample for _ in range(4) for sample in next(stream)]
     before = stream.counts
     assert [sum(sample["source"] == source for sample in drawn) for source in (0, 1)] == [8, 6]
@@ -209,3 +209,14 @@ def test_samples_have_what_packing_reads():
     (sample,) = next(stream_of(9, Share(0, 1, 1, 1)))
     assert set(sample) == {"tokens", "labels", "loss_mask", "source"}
     assert {len(sample[name]) for name in ("tokens", "labels", "loss_mask")} == {len(sample["tokens"])}
+
+
+def test_worker_processes_change_nothing():
+    """A run on another machine, with other cores, would train on other samples; or count what it left out twice."""
+    share = Share(1, 2, 24, 2)
+    plain, read_ahead = (stream_of(31, share, drop_every=5, num_workers=workers) for workers in (0, 2))
+    read_ahead.start()
+    drawn = [[names(next(stream)) for _ in range(3 * share.num_draws)] for stream in (plain, read_ahead)]
+    assert drawn[0] == drawn[1]
+    assert plain.counts == read_ahead.counts
+    read_ahead.close()

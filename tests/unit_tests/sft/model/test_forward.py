@@ -6,8 +6,6 @@ import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def forward():
@@ -23,7 +21,7 @@ def padded(forward, monkeypatch):
     def make(draws, seq_length, num_rows, size=1, rank=0):
         monkeypatch.setattr(forward.parallel_state, "get_context_parallel_world_size", lambda: size)
         monkeypatch.setattr(forward.parallel_state, "get_context_parallel_rank", lambda: rank)
-        return list(forward.padded_batches(iter(draws), seq_length, num_rows, CPU))
+        return list(forward.padded_batches(iter(draws), seq_length, num_rows))
 
     return make
 

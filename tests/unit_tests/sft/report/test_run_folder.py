@@ -39,6 +39,7 @@ def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
 @pytest.mark.parametrize(("is_measured", "head", "time"), [(True, "time, ms", "10.0"), (False, "time, units", "0.01")])
 def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured, head, time):
     """Scheduled by seconds and drawn without them, a step of 10 ms would be one of 0.01 of nobody knows what."""
+    from megatron.packing.step.delay import Delayed
     from megatron.packing.step.global_batch import GlobalBatch
     from megatron.packing.step.settings import PackingSettings
     from megatron.sft.report import run_folder
@@ -61,8 +62,14 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     unread: Any = None
     decision: Any = SimpleNamespace(stats=SimpleNamespace(num_ranks=2), pack_lengths=lambda: packs)
     batch = GlobalBatch(
-        microbatches=[], stats=unread, decision=decision, settings=settings, delays=[], num_delayed=0, seconds=0.0
-    )  # fmt: skip
+        microbatches=[],
+        stats=unread,
+        decision=decision,
+        settings=settings,
+        delays=[],
+        num_delayed=0,
+        delayed=Delayed.none(),
+    )
     log.step(STEP, batch)
     log.close()
     path = tmp_path / f"schedule_{STEP.iteration}.json"

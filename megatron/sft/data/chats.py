@@ -22,7 +22,7 @@ from megatron.blending.encoding.source_entries import Reading, open_entry
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.decode import decode_part
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
-from megatron.blending.streams.failures import Failures, FatalSampleError, SkipSample
+from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 
@@ -43,62 +43,27 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
 
     decoder = staticmethod(_decode_text)
 
-    def encode(self, sample: Any) -> EncodedSample | Dropped:
-        """SampleError for a sample that is broken."""
-        weight = source_weight(subflavors_of(sample))
-        return self._encoder.encode(record_of(sample), weight)
-
     def encode_sample(self, sample: Any) -> EncodedSample:
-        made = self.encode(sample)
+        """SkipSample with the reason for one that holds nothing to train on, SampleError for one that is broken."""
+        weight = source_weight(subflavors_of(sample))
+        made = self._encoder.encode(record_of(sample), weight)
         if isinstance(made, Dropped):
             raise SkipSample(made.reason)
         return made
 
 
-class ChatSource:
-    """The records of a source, encoded when asked for.
+class ChatLoad:
+    """Makes sequences of a source's records, where they are read."""
 
-    A broken record raises ValueError naming its place. With `failures` it is logged once and `Dropped`, up to so many
-    in a row; then ValueError.
-    """
-
-    def __init__(
-        self, entry: SourceDataset, name: str, task: ChatTask, failures: Failures | None, first_record: int = 0
-    ) -> None:
-        """`first_record`: where the entry begins in the whole source, for keys."""
-        self.name = name
-        self._leaf = entry
+    def __init__(self, load: Any, task: ChatTask, source: int) -> None:
+        """`load`: what makes samples of them; `source`: its number among those of the run."""
+        self._load = load
         self._task = task
-        self._failures = failures
-        self._first_record = first_record
+        self._source = source
 
-    def __len__(self) -> int:
-        return len(self._leaf.source)
-
-    def __getitem__(self, index: int) -> EncodedSample | Dropped:
-        source, load, sample = self._leaf.source, self._leaf.load, None
-        assert load is not None
-        try:
-            sample = load(source[index], (self.name, index, self._first_record + index))
-            made = self._task.encode(sample)
-        except ValueError as failure:  # of reading, decoding or encoding
-            return self._leave_out(failure, source.describe(index), sample)
-        if self._failures is not None:
-            self._failures.succeeded()
-        return made
-
-    def _leave_out(self, failure: ValueError, place: str, sample: Any) -> Dropped:
-        fault = SampleError(str(failure).removeprefix(f"{place}: "))
-        if self._failures is None:
-            raise ValueError(f"{place}: {fault}; or pass --skip-bad-samples") from None
-        try:
-            self._failures.leave_out(fault, 0, self._task.encode_sample, lambda: f"{self.name}: {place}", sample)
-        except FatalSampleError as fatal:
-            raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None
-        return Dropped("bad sample")
-
-    def fingerprint(self) -> str:
-        return self._leaf.source.fingerprint()
+    def __call__(self, record: Any, key: tuple[Any, ...]) -> tuple[int, EncodedSample]:
+        """Return the number of the source and the sequence."""
+        return self._source, self._task.encode_sample(self._load(record, key))
 
 
 def open_chats(entry: SourceEntry | Join, task: ChatTask) -> SourceDataset:

@@ -6,10 +6,11 @@ import pytest
 
 from megatron.blending.encoding.samples import CrudeSample, TextSample
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
-from megatron.blending.streams.failures import Failures, SkipSample
-from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample
-from megatron.sft.data.chat_source import ChatSource, ChatTask, open_chats, record_of, source_weight
-from megatron.sft.data.mixture import Concatenation
+from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.source import SourceDataset
+from megatron.sft.data.chat_encoder import ChatEncoder
+from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats, record_of, source_weight
+from megatron.sft.data.sample_set import concatenated
 from megatron.sft.data.stream import SampleStream, Share
 from megatron.sft.data.tokenizer import build_tokenizer
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder
@@ -24,9 +25,18 @@ def task():
     return ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"))
 
 
-def chats(task, path, failures=None):
+def chats(task, path, max_bad=None, batch=1):
+    """The samples of a path, pass after pass, in the order of the file."""
     (entry,) = source_entries(load_metadataset(path, "train"))
-    return ChatSource(open_chats(entry, task), "some", task, failures)
+    opened = open_chats(entry, task)
+    load = ChatLoad(opened.load, task, 0)
+    samples = concatenated(["some"], [SourceDataset(opened.source, load=load, shuffle=False, name="some")])
+    return SampleStream(samples, Share(0, 1, batch, batch), max_bad_samples_in_a_row=max_bad)
+
+
+def text_in(stream):
+    (sample,) = next(stream)
+    return text_of(sample["tokens"])
 
 
 @pytest.mark.parametrize(("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")])
@@ -34,9 +44,9 @@ def test_error_names_file_and_line(task, write_lines, line, words):
     """One bad line in a million must be found by its place, also after blank lines."""
     path = write_lines("b.jsonl", text_line("three"), "", line)
     source = chats(task, path)
-    assert text_of(source[0]) == "three"
+    assert text_in(source) == "three"
     with pytest.raises(ValueError, match=words) as failure:
-        source[1]
+        next(source)
     assert str(failure.value).startswith(f"{path}:3: ")
     assert str(failure.value).count(path) == 1
     assert str(failure.value).endswith("; or pass --skip-bad-samples")
@@ -45,35 +55,37 @@ def test_error_names_file_and_line(task, write_lines, line, words):
 def test_over_long_sample_names_file_and_line(task, write_lines):
     """--seq-length too small is the commonest of mistakes; the message must say by how much and where."""
     path = write_lines("a.jsonl", text_line("one"), text_line("x" * 100))
+    source = chats(task, path)
+    next(source)
     with pytest.raises(ValueError, match=r"a\.jsonl:2: .*100 tokens.*--seq-length is 64"):
-        chats(task, path)[1]
+        next(source)
 
 
 def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, caplog):
     """Skipping that does not count hides that half of a file is unreadable; a line per epoch hides all else."""
     path = write_lines("a.jsonl", text_line("one"), BROKEN, text_line("two"), ROLELESS)
-    source = chats(task, path, Failures(100))
+    stream = chats(task, path, 100, batch=4)
     with caplog.at_level(logging.WARNING, "megatron.blending"):
-        stream = SampleStream(Concatenation([source], seed=1), Share(0, 1, 4, 4), is_endless=True)
         assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]
     assert (stream.counts.num_sequences, stream.counts.dropped(0)) == (6, {"bad sample": 6})
     assert len(caplog.messages) == 2
     (of_line_4,) = [message for message in caplog.messages if "a.jsonl:4" in message]
-    assert of_line_4.startswith(f"some: {path}:4 (key 3): ")
+    assert of_line_4.startswith(f"some: {path}:4: ")
 
 
 def test_a_broken_source_is_an_error(task, write_lines):
     """Hours later one would find that a source of the blend gave nothing; samples between broken ones are no row."""
     path = write_lines("a.jsonl", *[BROKEN, text_line("good")] * 5, *[BROKEN] * 5)
-    source = chats(task, path, Failures(3))
-    assert [isinstance(source[i], Dropped) for i in range(12)] == [True, False] * 5 + [True, True]
+    source = chats(task, path, 3)
+    assert [len(next(source)) for _ in range(12)] == [0, 1] * 5 + [0, 0]
     with pytest.raises(
         ValueError, match=r"a\.jsonl:13.*3 samples in a row failed.*--max-bad-samples-in-a-row"
     ) as failure:
-        source[12]
+        next(source)
     assert "--skip-bad-samples" not in str(failure.value), "that is given already"
-    never = chats(task, path, Failures(0))
-    assert [never[i] for i in range(10, 15)] == [Dropped("bad sample")] * 5
+    never = chats(task, path, 0)
+    assert [len(next(never)) for _ in range(15)][10:] == [0] * 5
+    assert never.counts.dropped(0) == {"bad sample": 10}
 
 
 def folder(tmp_path, dataset, **parts):
@@ -93,7 +105,7 @@ def folder(tmp_path, dataset, **parts):
 )
 def test_webdataset_samples(task, tmp_path, dataset, parts, text):
     """What WebDataset folders hold must train on the same tokens as a JSONL file of it."""
-    assert text_of(chats(task, folder(tmp_path, dataset, **parts))[0]) == text
+    assert text_in(chats(task, folder(tmp_path, dataset, **parts))) == text
 
 
 def test_webdataset_of_something_else_is_refused_when_opened(task, tmp_path):
@@ -111,9 +123,8 @@ def test_weights_multiply(task, write_lines):
         "__class__: MetadatasetV2",
         f"splits: {{train: {{path: {path}, subflavors: {{sample_weight: 0.25}}}}}}",
     )
-    sample = chats(task, blend)[0]
-    assert isinstance(sample, EncodedSample)
-    assert sample.loss_mask.tolist() == [0.125]
+    (sample,) = next(chats(task, blend))
+    assert sample["loss_mask"].tolist() == [0.125]
 
 
 @pytest.mark.parametrize("weight", [0, -1, "heavy", True, float("inf")])

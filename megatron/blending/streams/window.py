@@ -1,0 +1,119 @@
+"""pure. A WindowDataset gives consecutive outputs of its child together, and keeps holes where they are."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.blending.streams.arguments import check_count, check_datasets
+from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset, Several
+
+
+class LeftOut(NamedTuple):
+    """Stands in a window for a sample that makes no output."""
+
+    source: int
+    """Number of its source among those of the tree, from 0."""
+    place: str
+    """Where a person finds it."""
+    reason: str | None
+    """What it was skipped with (`SkipSample`); None where it failed."""
+    fault: str = ""
+    """What it failed with."""
+
+
+class WindowDataset(SavableDataset[Any]):
+    """Output k is a list of `length` outputs of the child, from its position `first + k * length` on.
+
+    Where a sample makes no output, or several, its LeftOut stands in the list: a batch is filled with what follows, a
+    window never is. So what stands in it follows from its number, and whoever gets it counts what was left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        *,
+        first: int = 0,
+        num_outputs: int | None = None,
+        worker_config: Any = None,
+    ) -> None:
+        """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last empty; None: pass
+        after pass, for ever.
+        """
+        check_datasets("WindowDataset", [dataset])
+        check_count("WindowDataset", "length", length)
+        self.children = (dataset,)
+        self.length = length
+        self.first = first
+        self.size = num_outputs
+        self.worker_config = worker_config
+        self.samples_per_output = length
+        self.numbers: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return -(-len(self.children[0]) // self.length) if self.size is None else self.size
+
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        sources = [node.number for node in binding.nodes[self.number + 1 : self.end] if not node.children]
+        self.numbers = {number: at for at, number in enumerate(sources)}
+
+    def plan(self, positions: Ints, block: Block) -> "WindowPlan":
+        return WindowPlan(self, positions, block)
+
+    def used(self, position: int, drawn: dict[int, int]) -> list[int]:
+        return [self.first + position * self.length]
+
+    def signature(self) -> list[Any]:
+        return [type(self).__name__, self.length, self.first]
+
+
+class WindowPlan:
+    """Some windows, and where each begins in the plan of the child."""
+
+    def __init__(self, node: WindowDataset, positions: Ints, block: Block) -> None:
+        self.length = len(positions)
+        self._node = node
+        inside = node.first + positions[:, None] * node.length + np.arange(node.length)
+        is_there = np.ones_like(inside, np.bool_)
+        if node.size is not None:
+            is_there = inside < len(node.children[0])
+        self._ends = [0, *np.cumsum(is_there.sum(1)).tolist()]
+        self._child = node.children[0].plan(inside[is_there], block)
+
+    def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
+        return [self._window(*self._ends[at : at + 2]) for at in range(start, end)]
+
+    def _window(self, start: int, end: int) -> list[Any]:
+        try:
+            values = self._child.values(start, end, None)
+        except Exception:
+            values = [self._value(at) for at in range(start, end)]
+        return [
+            self._left_out(value, start + number) if type(value) in (Hole, Several) else value
+            for number, value in enumerate(values)
+        ]
+
+    def _value(self, at: int) -> Any:
+        """One by one it is found out which of them fail."""
+        try:
+            return self._child.values(at, at + 1, None)[0]
+        except Exception as error:
+            return Hole(-1, None, error)
+
+    def _left_out(self, hole: Any, at: int) -> LeftOut:
+        source, position = self._child.entries(at, at + 1)[0]
+        error: Any = TypeError("several outputs of one sample; a window has one of each")
+        if type(hole) is Hole:
+            error = hole.error if hole.error is not None else SkipSample("filtered")
+        found = self._node.numbers[source.number], source.describe(position)
+        if isinstance(error, SkipSample):
+            return LeftOut(*found, reason=str(error))
+        is_said = isinstance(error, ValueError) and str(error)
+        return LeftOut(*found, reason=None, fault=str(error) if is_said else f"{type(error).__name__}: {error}")
+
+    def child(self, number: int) -> Any:
+        return self._child
+
+    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+        return self._child.entries(self._ends[start], self._ends[end])

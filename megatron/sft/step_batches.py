@@ -1,0 +1,124 @@
+"""mcore. The global batches of a split of the data, each prepared before its step asks for it: packed, or padded rows.
+
+Everything that drawing a batch changes (counts, delayed sequences) comes with the batch, and so belongs to the step
+that takes it: checkpoints are the same however far ahead batches are prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, tee
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packing.step.delay import DelayQueue
+from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
+from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.prefetch import Prefetcher
+from megatron.sft.data.counts import Counts
+from megatron.sft.data.sample_set import SampleSet
+from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.environment import default_num_workers
+from megatron.sft.model.checkpoint import Progress
+from megatron.sft.model.forward import PaddedBatch, padded_batches
+from megatron.sft.options.config import SFTConfig
+
+
+class StepBatch(NamedTuple):
+    """One global batch, as this rank will run it."""
+
+    packed: GlobalBatch | None
+    """None without packing."""
+    rows: list[PaddedBatch]
+    """On the host; [] with packing."""
+    counts: Counts
+    """Of what this rank drew for it."""
+    seconds_waited: float = 0.0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of this rank."""
+        return len(self.rows) if self.packed is None else self.packed.stats.num_microbatches
+
+    def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
+        """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each."""
+        if self.packed is not None:
+            return self.packed.iterators(num_virtual_stages, device)
+        batches = (batch.on(device) for batch in self.rows)
+        return batches if num_virtual_stages is None else list(tee(batches, num_virtual_stages))
+
+
+class StepBatches(Iterator[StepBatch]):
+    """Iterator over the global batches of a stream; see `Prefetcher` for what holds of its thread."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        model_config: TransformerConfig,
+        samples: SampleSet,
+        share: Share,
+        num_batches: int,
+        *,
+        progress: Progress | None = None,
+        queue: DelayQueue | None = None,
+    ) -> None:
+        """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them leaves none in
+        `queue`. progress: of a training that goes on with them; None reads the samples once, from the start.
+        """
+        data = config.data
+        self._stream = SampleStream(
+            samples,
+            share,
+            consumed_samples=0 if progress is None else progress.consumed_samples,
+            num_batches=num_batches if progress is None else None,
+            max_bad_samples_in_a_row=data.max_bad_samples_in_a_row if data.skip_bad_samples else None,
+            num_workers=default_num_workers() if data.num_workers is None else data.num_workers,
+        )
+        self._share = share
+        self._config = model_config
+        self._step = 0 if progress is None else progress.iteration
+        self._end = self._step + num_batches
+        self._queue = None if queue is None else queue.copy()
+        prepare, reads = self._padded, True
+        if config.packing.sequence_packing:
+            prepare = self._packed
+            self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+            reads = is_drawing_rank(self._groups)
+            road_groups(self._groups)  # made by this thread: that is collective over the world
+        self._source = self._stream if reads else None
+        if reads and num_batches > 0:
+            self._stream.start()
+        self._rows = padded_batches(self._stream, config.model.seq_length, config.training.micro_batch_size)
+        self._prefetcher = Prefetcher(prepare, data.prefetch_global_batches, num_batches)
+        self.settle = self._prefetcher.settle
+
+    def __next__(self) -> StepBatch:
+        return next(self._prefetcher)._replace(seconds_waited=self._prefetcher.seconds_waited)
+
+    @property
+    def counts(self) -> Counts:
+        """Of all that this rank drew."""
+        return self._stream.counts
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """See `Prefetcher`; then the worker processes end."""
+        if self._prefetcher.close(timeout_seconds):
+            self._stream.close()
+
+    def _packed(self) -> StepBatch:
+        if self._queue is not None and self._step == self._end - 1:
+            self._queue.max_steps = 0  # the last step takes all that is delayed
+        before = self._stream.counts
+        batch = schedule_global_batch(
+            self._source, self._config, self._share.num_draws, self._groups, queue=self._queue, step=self._step
+        )
+        self._step += 1
+        return StepBatch(batch, [], self._stream.counts - before)
+
+    def _padded(self) -> StepBatch:
+        before = self._stream.counts
+        rows = list(islice(self._rows, self._share.num_draws))
+        return StepBatch(None, rows, self._stream.counts - before)

@@ -1,0 +1,54 @@
+"""Windows have what stands at their positions, and say what does not."""
+
+import numpy as np
+import pytest
+
+from megatron.blending import LeftOut, MapDataset, SkipSample, SourceDataset, WindowDataset
+from megatron.blending.streams.node import Binding, Block
+from tests.unit_tests.blending.number_streams import Numbers, source_of
+
+
+def even(record: tuple[str, int]) -> int:
+    number = record[1]
+    if number % 4 == 1:
+        raise SkipSample("odd")
+    if number % 4 == 3:
+        raise ValueError("far too odd")
+    return number
+
+
+def windows_of(dataset, numbers, **options):
+    bound = WindowDataset(dataset, **options).bind(Binding(seed=1))
+    return bound.plan(np.array(numbers), Block()).values(0, len(numbers), None)
+
+
+def test_holes_stay_where_they_are():
+    """Filled with what follows, a position would mean another sample for each number of ranks."""
+    dataset = MapDataset(source_of(count=6, shuffle=False), even)
+    assert windows_of(dataset, [0, 1], length=4, first=0) == [
+        [0, LeftOut(0, "a:1", "odd"), 2, LeftOut(0, "a:3", None, "far too odd")],
+        [4, LeftOut(0, "a:5", "odd"), 0, LeftOut(0, "a:1", "odd")],
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_one_pass_ends_in_shorter_windows(first):
+    """A rank whose window is beyond the end would read the first samples once more."""
+    dataset = source_of(count=7, shuffle=False)
+    windows = windows_of(dataset, range(4), length=3, first=first, num_outputs=4)
+    assert [number for window in windows for _, number in window] == list(range(first, 7))
+    assert len(windows[-1]) == 0
+
+
+def test_a_source_that_cannot_be_read_fails_sample_by_sample():
+    """One file that is gone would take the samples of all others with it."""
+
+    class Gone(Numbers):
+        def read(self, indices):
+            if 2 in indices:
+                raise OSError("disk gone")
+            return super().read(indices)
+
+    ((zero, one, two, three),) = windows_of(SourceDataset(Gone("a", 4), shuffle=False), [0], length=4)
+    assert (zero, one, three) == (("a", 0), ("a", 1), ("a", 3))
+    assert two == LeftOut(0, "a:2", None, "OSError: disk gone")
