@@ -41,20 +41,21 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 
 # A process for each core; whoever is done first takes tests over from the others.
-SPREAD = --dist worksteal -n
 UNIT_WORKERS ?= logical
 # A test starts up to 16 ranks, which wait for one another: two tests at once keep cores busy, more would need memory.
+# Tests of a file stay together: what they share are whole runs.
 FUNCTIONAL_WORKERS ?= 2
+SPREAD = --dist loadfile -n $(FUNCTIONAL_WORKERS)
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
 test: unit
-	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) tests/functional_tests
+	$(VENV)/bin/pytest $(SPREAD) tests/functional_tests
 
 unit: $(VENV)/.dev
-	$(VENV)/bin/pytest $(SPREAD) $(UNIT_WORKERS) tests/unit_tests
+	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 
 layouts: $(VENV)/.dev
-	LAYOUTS=all $(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
+	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads. `make test-cpu-oldest` is one setting alone; CPU_TESTS chooses the tests.
@@ -71,13 +72,13 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 	@echo "passed as on these processors: $(CPUS)"
 
 test-cpu-%: $(VENV)/.dev
-	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) $$tests || exit; done
+	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $(SPREAD) $$tests || exit; done
 # Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
 	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
-	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(SPREAD) $(FUNCTIONAL_WORKERS) $(CORE_TESTS)
+	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(SPREAD) $(CORE_TESTS)
 
 core-python:
 	@echo $(CORE_PYTHON)
