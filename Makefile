@@ -1,4 +1,5 @@
 # make run    train a small chat model on two processes, from nothing
+# make finetune  pretrain a tiny model, fine-tune it from its HuggingFace folder, let it answer held-out questions
 # make test   unit and functional tests
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
@@ -16,6 +17,7 @@ VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 TINY_CHAT = data/tiny_chat
+TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples pretrain_sft.py setup.py
@@ -24,12 +26,19 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test unit layouts test-cpus test-core core-python check format clean
+.PHONY: run finetune test unit layouts test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
 	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml --save-hf runs/tiny_chat/huggingface
+
+finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
+	rm -rf runs/tiny_finetune
+	for step in pretrain finetune; do \
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/$$step.yaml || exit; done
+	for model in base chat; do \
+	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 
 # A process for each core; whoever is done first takes tests over from the others.
 SPREAD = --dist worksteal -n
@@ -85,6 +94,9 @@ format: $(VENV)/.dev
 $(TINY_CHAT)/train.jsonl: examples/tiny_chat/make_data.py | $(VENV)/.run
 	$(VENV)/bin/python $< --output-dir $(TINY_CHAT)
 
+$(TINY_FINETUNE)/chats.jsonl: examples/tiny_finetune/make_data.py | $(VENV)/.finetune
+	$(VENV)/bin/python $< --output-dir $(TINY_FINETUNE)
+
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed; pass one: make run PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -95,9 +107,13 @@ $(VENV)/.run: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot]'
 	touch $@
 
+$(VENV)/.finetune: pyproject.toml setup.py | $(VENV)/.torch
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot,huggingface]'
+	touch $(VENV)/.run $@
+
 $(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $(VENV)/.run $@
+	touch $(VENV)/.run $(VENV)/.finetune $@
 
 $(VENV)/.core: pyproject.toml setup.py | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,tensorboard]' megatron-core==$(VERSION)

@@ -24,6 +24,21 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# An export that is killed when its third file is written.
+KILLED = """
+import os, sys
+from megatron.sft.export import export
+from megatron.sft.model import hf_write
+write, num_written = hf_write._write_file, []
+def write_or_die(*arguments):
+    write(*arguments)
+    num_written.append(1)
+    if len(num_written) == 3:
+        os.kill(os.getpid(), 9)
+hf_write._write_file = write_or_die
+export(sys.argv[1], sys.argv[2], 100_000)
+"""
+
 
 def train(num_processes: int, arguments: Sequence[str]) -> str:
     status, output = Run(num_processes, [*COMMON.split(), *arguments]).finish()
@@ -90,7 +105,7 @@ def test_without_training_every_tensor_keeps_its_bytes(
 
 
 def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
-    """Trained, saved, exported, continued and talked to."""
+    """Trained, saved, exported, after an export that was killed, talked to and continued."""
     source, run, first, second = (tmp_path / name for name in ("source", "run", "first", "second"))
     run_ranks(write_model, 1, "llama3", source, torch.float32, 320)
     write_tokenizer(source)
@@ -102,6 +117,9 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
         f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --split 1"
     ).split()
     assert "no checkpoint" in train(2, [*arguments, "--train-iters", "2", "--save-hf", str(first)])
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run / "checkpoints"), str(second)], cwd=ROOT)
+    assert killed.returncode == -9
+    assert not second.exists()
     command = [sys.executable, "-m", "megatron.sft.export", str(run / "checkpoints"), str(second)]
     done = subprocess.run(
         [*command, "--max-shard-gigabytes", "0.0001"], cwd=ROOT, env={**os.environ}, capture_output=True, text=True

@@ -20,8 +20,6 @@ from tqdm import tqdm
 from megatron.sft.model.hf_folder import Folder
 from megatron.sft.model.hf_weights import Copy, Weight, Weights
 
-_SECONDS_TO_BAR = 3.0
-
 
 class Pretrained(NamedTuple):
     """A HuggingFace folder that has passed `check_folder`, and the model's weights that it holds."""
@@ -82,6 +80,12 @@ def _global_name(name: str, gpt: GPTModel) -> str:
     return ".".join(parts)
 
 
+def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
+    """A progress bar over rank 0's part of the weights, on stderr; nothing where it takes a few seconds only."""
+    is_shown = dist.get_rank() == 0
+    return tqdm(total=num_weights, desc=what, unit=" weights", unit_scale=True, delay=3.0, disable=not is_shown)
+
+
 def read_weights(chunks: Sequence[GPTModel], weights: Weights, folder: Folder) -> None:
     """Fill this rank's chunks, or leave them to the broadcast over data parallel that must follow.
 
@@ -91,15 +95,7 @@ def read_weights(chunks: Sequence[GPTModel], weights: Weights, folder: Folder) -
     todo = [(placed, copy) for placed in all_placed if placed.is_first_replica for copy in placed.copies]
     open_files: dict[Path, Any] = {}
     total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
-    bar = tqdm(
-        total=total,
-        desc=f"reading {folder.path}",
-        unit=" weights",
-        unit_scale=True,
-        delay=_SECONDS_TO_BAR,
-        disable=dist.get_rank() != 0,
-    )
-    with torch.no_grad(), bar:
+    with torch.no_grad(), weights_bar(f"reading {folder.path}", total) as bar:
         for placed in all_placed:
             if placed.weight.layout == "vocabulary":
                 placed.parameter.zero_()

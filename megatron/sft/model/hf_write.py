@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.sft.model.hf_folder import DTYPES, INDEX, SINGLE
-from megatron.sft.model.hf_read import Placed, placed_parameters
+from megatron.sft.model.hf_read import Placed, placed_parameters, weights_bar
 from megatron.sft.model.hf_weights import Part, Weights
 
 MOST_BYTES_PER_FILE = 5 * 10**9
@@ -118,10 +118,12 @@ def _tensors(
     placed: Sequence[Placed], weights: Weights, dtype: torch.dtype, fetch: Callable[[Placed], None] | None
 ) -> Iterator[Tensor]:
     """The tensors that this rank writes, in order."""
-    for one in placed:
-        if fetch is not None:
-            fetch(one)
-        yield from _whole(one, weights, dtype)
+    with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
+        for one in placed:
+            if fetch is not None:
+                fetch(one)
+            yield from _whole(one, weights, dtype)
+            bar.update(one.parameter.numel())
 
 
 def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Tensor]:
