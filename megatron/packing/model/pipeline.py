@@ -76,9 +76,12 @@ class PackedPasses:
         return PackedLosses(losses, batch)
 
     def close(self) -> None:
-        """End what prepares batches ahead; before the process groups are destroyed."""
+        """End what prepares batches ahead; before the process groups are destroyed.
+
+        After an error of this rank alone others may never prepare theirs, so it waits a minute and no longer.
+        """
         if self._training is not None:
-            self._training.batches.close()
+            self._training.batches.close(timeout_seconds=60.0)
 
 
 class _Training:
