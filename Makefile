@@ -42,7 +42,7 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 
 # A process for each core; whoever is done first takes tests over from the others.
 SPREAD = --dist worksteal -n
-UNIT_WORKERS ?= auto
+UNIT_WORKERS ?= logical
 # A test starts up to 16 ranks, which wait for one another: two tests at once keep cores busy, more would need memory.
 FUNCTIONAL_WORKERS ?= 2
 

@@ -155,7 +155,7 @@ def read_cost(values: Mapping[str, Any]) -> PackCost:
     return PackCost(**numbers)
 
 
-def _checked_packs(packs: Any) -> Packs:
+def _checked_packs(packs: object) -> Packs:
     if not isinstance(packs, list) or not packs or not all(isinstance(rank, list) and rank for rank in packs):
         raise ValueError("packs must be a list per rank of a list per microbatch of lengths")
     if len({len(rank) for rank in packs}) > 1:

@@ -89,7 +89,7 @@ def map_tensors(value: Any, change: "Callable[[torch.Tensor], torch.Tensor]") ->
     return value
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether it is a tensor; where torch was never imported, nothing is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

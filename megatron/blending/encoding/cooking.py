@@ -45,7 +45,7 @@ class DirectCache:
     def get(self, store: Any, name: str, sample: Any = None) -> Any:
         return store.get(name, sample)
 
-    def get_lazy(self, store: Any, name: str) -> "Lazy":
+    def get_lazy(self, store: object, name: str) -> "Lazy":
         return Lazy(store, name)
 
 
@@ -56,12 +56,12 @@ class Lazy:
     store: Any
     fname: str
 
-    def get(self, sample: Any = None) -> Any:
+    def get(self, sample: object = None) -> Any:
         return self.store.get(self.fname, sample)
 
 
 def choose_cook(
-    cookers: Sequence[Cooker], subflavors: Mapping[str, Any], stores: Mapping[str, Any], primary: Any, where: str
+    cookers: Sequence[Cooker], subflavors: Mapping[str, Any], stores: Mapping[str, Any], primary: object, where: str
 ) -> Callable[[Any], Any] | None:
     """Return the function from crude sample to sample for a source, or None if the encoder has no cookers at all.
 

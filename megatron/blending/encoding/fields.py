@@ -15,7 +15,7 @@ class FieldError(ValueError):
     """Two types do not fit: no sample of the one makes the other."""
 
 
-def field_names(value: Any) -> list[str]:
+def field_names(value: object) -> list[str]:
     """Return the names of the fields of an object, or of those of a class; FieldError if it has none."""
     if isinstance(value, Mapping):
         return list(value)
@@ -27,7 +27,7 @@ def field_names(value: Any) -> list[str]:
     raise FieldError(f"{name} must be a dataclass, a named tuple or a dict; override the method that makes it")
 
 
-def has_fields(value: Any) -> bool:
+def has_fields(value: object) -> bool:
     """Whether an object, or the objects of a class, are made of named fields."""
     kind = value if isinstance(value, type) else type(value)
     return dataclasses.is_dataclass(kind) or issubclass(kind, Mapping) or hasattr(kind, "_fields")

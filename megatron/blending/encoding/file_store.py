@@ -5,6 +5,7 @@ A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, 
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from megatron.blending.encoding.source_info import SourceInfo
@@ -59,43 +60,21 @@ class SystemFileStore(FileStore):
 class WebdatasetFileStore(FileStore):
     """The files of a prepared WebDataset, whatever part they are in. Needs its index.sqlite."""
 
-    def __init__(self, path: str, decode: Decode) -> None:
-        super().__init__(path, decode)
+    @cached_property
+    def dataset(self) -> WebDataset:
+        """The data set, opened by the first who asks: a source as its own store is seldom asked for anything."""
         parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)
-        self._dataset = WebDataset(path, SplitPart(tuple(read_info(path).items()), ()), parts, {})
+        return WebDataset(self.path, SplitPart(tuple(read_info(self.path).items()), ()), parts, {})
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
         folder, _, name = key.rpartition("/")
         base, _, part = name.partition(".")
         sample_key = f"{folder}/{base}" if folder else base
-        index = self._dataset.find([sample_key]).get(sample_key)
-        record = {} if index is None else self._dataset[index]
+        index = self.dataset.find([sample_key]).get(sample_key)
+        record = {} if index is None else self.dataset[index]
         if part not in record:
             raise KeyError(f"{self.path} has no file {key!r}")
         return record[part], SourceInfo(self.path, sample_key, record["__shard__"], (key,))
-
-
-class LazyStore:
-    """A prepared WebDataset as a store, opened by the first who asks: a source as it is offered to its own cooker."""
-
-    def __init__(self, path: str, decode: Decode) -> None:
-        self._path = path
-        self._decode = decode
-        self._store: WebdatasetFileStore | None = None
-
-    def get_path(self) -> str:
-        return self._path
-
-    def get(self, key: str, sample: Any = None) -> Any:
-        return self._opened().get(key, sample)
-
-    def __getitem__(self, key: str) -> tuple[Any, SourceInfo]:
-        return self._opened()[key]
-
-    def _opened(self) -> WebdatasetFileStore:
-        if self._store is None:
-            self._store = WebdatasetFileStore(self._path, self._decode)
-        return self._store
 
 
 def open_store(path: str, decode: Decode, where: str) -> FileStore:
@@ -105,7 +84,9 @@ def open_store(path: str, decode: Decode, where: str) -> FileStore:
         if not os.path.isdir(folder):
             raise ValueError(f"{where}: aux: {folder}: no such folder; check the path")
         return SystemFileStore(folder, decode)
+    store = WebdatasetFileStore(path, decode)
     try:
-        return WebdatasetFileStore(path, decode)
+        _ = store.dataset
     except ValueError as error:
         raise ValueError(f"{where}: aux: {error}") from None
+    return store

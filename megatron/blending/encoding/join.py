@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.blending.encoding.samples import Sample
 from megatron.blending.formats.prepared.webdataset import WebDataset
-from megatron.blending.formats.record import Record, RecordError
+from megatron.blending.formats.record import Record, RecordError, RecordSource
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
 
 
-class JoinSource:
+class JoinSource(RecordSource):
     """A record is {"legs": [(index, record) or None, of each source]}, or {"fault": why it is none; None: skip it}."""
 
     def __init__(self, sources: Sequence[WebDataset], nonmatch: Sequence[str]) -> None:
@@ -23,12 +23,6 @@ class JoinSource:
 
     def __len__(self) -> int:
         return len(self._sources[0])
-
-    def __getitem__(self, index: int) -> Record:
-        record = self.read([index])[0]
-        if isinstance(record, RecordError):
-            raise record
-        return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         primaries = self._sources[0].read(indices)

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.samples import SAMPLE_TYPES, CrudeSample
 from megatron.blending.encoding.source_info import SourceInfo
+from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record
 from megatron.blending.streams.failures import failure_tolerance_of
@@ -17,7 +18,7 @@ _new: Any = object.__new__
 class TypedLoad:
     """A record as the sample that dataset.yaml says."""
 
-    def __init__(self, dataset: WebDataset, kind: Any, subflavors: dict[str, Any], decode: Any) -> None:
+    def __init__(self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode) -> None:
         self._dataset = dataset
         self.kind = kind
         is_ours = kind in SAMPLE_TYPES.values()
@@ -49,7 +50,7 @@ class CrudeLoad:
         dataset: WebDataset,
         subflavors: dict[str, Any],
         path: str,
-        decode: Any,
+        decode: Decode,
         cook: Callable[[Any], Any] | None,
     ) -> None:
         self._dataset = dataset

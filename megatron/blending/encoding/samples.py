@@ -46,7 +46,7 @@ class _Fields:
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     @classmethod
-    def extend(cls, src: Any, **changes: Any) -> Self:
+    def extend(cls, src: object, **changes: object) -> Self:
         """Return an object of this class with the fields of `src`, which may be of a parent class, and `changes`."""
         has = {name: getattr(src, name) for name in field_names(cls) if hasattr(src, name)}
         return cls(**{**has, **changes})
@@ -60,12 +60,12 @@ class Sample(_Fields):
     __sources__: tuple[SourceInfo, ...] | None = None
 
     @classmethod
-    def derive_from(cls, base_sample: Any, **fields: Any) -> Self:
+    def derive_from(cls, base_sample: object, **fields: object) -> Self:
         """Return a sample with `fields` that came from where `base_sample` came from."""
         return cls(**{**basic_sample_keys(base_sample), **fields})
 
     @classmethod
-    def from_joined(cls, *samples: Any, **named_samples: Any) -> Self:
+    def from_joined(cls, *samples: object, **named_samples: object) -> Self:
         """Return one sample of those that a join found, in the order or by the names that it has them."""
         raise NotImplementedError(f"{cls.__name__} must define from_joined to be the joiner of a join")
 
@@ -169,7 +169,7 @@ class Batch(_Fields):
         return batch_samples(samples, cls, **fields)
 
     @classmethod
-    def derive_from(cls, base_batch: Any, **fields: Any) -> Self:
+    def derive_from(cls, base_batch: object, **fields: object) -> Self:
         """Return a batch with `fields` of the same samples as `base_batch`."""
         return cls(**{**basic_sample_keys(base_batch), **fields})
 
@@ -191,7 +191,7 @@ SAMPLE_TYPES: dict[str, type[Sample]] = {
 }
 
 
-def basic_sample_keys(sample: Any) -> dict[str, Any]:
+def basic_sample_keys(sample: object) -> dict[str, Any]:
     """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude), text=t)`."""
     if isinstance(sample, dict):
         # Each by its name takes half the time of a loop, and a crude sample as it was read has them all.

@@ -50,7 +50,7 @@ class Seeded:
         self.function = function
         functools.update_wrapper(self, function)
 
-    def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, sample: object, *args: object, **kwargs: object) -> Any:
         seed = seed_of(sample)
         with seeded(seed):
             made = self.function(sample, *args, **kwargs)
@@ -68,7 +68,7 @@ def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
         yield value
 
 
-def seed_of(sample: Any) -> int:
+def seed_of(sample: object) -> int:
     """Return 32 bits from where a sample (or the first of several) came from, or 0 where it does not say."""
     while isinstance(sample, (list, tuple)) and sample:
         sample = sample[0]

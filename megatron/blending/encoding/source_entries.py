@@ -13,14 +13,14 @@ from typing import Any
 
 from megatron.blending.encoding.cooking import choose_cook
 from megatron.blending.encoding.fields import required_names
-from megatron.blending.encoding.file_store import LazyStore, SystemFileStore, open_store
+from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore, open_store
 from megatron.blending.encoding.join import JoinedLoad, JoinSource
 from megatron.blending.encoding.loads import CrudeLoad, FileLoad, TypedLoad
 from megatron.blending.encoding.samples import SAMPLE_TYPES
 from megatron.blending.encoding.source_part import part_of
 from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder
 from megatron.blending.formats import files
-from megatron.blending.formats.decode import SampleDecoder, decode_part, keep_bytes
+from megatron.blending.formats.decode import Decode, SampleDecoder, decode_part, keep_bytes
 from megatron.blending.formats.files import is_file, local_path
 from megatron.blending.formats.paths import URL, is_folder
 from megatron.blending.formats.prepared.field_map import FieldMap, Missing
@@ -31,6 +31,7 @@ from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -53,7 +54,7 @@ class Reading:
     """Whether Python files and classes that a dataset.yaml or a join names may be run."""
 
 
-def open_entry(entry: SourceEntry | Join, reading: Reading, worker_config: Any = None) -> Any:
+def open_entry(entry: SourceEntry | Join, reading: Reading, worker_config: WorkerConfig | None = None) -> SourceDataset:
     """Return a source as a SourceDataset: one pass over its samples. ValueError starts with where it is named."""
     source, load = open_records(entry, reading)
     sources = [leg.entry for leg in entry.legs] if isinstance(entry, Join) else [entry]
@@ -90,13 +91,13 @@ def _open(entry: SourceEntry, reading: Reading) -> tuple[RecordSource, Load]:
             raise ValueError(f"aux is for crude data, but the samples are of {webdataset.sample_type.name}; remove it")
         return source, _typed_load(webdataset, source, subflavors, reading, decode)
     stores = {name: open_store(path, decode, entry.where) for name, path in entry.aux.items()}
-    primary = LazyStore(entry.path, decode)
+    primary = WebdatasetFileStore(entry.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, entry.where)
     return source, CrudeLoad(webdataset, subflavors, entry.path, decode, cook)
 
 
 def _typed_load(
-    dataset: WebDataset, source: RecordSource, subflavors: dict[str, Any], reading: Reading, decode: Any
+    dataset: WebDataset, source: RecordSource, subflavors: dict[str, Any], reading: Reading, decode: Decode
 ) -> TypedLoad:
     """`source`: what is read of the data set."""
     load = TypedLoad(dataset, _sample_class(dataset, reading), subflavors, decode)
@@ -159,7 +160,7 @@ def file_of(path: str) -> str | None:
     return None if is_folder(path) else path
 
 
-def _open_file(entry: SourceEntry, path: str, reading: Reading, decode: Any) -> tuple[RecordSource, Load]:
+def _open_file(entry: SourceEntry, path: str, reading: Reading, decode: Decode) -> tuple[RecordSource, Load]:
     whole = open_source(path)
     stores = {name: open_store(store, decode, entry.where) for name, store in entry.aux.items()}
     primary = SystemFileStore(os.path.dirname(path), decode)
@@ -204,7 +205,7 @@ def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
     return getattr(kind, "from_joined", kind)
 
 
-def _decoder(reading: Reading) -> Any:
+def _decoder(reading: Reading) -> Decode:
     """What the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
     decoder = reading.encoder.decoder
     if decoder is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index, check_indices
+from megatron.blending.formats.record import Record, RecordError, RecordSource, check_indices
 from megatron.blending.metadatasets.metadataset import EVERYTHING, Subset
 
 
@@ -16,7 +16,7 @@ def part_of(source: RecordSource, subset: Subset) -> RecordSource:
     return SourcePart(source, records)
 
 
-class SourcePart:
+class SourcePart(RecordSource):
     """Consecutive records of a source."""
 
     def __init__(self, source: RecordSource, records: range) -> None:
@@ -25,10 +25,6 @@ class SourcePart:
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def __getitem__(self, index: int) -> Record:
-        check_index(index, self)
-        return self._source[self._records[index]]
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         check_indices(indices, self)

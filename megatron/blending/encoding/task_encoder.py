@@ -16,8 +16,10 @@ from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
 from megatron.blending.streams.group_batch import GroupBatchDataset
 from megatron.blending.streams.mapping import MapDataset
+from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.blending.streams.positions import EpochizeDataset, LimitDataset, RepeatDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 T_sample = TypeVar("T_sample")
 T_encoded_sample = TypeVar("T_encoded_sample")
@@ -93,7 +95,9 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     # How steps become nodes.
 
-    def build_encode_sample(self, dataset: Any, *, worker_config: Any = None) -> Any:
+    def build_encode_sample(
+        self, dataset: SavableDataset[Any], *, worker_config: WorkerConfig | None = None
+    ) -> SavableDataset[Any]:
         """Return `dataset` with the steps that encode its samples."""
         check_encoder(self)
         for step in ("encode_sample", "preencode_sample"):
@@ -101,7 +105,13 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
                 return MapDataset(dataset, map_fn=with_seeds(getattr(self, step)), worker_config=worker_config)
         return dataset
 
-    def build_packing(self, dataset: Any, *, packing_buffer_size: int | None, worker_config: Any = None) -> Any:
+    def build_packing(
+        self,
+        dataset: SavableDataset[Any],
+        *,
+        packing_buffer_size: int | None,
+        worker_config: WorkerConfig | None = None,
+    ) -> SavableDataset[Any]:
         """Return `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
         check_encoder(self, packing_buffer_size)
         post_encode = with_seeds(self.postencode_sample) if self.uses("postencode_sample") else None
@@ -121,13 +131,13 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     def build_batch(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         *,
         batch_size: int | None = None,
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
-        worker_config: Any = None,
-    ) -> Any:
+        worker_config: WorkerConfig | None = None,
+    ) -> SavableDataset[Any]:
         """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is None.
 
         Samples that no function has touched on the way here are encoded first, so that an overridden
@@ -163,7 +173,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         self,
         *,
         datasets: Sequence[Any],
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
         batch_size: int | None = None,
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
@@ -172,7 +182,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         proportions: str = "exact",
         weight_schedule: Any = None,
         repeat: bool = True,
-    ) -> Any:
+    ) -> SavableDataset[Any]:
         """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
 
         `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight). They are endless if
@@ -192,12 +202,12 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         self,
         *,
         datasets: Sequence[Any],
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
         batch_size: int | None = None,
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
         limit: int | None = None,
-    ) -> Any:
+    ) -> SavableDataset[Any]:
         """Return the validation stream: the sources one after the other, weights ignored; at most `limit` batches."""
         first = datasets[0][0]
         dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
@@ -208,12 +218,12 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     def _in_batches(
         self,
-        dataset: Any,
-        worker_config: Any,
+        dataset: SavableDataset[Any],
+        worker_config: WorkerConfig | None,
         batch_size: int | None,
         batch_drop_last: bool,
         packing_buffer_size: int | None,
-    ) -> Any:
+    ) -> SavableDataset[Any]:
         """Return `dataset` encoded and batched, by the two methods that users override."""
         return self.build_batch(
             self.build_encode_sample(dataset, worker_config=worker_config),
@@ -240,7 +250,7 @@ def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:
             raise ValueError(f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it")
 
 
-def is_touched(dataset: Any) -> bool:
+def is_touched(dataset: SavableDataset[Any]) -> bool:
     """Whether samples go through a function (MapDataset) or into batches anywhere below."""
     has_function = hasattr(dataset, "map_fn") or hasattr(dataset, "batcher") or hasattr(dataset, "final_packer")
     return has_function or any(is_touched(child) for child in dataset.children)

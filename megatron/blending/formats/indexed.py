@@ -6,20 +6,19 @@ bounds (int64): document d is the sequences [bounds[d], bounds[d + 1]).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.files import LocalFile, is_file, open_file, read_ranges
-from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file, read_each
+from megatron.blending.formats.record import FileSource, Record, RecordError, check_index, read_each
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD_BYTES = 34
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 
 
-class IndexedSource:
+class IndexedSource(FileSource):
     """The sequences of a .bin and its .idx: a record is {"tokens": array}, in the type that they are stored in.
 
     Takes the path of either file, or what both have in common. A read costs about 1 microsecond; the array is a view
@@ -27,8 +26,7 @@ class IndexedSource:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path.removesuffix(".bin").removesuffix(".idx")
-        self._open()
+        super().__init__(path.removesuffix(".bin").removesuffix(".idx"))
 
     def _open(self) -> None:
         for suffix in (".bin", ".idx"):
@@ -81,13 +79,3 @@ class IndexedSource:
 
     def describe(self, index: int) -> str:
         return f"{self._path}.bin sequence {index}"
-
-    def fingerprint(self) -> str:
-        return fingerprint_file(self._file, len(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_path": self._path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()

@@ -1,17 +1,16 @@
 """pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files."""
 
 import json
-from collections.abc import Sequence
 
 from megatron.blending.formats.files import open_file
-from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file, read_each
+from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 
-class JsonArraySource:
+class JsonArraySource(FileSource):
     """The objects of a JSON list, counted from 0."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def _open(self) -> None:
+        path = self._path
         self._file = open_file(path)
         try:
             items = json.loads(self._file.read(0, self._file.size).decode("utf-8-sig"))
@@ -38,11 +37,5 @@ class JsonArraySource:
             )
         return item
 
-    def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        return read_each(self, indices)
-
     def describe(self, index: int) -> str:
         return f"{self._path} item {index}"
-
-    def fingerprint(self) -> str:
-        return fingerprint_file(self._file, len(self))

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megatron.blending.formats.files import RemoteFile, open_file
-from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file
+from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 if TYPE_CHECKING:
     import pyarrow
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 _CACHED_ROW_GROUPS = 4
 
 
-class ParquetSource:
+class ParquetSource(FileSource):
     """The rows of a Parquet file, counted from 0.
 
     A read decodes the row group that holds the row, unless it is one of the last few decoded: in random order, files
     with small row groups are read fastest.
     """
 
-    def __init__(self, path: str) -> None:
+    def _open(self) -> None:
+        path = self._path
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
             raise ValueError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
-        self._path = path
         self._file = open_file(path)
         try:
             with pyarrow.parquet.ParquetFile(self._stream()) as file:
@@ -41,13 +41,6 @@ class ParquetSource:
 
     def __len__(self) -> int:
         return self._row_group_starts[-1]
-
-    def __getitem__(self, index: int) -> Record:
-        check_index(index, self)
-        row_group = self._row_group(index)
-        table = self._table(row_group)
-        row = index - self._row_group_starts[row_group]
-        return {name: column[row].as_py() for name, column in zip(table.column_names, table.columns)}
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         """Read many rows; each row group that they are in is decoded once."""
@@ -65,9 +58,6 @@ class ParquetSource:
 
     def describe(self, index: int) -> str:
         return f"{self._path} row {index}"
-
-    def fingerprint(self) -> str:
-        return fingerprint_file(self._file, len(self))
 
     def _row_group(self, index: int) -> int:
         return bisect.bisect_right(self._row_group_starts, index) - 1
@@ -88,6 +78,3 @@ class ParquetSource:
             # A dict of its own for the next reader, so that threads never see one that changes.
             self._tables = {**dict(list(tables.items())[1 - _CACHED_ROW_GROUPS :]), row_group: table}
         return table
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}

@@ -21,15 +21,23 @@ class RecordError(ValueError):
 
 
 class RecordSource(Protocol):
-    """A fixed sequence of records. An index outside range(len(source)) is an IndexError."""
+    """A fixed sequence of records. An index outside range(len(source)) is an IndexError.
+
+    What is derived from it must define `__getitem__` or `read`: each has a default by the other.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
         """Read record `index`, to be left as it is by the caller; RecordError if it cannot be used."""
+        record = self.read([index])[0]
+        if isinstance(record, RecordError):
+            raise record
+        return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         """Read many records, in the order asked for; for one that cannot be used the error stands in its place."""
+        return read_each(self, indices)
 
     def describe(self, index: int) -> str:
         """Say where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet row 5"."""
@@ -40,6 +48,28 @@ class RecordSource(Protocol):
         Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs milliseconds; an edit that
         keeps the size and lies between the blocks of a large file goes unseen.
         """
+
+
+class FileSource(RecordSource):
+    """The records of one file. It is pickled as its path, and opened anew by who unpickles it."""
+
+    _file: File
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        return fingerprint_file(self._file, len(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_path": self._path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_path"])  # type: ignore[misc]
 
 
 def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:

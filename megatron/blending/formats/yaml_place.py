@@ -4,7 +4,6 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.blending.formats.yaml_reader import Items, Table
 
@@ -48,12 +47,12 @@ class Place:
                     f"unknown key {key!r}; {nearest(key, known, 'the keys here')}"
                 )
 
-    def table(self, value: Any) -> Table:
+    def table(self, value: object) -> Table:
         if not isinstance(value, Table):
             raise self.error(f"must be a mapping (key: value), but is {described(value)}")
         return value
 
-    def items(self, value: Any) -> Items:
+    def items(self, value: object) -> Items:
         if not isinstance(value, Items):
             raise self.error(f"must be a list (lines that start with -), but is {described(value)}")
         return value
@@ -72,7 +71,7 @@ class Place:
         return value
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     if isinstance(value, (Table, Items)):
         return "a mapping" if isinstance(value, Table) else "a list"
     return "empty" if value is None else repr(value)

@@ -61,7 +61,7 @@ def read_scalar(word: str) -> Any:
     return float(word) if _FLOAT.fullmatch(word) else word
 
 
-def as_tables(value: Any) -> Any:
+def as_tables(value: object) -> Any:
     """Return dicts and lists as they would come from a file, all in its first line."""
     if isinstance(value, dict):
         table = Table({str(key): as_tables(item) for key, item in value.items()})
@@ -123,7 +123,7 @@ class _Values:
             table[key], table.lines[key] = merged[key], merged.lines[key]
         return table
 
-    def _merge(self, into: Table, value: Any, line: int) -> None:
+    def _merge(self, into: Table, value: object, line: int) -> None:
         for table in value if isinstance(value, Items) else [value]:
             if not isinstance(table, Table):
                 raise self._error(line, "what << merges must be a mapping or a list of them")

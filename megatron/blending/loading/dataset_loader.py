@@ -23,7 +23,10 @@ from megatron.blending.metadatasets.metadataset import (
     multiplied,
 )
 from megatron.blending.metadatasets.metadataset_file import Entry, Reference, parse_metadataset
+from megatron.blending.order.weights import Weight
+from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.positions import RepeatDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class DatasetBlendMode(str, Enum):
@@ -38,13 +41,13 @@ class LoadedDataset(tuple[Any, Any]):
     """A source of a stream, unpacked as `dataset, weight`."""
 
     dataset: Any
-    weight: Any
+    weight: Weight
     repetitions: float | None
     entry: SourceEntry | Join
     """Where it came from."""
 
     def __new__(
-        cls, dataset: Any, weight: Any, entry: SourceEntry | Join, repetitions: float | None = None
+        cls, dataset: SavableDataset[Any], weight: Weight, entry: SourceEntry | Join, repetitions: float | None = None
     ) -> "LoadedDataset":
         self = super().__new__(cls, (dataset, weight))
         self.dataset, self.weight, self.entry, self.repetitions = dataset, weight, entry, repetitions
@@ -68,7 +71,7 @@ class DatasetLoaderInterface:
         *,
         training: bool,
         split_part: str,
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
         subflavors: Mapping[str, Any] | None = None,
         shuffle_over_epochs_multiplier: int | None = 1,
         reading: Reading | None = None,

@@ -29,8 +29,9 @@ from megatron.blending.loading.dataset_loader import (
     load_dataset,
 )
 from megatron.blending.loading.token_weights import by_tokens
-from megatron.blending.loading.worker_config import check_worker_config
 from megatron.blending.order.weights import WeightSchedule
+from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]
@@ -40,7 +41,7 @@ def get_train_dataset(
     path: Path | DatasetLoaderInterface,
     *,
     split_part: str = "train",
-    worker_config: Any = None,
+    worker_config: WorkerConfig | None = None,
     batch_size: int | None = None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
@@ -55,8 +56,8 @@ def get_train_dataset(
     weights_by: str = "samples",
     weight_schedule: WeightSchedule | None = None,
     allow_code: bool = False,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> SavableDataset[Any]:
     """Return the training stream of a path, as a data set to iterate over, to give to a loader, or to blend.
 
     `proportions`: "exact", each source at every moment within a sample of its share, or "random".
@@ -110,15 +111,15 @@ def get_val_dataset(
     path: Path | DatasetLoaderInterface,
     *,
     split_part: str = "val",
-    worker_config: Any = None,
+    worker_config: WorkerConfig | None = None,
     batch_size: int | None = None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
     limit: int | None = None,
     task_encoder: Encoder | None = None,
     allow_code: bool = False,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> SavableDataset[Any]:
     """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
     build, sources = _validation(**locals())
     return build(datasets=sources)
@@ -128,14 +129,14 @@ def get_val_datasets(
     path: Path | DatasetLoaderInterface,
     *,
     split_part: str = "val",
-    worker_config: Any = None,
+    worker_config: WorkerConfig | None = None,
     batch_size: int | None = None,
     batch_drop_last: bool = False,
     packing_buffer_size: int | None = None,
     limit: int | None = None,
     task_encoder: Encoder | None = None,
     allow_code: bool = False,
-    **options: Any,
+    **options: object,
 ) -> list[tuple[Any, Any]]:
     """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
     build, sources = _validation(**locals())
@@ -146,7 +147,7 @@ def _validation(
     *,
     path: Path | DatasetLoaderInterface,
     split_part: str,
-    worker_config: Any,
+    worker_config: WorkerConfig | None,
     task_encoder: Encoder | None,
     allow_code: bool,
     options: Mapping[str, Any],
@@ -203,7 +204,11 @@ def _loader(
 
 
 def _check(
-    encoder: Encoder, batch_size: int | None, packing_buffer_size: int | None, split_part: Any, worker_config: Any
+    encoder: Encoder,
+    batch_size: int | None,
+    packing_buffer_size: int | None,
+    split_part: object,
+    worker_config: WorkerConfig | None,
 ) -> None:
     check_encoder(encoder, packing_buffer_size)
     if not isinstance(split_part, str) or not split_part:
@@ -219,13 +224,13 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
 
 
-def _true_or_false(**options: Any) -> None:
+def _true_or_false(**options: object) -> None:
     for name, value in options.items():
         if value not in (True, False):
             raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
-def _whole_number(name: str, value: Any, least: int = 1) -> int | None:
+def _whole_number(name: str, value: object, least: int = 1) -> int | None:
     """The number; None is one too, where 0 is not."""
     if value is None and least:
         return None
@@ -245,7 +250,7 @@ def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
             raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
 
 
-def call_hook(hook: Callable[..., Any], **available: Any) -> Any:
+def call_hook(hook: Callable[..., Any], **available: object) -> Any:
     """Call a method that users override with those of the arguments that its signature takes."""
     parameters = inspect.signature(hook).parameters.values()
     missing = [

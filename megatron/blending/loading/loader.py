@@ -1,11 +1,11 @@
 """pure. A training loop gets its loader here."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron.blending.loading.rank_loader import Loader
-from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.streams.arguments import check_no_more
 from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 __all__ = ["Loader", "WorkerConfig", "get_loader", "get_savable_loader"]
 
@@ -31,7 +31,7 @@ def get_loader(
     *,
     prefetch_factor: int = 2,
     pin_memory: bool | None = None,
-    **ignored: Any,
+    **ignored: object,
 ) -> "Loader[T_co]":
     """Return an iterable over this rank's batches.
 
@@ -49,7 +49,7 @@ def get_savable_loader(
     *,
     prefetch_factor: int = 2,
     pin_memory: bool | None = None,
-    **ignored: Any,
+    **ignored: object,
 ) -> "Loader[T_co]":
     """As `get_loader`, but also of finite data a `for` goes on within the pass where the last one stopped."""
     check_no_more("get_savable_loader", ignored, _ENERGON_ONLY)

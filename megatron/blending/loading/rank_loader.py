@@ -18,11 +18,11 @@ from megatron.blending.loading.server import END, Server
 from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
-from megatron.blending.loading.worker_config import WorkerConfig, check_worker_config
 from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
 from megatron.blending.streams.arguments import check_count
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -202,7 +202,7 @@ class Loader(Generic[T_co]):
     def __enter__(self) -> "Loader[T_co]":
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
@@ -312,7 +312,7 @@ def may_pin() -> bool:
     return torch is not None and torch.cuda.is_available()
 
 
-def pinned(value: Any) -> Any:
+def pinned(value: object) -> Any:
     """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
     if hasattr(value, "pin_memory"):
         return value.pin_memory()

@@ -169,11 +169,17 @@ def _differs(what: str) -> ValueError:
     return ValueError(f"the state was saved of another stream: {what}; go back to what it was, or on_change='remap'")
 
 
-def checked_states(given: Any) -> list[State]:
+def checked_states(given: object) -> list[State]:
     """Return what `load_state_dict` was given as a list; ValueError if it is damaged, or has two states of a rank."""
     states = [given] if isinstance(given, dict) else list(given) if isinstance(given, (list, tuple)) else []
-    if not states or not all(isinstance(one, dict) and one.get("version") == VERSION for one in states):
+    if not states or not all(isinstance(one, dict) and "version" in one for one in states):
         raise ValueError("load_state_dict takes what state_dict or save_state_rank gave, or a list of these")
+    for state in states:
+        if state["version"] != VERSION:
+            raise ValueError(
+                f"the state is of version {state['version']}, but this release reads version {VERSION}; "
+                "continue with the release that saved it, or begin the data anew"
+            )
     by_rank: dict[int, State] = {}
     for state in states:
         _check(state)
@@ -201,7 +207,7 @@ def _damaged(how: str) -> ValueError:
     return ValueError(f"this is no state of a loader, or a damaged one: {how}")
 
 
-def compact(value: Any) -> str:
+def compact(value: object) -> str:
     """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples become lists."""
     return base64.b85encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)).decode()
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.blending.loading.state import State, check_stream, compact
-from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset
 from megatron.blending.streams.shard import block_length
 from megatron.blending.streams.source import SourceDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
 
@@ -225,5 +225,5 @@ def _towards(root: SavableDataset[Any], place: str) -> int | None:
     return next((number for number, is_there in enumerate(on_the_way) if is_there), None)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=16).hexdigest()

@@ -23,6 +23,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class Sender:
     sizes, it would scatter what else a worker holds over more and more memory: 0.4 MB per million samples of text.
     """
 
-    def __init__(self, connection: Any, receiver: int) -> None:
+    def __init__(self, connection: Connection, receiver: int) -> None:
         """`receiver`: the id of the process at the other end."""
         self._connection = connection
         self._receiver = receiver

@@ -32,9 +32,9 @@ from megatron.blending.loading.worker import (
     process_main,
     remove,
 )
-from megatron.blending.loading.worker_config import WorkerConfig
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
 
@@ -146,7 +146,7 @@ class WorkerProcess:
         self._stacks.close()
         remove(self._stack_file)
 
-    def _tell(self, command: Any) -> None:
+    def _tell(self, command: object) -> None:
         # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
         with contextlib.suppress(OSError):
             # By far most are "more", which is said by nothing at all: a pickle would take longer than the sending.

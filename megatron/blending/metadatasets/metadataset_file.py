@@ -79,7 +79,7 @@ class Group:
 Entry = Reference | JoinEntry | Group
 
 
-def parse_metadataset(path: str, content: Any) -> dict[str, Entry]:
+def parse_metadataset(path: str, content: object) -> dict[str, Entry]:
     """Return the entry of each split of a file; ValueError naming file, line, key and the nearest right key."""
     place = Place(path, 1, "")
     table = place.table(content)
@@ -105,7 +105,7 @@ def _class_name(place: Place, table: Table) -> str:
     return name or "Metadataset"
 
 
-def _parse_v1_node(place: Place, value: Any) -> Entry:
+def _parse_v1_node(place: Place, value: object) -> Entry:
     table = place.table(value)
     if "datasets" not in table and {"path", "blend", "blend_epochized", "join"} & table.keys():
         raise place.error("is of the second form; begin the file with __class__: MetadatasetV2")
@@ -113,7 +113,7 @@ def _parse_v1_node(place: Place, value: Any) -> Entry:
     return _parse_group(place, table, "datasets", (*_REFERENCE[:-2], "weight"))
 
 
-def _parse_v2_node(place: Place, value: Any) -> Entry:
+def _parse_v2_node(place: Place, value: object) -> Entry:
     table = place.table(value)
     kinds = [key for key in ("path", "join", "blend", "blend_epochized") if key in table]
     if len(kinds) > 1:
@@ -191,7 +191,7 @@ def _parse_common(place: Place, table: Table) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The value without its lines: what users see of a file are dicts and lists."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -277,7 +277,7 @@ def _parse_subset(place: Place, table: Table) -> Range | None:
     return Range(start or 0, end) if not isinstance(start, Fraction) else Range(start, end)
 
 
-def _parse_range_end(place: Place, value: Any, is_last: bool) -> int | Fraction | None:
+def _parse_range_end(place: Place, value: object, is_last: bool) -> int | Fraction | None:
     if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
         share = Fraction(match[1]) / 100
         if share <= 1:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from megatron.blending.order.permutation import Grid, grid_sides, make_grid, mix_array, walk
 
 _MASK64 = 2**64 - 1
-_KEPT_EPOCHS = 2
 # Numbers of one page are cheaper than arrays of them from so many positions on.
 _POSITIONS_ALONE = 512
 
@@ -106,22 +105,9 @@ class _Page(NamedTuple):
     last_columns: Any
 
 
-def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
-    """The page of an epoch and its round keys. A plan is of one epoch or two, so the pages of older ones are let go."""
-    kept = _kept_pages(order)
-    if (found := kept.get(epoch)) is None:
-        found = kept[epoch] = _make_page(order, epoch)
-        for old in sorted(kept)[:-_KEPT_EPOCHS]:
-            kept.pop(old, None)
-    return found
-
-
 @lru_cache(maxsize=8192)
-def _kept_pages(order: ReadingOrder) -> dict[int, tuple[_Page, tuple[int, ...]]]:
-    return {}
-
-
-def _make_page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
+def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
+    """Return the page of an epoch and its round keys."""
     size, window = order.epoch_length, min(order.window, order.epoch_length)
     length = min(order.slice_length, size)
     keys = make_grid(size, order.seed, epoch).round_keys

@@ -19,7 +19,7 @@ def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
     return [(pair[0], pair[1]) for pair in given]
 
 
-def check_count(kind: str, name: str, value: Any) -> None:
+def check_count(kind: str, name: str, value: object) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{kind}: {name} must be a whole number, but is {value!r}")
     if value < 1:
@@ -34,7 +34,7 @@ def check_datasets(kind: str, datasets: Sequence[Any]) -> None:
             raise ValueError(f"{kind}: data set {number} must be a data set of megatron.blending, but is {dataset!r}")
 
 
-def check_function(kind: str, name: str, function: Any) -> None:
+def check_function(kind: str, name: str, function: object) -> None:
     if not callable(function):
         raise ValueError(f"{kind}: {name} must be a function, but is {function!r}")
 

@@ -10,7 +10,8 @@ from megatron.blending.streams.arguments import check_count, check_function, che
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holder import Holder, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
-from megatron.blending.streams.node import Binding, Block, Ints
+from megatron.blending.streams.node import Binding, Block, Ints, SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class BatchHolder(Holder):
@@ -40,13 +41,13 @@ class BatchDataset(HoldingDataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         batch_size: int,
         batcher: Callable[[list[Any]], Any] | None = None,
         *,
         drop_last: bool = False,
-        worker_config: Any = None,
-        **ignored: Any,
+        worker_config: WorkerConfig | None = None,
+        **ignored: object,
     ) -> None:
         """`batcher`: None gives the list. It may raise SkipSample, and give several batches by being a generator."""
         kind = type(self).__name__
@@ -110,12 +111,12 @@ class MixBatchDataset(BatchDataset):
 
     def __init__(
         self,
-        *dataset_weights: Any,
+        *dataset_weights: object,
         batch_size: int,
         batch_mix_fn: Callable[[list[Any]], Any] | None = None,
         mode: str = "exact",
         drop_last: bool = False,
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         blend = BlendDataset(*dataset_weights, mode=mode, worker_config=worker_config)
         super().__init__(blend, batch_size, batch_mix_fn, drop_last=drop_last, worker_config=worker_config)

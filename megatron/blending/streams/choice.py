@@ -12,6 +12,7 @@ from megatron.blending.order.proportions import Choices, Proportions, until_exha
 from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.arguments import as_pairs, check_datasets
 from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = ("exact", "random")
 _ORDER_VERSION = 2
@@ -49,10 +50,10 @@ class BlendDataset(ChoiceDataset):
 
     def __init__(
         self,
-        *dataset_weights: Any,
+        *dataset_weights: object,
         mode: str = "exact",
         schedule: WeightSchedule | None = None,
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         """`mode`: "exact" is within one output of the weights at every prefix; "random" draws each output.
 
@@ -120,7 +121,7 @@ class BlendDataset(ChoiceDataset):
 class ConcatDataset(ChoiceDataset):
     """One data set after the other, each from its start to its end. Weights that come with them are ignored."""
 
-    def __init__(self, *datasets: Any, worker_config: Any = None) -> None:
+    def __init__(self, *datasets: Any, worker_config: WorkerConfig | None = None) -> None:
         if len(datasets) == 1 and isinstance(datasets[0], (list, tuple)):
             datasets = tuple(datasets[0])
         self.children = tuple(item[0] if isinstance(item, tuple) else item for item in datasets)
@@ -178,7 +179,7 @@ class ChoicePlan:
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)
 
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
         found = (self._plans[child].entries(at, at + 1, inner) for child, at in map(self.at, range(start, end)))
         return list(chain.from_iterable(found))
 

@@ -97,9 +97,9 @@ class Failures:
         self,
         error: Exception | None,
         node: int,
-        function: Any,
+        function: object,
         where: Callable[[], str],
-        sample: Any,
+        sample: object,
         sources: Callable[[], Set[int]] = frozenset,
     ) -> None:
         """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
@@ -129,7 +129,7 @@ class Failures:
         if self._is_to_tell((node, place)):
             self._tell(Failure(node, place, _described(error, function, place, sample)))
 
-    def _skip(self, function: Any, where: Callable[[], str]) -> None:
+    def _skip(self, function: object, where: Callable[[], str]) -> None:
         self.num_skipped += 1
         self._silent_in_a_row += 1
         if self._silent_in_a_row >= _MOST_IN_SILENCE:
@@ -148,7 +148,7 @@ class Failures:
         return True
 
 
-def failure_tolerance_of(function: Any) -> int | None:
+def failure_tolerance_of(function: object) -> int | None:
     """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
     return getattr(function, "__failure_tolerance__", None)
 
@@ -157,7 +157,7 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _described(error: Exception, function: Any, place: str, sample: Any) -> str:
+def _described(error: Exception, function: object, place: str, sample: object) -> str:
     key = sample.get("__key__") if isinstance(sample, dict) else getattr(sample, "__key__", None)
     of_key = "" if key is None else f" (key {key})"
     trace = error.__traceback__
@@ -168,5 +168,5 @@ def _described(error: Exception, function: Any, place: str, sample: Any) -> str:
     return f"{place}{of_key}: {_name(function)}: {type(error).__name__}: {text}{at}"
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__

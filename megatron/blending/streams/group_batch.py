@@ -6,8 +6,9 @@ from typing import Any
 from megatron.blending.streams.arguments import check_function, check_no_more
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
-from megatron.blending.streams.node import Hole
+from megatron.blending.streams.node import Hole, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.worker_config import WorkerConfig
 
 _ABOUT_HELD = 32
 # How many keys are there is not known before: half-filled batches of eight, say.
@@ -67,14 +68,14 @@ class GroupBatchDataset(BufferDataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         sample_group_key: Callable[[Any], tuple[Hashable, int | None]],
         batcher: Callable[[list[Any]], Any] | None = None,
         *,
         fixed_batch_size: int | None = None,
         drop_last: bool = False,
-        worker_config: Any = None,
-        **ignored: Any,
+        worker_config: WorkerConfig | None = None,
+        **ignored: object,
     ) -> None:
         check_no_more("GroupBatchDataset", ignored, ("batcher_stateless", "batcher_config", "error_handler"))
         super().__init__(dataset, fixed_batch_size or _ABOUT_HELD, worker_config)

@@ -95,7 +95,7 @@ class Cursor:
         self.at[:2] = block, place
         raise ShardEnd
 
-    def _take(self, value: Any, position: int) -> None:
+    def _take(self, value: object, position: int) -> None:
         self._values = value if type(value) is Several else [value]
         self._origin, self.shard.inner = (position, self.shard.inner), None
 
@@ -172,7 +172,7 @@ class Holder:
     def held(self) -> Any:
         return None
 
-    def restore_held(self, held: Any) -> None:
+    def restore_held(self, held: object) -> None:
         pass
 
     def _made(self) -> list[Any]:

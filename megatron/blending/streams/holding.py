@@ -28,6 +28,7 @@ from megatron.blending.streams.node import (
     SavableDataset,
     Several,
 )
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class HoldingDataset(SavableDataset[Any]):
@@ -36,7 +37,7 @@ class HoldingDataset(SavableDataset[Any]):
     num_held = 0
     """How many samples it holds back, where that does not depend on their failing."""
 
-    def __init__(self, dataset: Any, worker_config: Any) -> None:
+    def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
         self.worker_config = worker_config

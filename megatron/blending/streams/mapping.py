@@ -18,6 +18,7 @@ from megatron.blending.streams.node import (
     Several,
     applied,
 )
+from megatron.blending.streams.worker_config import WorkerConfig
 
 # What energon's MapDataset takes besides, and nothing here needs: functions are called as if they were stateless.
 _ENERGON_ONLY = ("error_handler", "stateless_map_fn", "map_fn_config", "failure_tolerance")
@@ -28,7 +29,7 @@ class SameOutputs(SavableDataset[Any]):
 
     keeps_outputs = True
 
-    def __init__(self, dataset: Any, worker_config: Any = None) -> None:
+    def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None = None) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
         self.worker_config = worker_config
@@ -53,7 +54,7 @@ class SameOutputs(SavableDataset[Any]):
         found = super().extra(holders)
         return None if found is None else self.apply(found)
 
-    def apply(self, value: Any) -> Any:
+    def apply(self, value: object) -> Any:
         """Return what becomes of an output of the child, or what else stands in its place."""
         raise NotImplementedError
 
@@ -66,14 +67,19 @@ class MapDataset(SameOutputs):
     """`map_fn` of each output. It may raise SkipSample, and give several outputs by being a generator."""
 
     def __init__(
-        self, dataset: Any, map_fn: Callable[[Any], Any] | None = None, *, worker_config: Any = None, **ignored: Any
+        self,
+        dataset: SavableDataset[Any],
+        map_fn: Callable[[Any], Any] | None = None,
+        *,
+        worker_config: WorkerConfig | None = None,
+        **ignored: Any,
     ) -> None:
         super().__init__(dataset, worker_config)
         check_function("MapDataset", "map_fn", map_fn)
         check_no_more("MapDataset", ignored, _ENERGON_ONLY)
         self.map_fn: Any = map_fn
 
-    def apply(self, value: Any) -> Any:
+    def apply(self, value: object) -> Any:
         return applied(self.map_fn, value, self.number)
 
     def apply_plainly(self, values: list[Any]) -> list[Any]:
@@ -86,12 +92,18 @@ class MapDataset(SameOutputs):
 class FilterDataset(SameOutputs):
     """The outputs for which `filter_fn` is true; the others are left out silently, and counted."""
 
-    def __init__(self, dataset: Any, filter_fn: Callable[[Any], bool], *, worker_config: Any = None) -> None:
+    def __init__(
+        self,
+        dataset: SavableDataset[Any],
+        filter_fn: Callable[[Any], bool],
+        *,
+        worker_config: WorkerConfig | None = None,
+    ) -> None:
         super().__init__(dataset, worker_config)
         check_function("FilterDataset", "filter_fn", filter_fn)
         self.filter_fn: Any = filter_fn
 
-    def apply(self, value: Any) -> Any:
+    def apply(self, value: object) -> Any:
         if type(value) is Hole:
             return value
         if type(value) is Several:
@@ -122,5 +134,5 @@ class MapPlan:
     def child(self, number: int) -> Plan:
         return self._child
 
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
         return self._child.entries(start, end, inner)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
+from megatron.blending.streams.worker_config import WorkerConfig
 
 Ints = npt.NDArray[np.int64]
 T_co = TypeVar("T_co", covariant=True)
@@ -48,7 +49,7 @@ class NotPlain(Exception):
     """This output is not made of as many others as planned: it must be made in sequence."""
 
 
-def applied(function: Callable[[Any], Any], value: Any, node: int) -> Any:
+def applied(function: Callable[[Any], Any], value: object, node: int) -> Any:
     """Return what a function makes of a value, or of each of several; a hole where it fails."""
     if type(value) is Hole:
         return value
@@ -65,7 +66,7 @@ def applied(function: Callable[[Any], Any], value: Any, node: int) -> Any:
     return _values_of(found, function, value, node) if type(found) is GeneratorType else found
 
 
-def _values_of(generator: Any, function: Any, value: Any, node: int) -> Several:
+def _values_of(generator: Any, function: Any, value: object, node: int) -> Several:
     made = Several()
     try:
         made.extend(generator)
@@ -104,7 +105,7 @@ class Plan(Protocol):
     def child(self, number: int) -> "Plan | None":
         """Return what this plan asks of a child, in this order; None if nothing."""
 
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
         """Return the sources that some outputs are made of, each with the (first) position that is read.
 
         `inner`: of an output of a node that holds samples back, where they came from.
@@ -167,7 +168,7 @@ class SavableDataset(Generic[T_co]):
     make_loader: ClassVar[Callable[[Any], Any]]
     """Set by the module of loaders, which knows nodes, and not they it."""
     children: "tuple[SavableDataset[Any], ...]" = ()
-    worker_config: Any = None
+    worker_config: WorkerConfig | None = None
     size: int | None = None
     """Outputs of one pass; None: endless."""
     goes_on: bool = False

@@ -11,8 +11,9 @@ from megatron.blending.streams.arguments import check_count, check_function, che
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
-from megatron.blending.streams.node import Hole
+from megatron.blending.streams.node import Hole, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.worker_config import WorkerConfig
 
 OVER_LONG = ("error", "alone", "drop")
 _MOST_OFFERS = 16
@@ -73,7 +74,7 @@ class PackingHolder(BufferHolder):
             else:
                 self._buffer.append((origin, value, offers if is_full else 0))
 
-    def _is_late(self, value: Any, offers: int) -> bool:
+    def _is_late(self, value: object, offers: int) -> bool:
         if offers >= _MOST_OFFERS and self.node.over_long != "error":
             return True
         return offers > 1 and offers & (offers - 1) == 0 and id(value) not in self._fit([value])
@@ -130,7 +131,7 @@ class PackingHolder(BufferHolder):
             self._buffer.append((origin, value, 0))
         return True
 
-    def _over_long(self, origin: Any, value: Any) -> None:
+    def _over_long(self, origin: object, value: object) -> None:
         if self.node.over_long == "alone":
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
@@ -182,15 +183,15 @@ class PackingDataset(BufferDataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         buffer_size: int,
         pre_packer: Callable[[list[Any]], list[list[Any]]],
         final_packer: Callable[[list[Any]], Any],
         *,
         sample_encoder: Callable[[Any], Any] | None = None,
         over_long: str = "error",
-        worker_config: Any = None,
-        **ignored: Any,
+        worker_config: WorkerConfig | None = None,
+        **ignored: object,
     ) -> None:
         check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
         check_count("PackingDataset", "buffer_size", buffer_size)

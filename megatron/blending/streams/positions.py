@@ -10,6 +10,7 @@ import numpy as np
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.arguments import check_count, check_datasets
 from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENDLESS = 2**40
 
@@ -19,7 +20,7 @@ class PositionsDataset(SavableDataset[Any]):
 
     only_chooses_positions = True
 
-    def __init__(self, dataset: Any, worker_config: Any) -> None:
+    def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
         self.worker_config = worker_config
@@ -34,7 +35,9 @@ class PositionsDataset(SavableDataset[Any]):
 class RepeatDataset(PositionsDataset):
     """A finite data set again and again; shuffled ones in another order each time."""
 
-    def __init__(self, dataset: Any, repeats: float | None = None, *, worker_config: Any = None) -> None:
+    def __init__(
+        self, dataset: SavableDataset[Any], repeats: float | None = None, *, worker_config: WorkerConfig | None = None
+    ) -> None:
         """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
         super().__init__(dataset, worker_config)
         if repeats is not None and not (isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)):
@@ -62,7 +65,7 @@ class LimitDataset(PositionsDataset):
     keeps_outputs = True
 
     def __init__(
-        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: Any = None
+        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: WorkerConfig | None = None
     ) -> None:
         """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
         super().__init__(dataset, worker_config)
@@ -120,7 +123,12 @@ class EpochizeDataset(PositionsDataset):
     keeps_outputs = True
 
     def __init__(
-        self, dataset: Any, length: int | None = None, num_epochs: int | None = None, *, worker_config: Any = None
+        self,
+        dataset: Any,
+        length: int | None = None,
+        num_epochs: int | None = None,
+        *,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         super().__init__(dataset, worker_config)
         for name, value in (("length", length), ("num_epochs", num_epochs)):
@@ -150,7 +158,7 @@ class EpochizeDataset(PositionsDataset):
 class ShuffleBufferDataset(PositionsDataset):
     """Outputs mixed within windows of `size`, one window after the other. Nothing is held back for it."""
 
-    def __init__(self, dataset: Any, size: int, *, worker_config: Any = None) -> None:
+    def __init__(self, dataset: SavableDataset[Any], size: int, *, worker_config: WorkerConfig | None = None) -> None:
         super().__init__(dataset, worker_config)
         check_count("ShuffleBufferDataset", "size", size)
         self.window = size

@@ -7,7 +7,8 @@ import numpy as np
 
 from megatron.blending.streams.holder import Holder
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
-from megatron.blending.streams.node import Binding, Block, Ints
+from megatron.blending.streams.node import Binding, Block, Ints, SavableDataset
+from megatron.blending.streams.worker_config import WorkerConfig
 
 _MOST_CONSECUTIVE = 128
 
@@ -15,7 +16,7 @@ _MOST_CONSECUTIVE = 128
 class BufferDataset(HoldingDataset):
     """A node whose outputs take as many of the child's as it turns out. Each shard holds samples of its own."""
 
-    def __init__(self, dataset: Any, num_held: int, worker_config: Any) -> None:
+    def __init__(self, dataset: SavableDataset[Any], num_held: int, worker_config: WorkerConfig | None) -> None:
         super().__init__(dataset, worker_config)
         self.num_held = num_held
 
@@ -57,7 +58,7 @@ class BufferHolder(Holder):
     def held(self) -> Any:
         return self.packed() if self._saved is None else self._saved
 
-    def restore_held(self, held: Any) -> None:
+    def restore_held(self, held: object) -> None:
         self._saved = held
 
     def remake(self) -> None:
@@ -70,5 +71,5 @@ class BufferHolder(Holder):
         """Return the origins of what is held back, and in which groups it is."""
         raise NotImplementedError
 
-    def unpack(self, held: Any) -> None:
+    def unpack(self, held: object) -> None:
         raise NotImplementedError

@@ -89,7 +89,7 @@ class StreamShard:
         self.inner, self.asked_position = holder.inner, holder.asked_position
         return found
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Any) -> None:
+    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: object) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
         if hole is EXHAUSTED:
             return
@@ -169,13 +169,13 @@ def _plan_of(node: SavableDataset[Any], plan: Plan | None, number: int) -> Plan 
 class _Nothing:
     length = 0
 
-    def values(self, start: int, end: int, holders: Any) -> list[Any]:
+    def values(self, start: int, end: int, holders: object) -> list[Any]:
         return []
 
     def child(self, number: int) -> None:
         return None
 
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
         return []
 
 

@@ -18,6 +18,7 @@ from megatron.blending.streams.node import (
     NotPlain,
     SavableDataset,
 )
+from megatron.blending.streams.worker_config import WorkerConfig
 
 Load = Callable[[Record, tuple[str, int, int]], Any]
 
@@ -38,7 +39,7 @@ class SourceDataset(SavableDataset[Any]):
         slice_length: int | None = None,
         shuffle_window: int | None = 0,
         name: str = "",
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
         If it has a method `many(records, keys)`, that makes several.
@@ -151,5 +152,5 @@ class SourcePlan:
     def child(self, number: int) -> None:
         return None
 
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
+    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
         return [(self._node, int(position)) for position in self.positions[start:end]]

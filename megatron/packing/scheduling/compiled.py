@@ -42,7 +42,7 @@ class Core:
             function.argtypes, function.restype = [_KINDS[kind] for kind in arguments], result
             self._functions[name] = function
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """What the function returns."""
         passed = [_address(each) if isinstance(each, np.ndarray) else each for each in arguments]
         return self._functions[name](*passed)

@@ -20,7 +20,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.placement import Packs, pack_costs, place_by_cost, renumber, split_ranks
+from megatron.packing.scheduling.placement import Packs, pack_costs, split_ranks
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel, simulate
 
@@ -129,3 +129,17 @@ def in_pipeline_order(request: ScheduleRequest, pack: IntArray, packs: Packs, nu
 def _by_size(shape: FloatArray) -> IntArray:
     """Microbatches in the order in which the costliest packs are given to them."""
     return np.argsort(-shape, kind="stable")
+
+
+def place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
+    """Where each pack goes, [ranks, M] as `costs`: the costliest of each rank to order[0], the next to order[1] ..."""
+    place = np.empty(costs.shape, np.int64)
+    by_cost = np.argsort(-costs, axis=1, kind="stable")
+    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
+    return place
+
+
+def renumber(pack: IntArray, place: IntArray) -> IntArray:
+    """The placement with the microbatches of each rank renamed by `place` [ranks, M]."""
+    num_ranks, num_microbatches = place.shape
+    return (np.arange(num_ranks)[:, None] * num_microbatches + place).ravel()[pack]

@@ -285,20 +285,6 @@ def by_descending(costs: FloatArray) -> IntArray:
     return sorted_order((costs * (-(2.0**31) / max(costs.max(initial=0.0), 1e-300))).astype(np.int64))
 
 
-def place_by_cost(costs: FloatArray, order: IntArray) -> IntArray:
-    """Where each pack goes, [ranks, M] as `costs`: the costliest of each rank to order[0], the next to order[1] ..."""
-    place = np.empty(costs.shape, np.int64)
-    by_cost = np.argsort(-costs, axis=1, kind="stable")
-    np.put_along_axis(place, by_cost, np.broadcast_to(order, costs.shape), axis=1)
-    return place
-
-
-def renumber(pack: IntArray, place: IntArray) -> IntArray:
-    """The placement with the microbatches of each rank renamed by `place` [ranks, M]."""
-    num_ranks, num_microbatches = place.shape
-    return (np.arange(num_ranks)[:, None] * num_microbatches + place).ravel()[pack]
-
-
 class TightPacks(NamedTuple):
     """As few packs as are found."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -171,7 +171,7 @@ class Scheduler(Protocol):
     def __call__(self, request: ScheduleRequest, /) -> Schedule: ...
 
 
-def check_schedule(request: ScheduleRequest, schedule: Any) -> None:
+def check_schedule(request: ScheduleRequest, schedule: object) -> None:
     """ValueError if `schedule` is none, or breaks an invariant of this module's docstring."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"a scheduler must return a Schedule, but returned {schedule!r:.80}")
@@ -224,7 +224,7 @@ def rounded_up(number: float, multiple: int) -> int:
     return max(1, math.ceil(number / multiple)) * multiple
 
 
-def _check_array(name: str, values: Any, size: int, low: int, high: int | None) -> None:
+def _check_array(name: str, values: object, size: int, low: int, high: int | None) -> None:
     """ValueError unless `values` is int64 [size] with each element at least `low` and below `high`."""
     if not isinstance(values, np.ndarray):
         raise ValueError(f"{name} must be a numpy array, int64 [{size}], but is {values!r:.80}")

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from megatron.packing.scheduling import compiled
 from megatron.packing.scheduling.moved_tokens import stay_home
+from megatron.packing.scheduling.pipeline_order import place_by_cost, renumber
 from megatron.packing.scheduling.pipelines import even_pipelines
-from megatron.packing.scheduling.placement import Packs, pack_costs, place_by_cost, renumber
+from megatron.packing.scheduling.placement import Packs, pack_costs
 from megatron.packing.scheduling.problem import Schedule, Scheduler, ScheduleRequest, check_capacity, rounded_up
 from megatron.packing.scheduling.ranks import GOOD_ENOUGH, Placed, even_ranks
 from megatron.packing.scheduling.synchronous import even_microbatches

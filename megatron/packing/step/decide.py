@@ -82,17 +82,15 @@ def decide(
     if errors:
         raise GlobalBatchError(errors[0])
     ended = any(offer.ended for offer in offers)
-    lengths, draws, steps_delayed, num_loss_tokens = (
-        np.concatenate([getattr(offer, name) for offer in offers])
-        for name in ("lengths", "draws", "steps_delayed", "num_loss_tokens")
+    lengths, steps_delayed = (
+        np.concatenate([getattr(offer, name) for offer in offers]) for name in ("lengths", "steps_delayed")
     )
     if ended and not lengths.size:
         return None
-    source_rank = np.repeat(np.arange(len(offers)), [offer.lengths.size for offer in offers])
     try:
+        padded = settings.alignment.padded_length(lengths)
         waits = np.zeros(lengths.size, np.bool_)
         if max_delay is not None:
-            padded = settings.alignment.padded_length(lengths)
             waits = outliers_to_delay(
                 padded,
                 settings.cost,
@@ -101,21 +99,7 @@ def decide(
                 pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
                 max_steps=0 if ended else max_delay,  # no later step will bring company
             )
-        request = ScheduleRequest(
-            lengths=settings.alignment.padded_length(lengths[~waits]),
-            source_rank=source_rank[~waits],
-            source_draw=draws[~waits],
-            steps_delayed=steps_delayed[~waits],
-            loss_tokens=num_loss_tokens[~waits],
-            num_ranks=len(offers),
-            num_draws=num_draws,
-            capacity=settings.capacity,
-            microbatch_multiple=settings.microbatch_multiple,
-            cost=settings.cost,
-            model=settings.model,
-            seed=settings.seed,
-            step=settings.step,
-        )
+        request = _request(offers, ~waits, num_draws, settings)
         schedule = get_scheduler(settings.scheduler)(request)
         check_schedule(request, schedule)
     except (Exception, SystemExit) as failure:  # a scheduler may be the user's; the other ranks are waiting
@@ -123,7 +107,7 @@ def decide(
     rank, microbatch = (np.full(lengths.size, -1, np.int32) for _ in range(2))
     rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
     return Decision(
-        source_rank=source_rank.astype(np.int32),
+        source_rank=_source_rank(offers).astype(np.int32),
         lengths=lengths,
         rank=rank,
         microbatch=microbatch,
@@ -139,3 +123,33 @@ def decide(
         delays=[] if max_delay is None else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
         num_delayed=int(waits.sum()),
     )
+
+
+def _request(
+    offers: Sequence[Offer], is_kept: npt.NDArray[np.bool_], num_draws: int, settings: PackingSettings
+) -> ScheduleRequest:
+    """Return what the scheduler is asked, of those offered sequences that are not delayed."""
+    lengths, draws, steps_delayed, loss_tokens = (
+        np.concatenate([getattr(offer, name) for offer in offers])[is_kept]
+        for name in ("lengths", "draws", "steps_delayed", "num_loss_tokens")
+    )
+    return ScheduleRequest(
+        lengths=settings.alignment.padded_length(lengths),
+        source_rank=_source_rank(offers)[is_kept],
+        source_draw=draws,
+        steps_delayed=steps_delayed,
+        loss_tokens=loss_tokens,
+        num_ranks=len(offers),
+        num_draws=num_draws,
+        capacity=settings.capacity,
+        microbatch_multiple=settings.microbatch_multiple,
+        cost=settings.cost,
+        model=settings.model,
+        seed=settings.seed,
+        step=settings.step,
+    )
+
+
+def _source_rank(offers: Sequence[Offer]) -> npt.NDArray[np.int64]:
+    """Return the data-parallel rank that offers each sequence, [N]."""
+    return np.repeat(np.arange(len(offers)), [offer.lengths.size for offer in offers])

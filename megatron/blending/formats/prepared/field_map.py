@@ -130,7 +130,7 @@ def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str,
     return None
 
 
-def _value_at(value: Any, keys: tuple[str, ...]) -> Any:
+def _value_at(value: object, keys: tuple[str, ...]) -> Any:
     for key in keys:
         if isinstance(value, dict):
             value = value.get(key, _MISSING)

@@ -126,7 +126,7 @@ def _excluded_sample(entry: str, shards: Mapping[str, int]) -> tuple[str, str] |
     return None
 
 
-def _expanded(patterns: Any, where: str) -> list[str]:
+def _expanded(patterns: object, where: str) -> list[str]:
     if patterns is None:
         return []
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):

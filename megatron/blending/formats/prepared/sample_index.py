@@ -8,7 +8,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any
 
 from megatron.blending.formats.files import join_location, local_path
 from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
@@ -87,7 +86,7 @@ class SampleIndexWriter:
             seen.add(sample.key)
         raise AssertionError("a duplicate key was refused, but there is none")
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             for statement in (*_INDEXES, "COMMIT"):
                 self._connection.execute(statement)

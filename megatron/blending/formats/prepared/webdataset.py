@@ -32,7 +32,7 @@ from megatron.blending.formats.prepared.nv_meta import (
 from megatron.blending.formats.prepared.sample_index import find_samples
 from megatron.blending.formats.prepared.shard import Shard, open_local_shard, open_remote_shard
 from megatron.blending.formats.prepared.tar import BLOCK, TarError, header_key, parse_sample
-from megatron.blending.formats.record import Record, RecordError, check_index, fingerprint_file
+from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index, fingerprint_file
 
 _FINGERPRINT_SHARDS = 8
 _META = ("__key__", "__shard__")
@@ -58,7 +58,7 @@ def open_webdataset(
     return WebDataset(path, part, sample_type, subflavors, allow_code=allow_code)
 
 
-class WebDataset:
+class WebDataset(RecordSource):
     """One part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name: bytes, ...}.
 
     Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds per part over the
@@ -94,12 +94,6 @@ class WebDataset:
 
     def __len__(self) -> int:
         return (int(self._ends[-1]) if len(self._ends) else 0) - len(self._skipped)
-
-    def __getitem__(self, index: int) -> Record:
-        record = self.read([index])[0]
-        if isinstance(record, RecordError):
-            raise record
-        return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         places = self._places(indices)

@@ -75,7 +75,7 @@ class WorkerConfig:
             raise ValueError(f"start_method must be one of {', '.join(START_METHODS)}, {told}")
 
     @classmethod
-    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: Any = None) -> "WorkerConfig":
+    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: object = None) -> "WorkerConfig":
         return cls(num_workers=num_workers, data_parallel_group=data_parallel_group)
 
     @property
@@ -96,12 +96,12 @@ class WorkerConfig:
         return self.this_rank + self.num_ranks * worker
 
 
-def check_worker_config(value: Any) -> None:
+def check_worker_config(value: object) -> None:
     if not isinstance(value, WorkerConfig):
         raise ValueError(f"worker_config must be a WorkerConfig, but is {value!r}; write WorkerConfig(num_workers=...)")
 
 
-def _distributed(group: Any) -> tuple[int, int]:
+def _distributed(group: object) -> tuple[int, int]:
     """(rank, world size) of torch.distributed, which is not imported for it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

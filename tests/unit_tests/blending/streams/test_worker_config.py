@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.blending.loading.worker_config import WorkerConfig
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 def test_alone_without_torch_distributed(monkeypatch):
