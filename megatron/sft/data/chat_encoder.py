@@ -120,9 +120,7 @@ class ChatEncoder:
         Keys that are not read are logged, each once.
         """
         content, own_weight, unread = read_record(record, self.columns)
-        if not unread <= self._listed:
-            _log.warning("not read of records: %s", ", ".join(sorted(unread - self._listed)))
-            self._listed.update(unread)
+        self._list(unread)
         ids, weights = self._tokens(content)
         loss_mask = weights[1:] * np.float32(own_weight * weight)
         if not loss_mask.any():
@@ -140,6 +138,15 @@ class ChatEncoder:
         if not loss_mask.any():
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
+
+    def list_unread(self, record: Mapping[str, Any]) -> None:
+        """Log the keys of `record` that are not read, as `encode` does: before it is copied to processes that read."""
+        self._list(read_record(record, self.columns).unread)
+
+    def _list(self, unread: set[str]) -> None:
+        if not unread <= self._listed:
+            _log.warning("not read of records: %s", ", ".join(sorted(unread - self._listed)))
+            self._listed.update(unread)
 
     def _tokens(self, content: Conversation | Passage | TokenIds) -> ChatTokens:
         if isinstance(content, Conversation):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megatron.blending.encoding.loads import TypedLoad
@@ -50,6 +51,12 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
         if isinstance(made, Dropped):
             raise SkipSample(made.reason)
         return made
+
+    def list_unread(self, opened: SourceDataset) -> None:
+        """Log the keys of a source's first record that are not read: once, not in each process that reads."""
+        if len(opened.source) and opened.load is not None:
+            with suppress(ValueError):  # a broken record is told where it is trained on
+                self._encoder.list_unread(record_of(opened.load(opened.source[0], (opened.name, 0, 0))))
 
 
 class ChatLoad:

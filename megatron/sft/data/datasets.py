@@ -179,6 +179,8 @@ class _Builder:
 
     def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_Opened]:
         found = [open_chats(entry, self._task) for entry in entries]
+        for one in found:
+            self._task.list_unread(one)
         return [_Opened(entry, one, range(len(one.source))) for entry, one in zip(entries, found)]
 
     def _concatenated(self, opened: Sequence[_Opened], seed: int | None = None) -> SampleSet:

@@ -369,3 +369,11 @@ def test_weights_before_paths_are_a_blend(tmp_path):
     assert len(weighted.valid) == len(told.valid) == 8
     with pytest.raises(ValueError, match=r"leaves no record of 40 of \S*a.jsonl for training"):
         build("--data-path", "3", paths[0], "1", paths[1], "--split", "1,999")
+
+
+def test_unread_keys_are_listed_before_processes_read(write_lines, caplog):
+    """Each process that reads would list them again; a broken first record must not end a run that skips such."""
+    path = write_lines("train.jsonl", text_line("abc", id=7), text_line("abd", id=8))
+    broken = write_lines("broken.jsonl", "{", text_line("abc", url="u"))
+    build("--data-path", path, broken, "--split", "1")
+    assert caplog.messages == ["not read of records: id"]
