@@ -195,7 +195,9 @@ def test_a_broken_source_ends_all_ranks(data: Path, tmp_path: Path) -> None:
     arguments = [*MODEL, *options(tmp_path, tmp_path / "run", 30), "--skip-bad-samples"]
     status, output = Run(2, [*arguments, "--max-bad-samples-in-a-row", "4"]).finish()
     assert status != 0
-    assert output.count("4 samples in a row failed, the limit; see --max-bad-samples-in-a-row") == 1
+    assert (
+        output.count("4 samples in a row failed, the limit; see --max-bad-samples-in-a-row") == 2
+    )  # and in the summary
     status, output = Run(2, [*arguments, "--train-iters", "6"]).finish()
     assert status == 0, output
     dropped = [step["dropped"] for step in steps_of(tmp_path / "run").values()]

@@ -21,6 +21,8 @@ import psutil
 import pytest
 import torch
 
+from megatron.sft.model.checkpoint_folder import file_names, sum_of, write_checksums
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0
 MODEL = (
@@ -171,6 +173,7 @@ def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path:
         torch.save([Code(ran)], file)
         metadata.storage_data[index] = replace(place, offset=start, length=file.tell() - start)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_checksums(folder, {name: sum_of(folder / name) for name in file_names(folder)})  # as whoever crafts it would
     status, output = Run(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)]).finish()
     assert status != 0
     assert re.search(
