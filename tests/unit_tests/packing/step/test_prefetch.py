@@ -27,6 +27,7 @@ def counting(failure: BaseException | None = None, at: int = 0) -> tuple[Callabl
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_values_come_in_order_and_as_many_are_prepared_as_was_said(ahead: int) -> None:
     """A rank that prepares one more or less than the others waits for them for ever, or they for it."""
+    before = threading.active_count()
     prepare, calls = counting()
     prefetcher = Prefetcher(prepare, ahead)
     assert calls == []
@@ -36,7 +37,7 @@ def test_values_come_in_order_and_as_many_are_prepared_as_was_said(ahead: int) -
         assert len(calls) == number + 1 + ahead
     prefetcher.close()
     assert len(calls) == 4 + ahead
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def test_no_more_is_prepared_than_will_be_asked_for() -> None:
@@ -52,6 +53,7 @@ def test_no_more_is_prepared_than_will_be_asked_for() -> None:
 @pytest.mark.parametrize("failure", [StopIteration(), ValueError("broken"), SystemExit(3)], ids=repr)
 def test_a_failure_belongs_to_its_step(ahead: int, failure: BaseException) -> None:
     """Raised earlier, two good steps would be lost; swallowed by the thread, the step would wait for ever."""
+    before = threading.active_count()
     prepare, calls = counting(failure, at=2)
     prefetcher = Prefetcher(prepare, ahead)
     assert [next(prefetcher), next(prefetcher)] == [0, 1]
@@ -63,7 +65,7 @@ def test_a_failure_belongs_to_its_step(ahead: int, failure: BaseException) -> No
         assert len(calls) == 3
     prefetcher.settle()
     prefetcher.close()
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def test_closing_finishes_what_other_ranks_prepare_too() -> None:
