@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from megatron.packing.model.pipeline import check_config
 from megatron.packing.step.decide import GlobalBatchError
@@ -23,23 +23,14 @@ from megatron.sft.data.sample_set import SampleSet
 from megatron.sft.data.stream import Share
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
-from megatron.sft.model.checkpoint import (
-    Progress,
-    gather_delayed,
-    load_checkpoint,
-    restored_queue,
-    save_checkpoint,
-    whole_parameters,
-)
+from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.checkpoint_files import check_folder
-from megatron.sft.model.checkpoint_folder import BEST, remove_old, track
 from megatron.sft.model.forward import forward_step
-from megatron.sft.model.hf_companions import Companions
 from megatron.sft.model.hf_read import Pretrained
-from megatron.sft.model.hf_write import write_folder
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
+from megatron.sft.saved_run import SavedRun
 from megatron.sft.step_account import Reduction, StepAccount, Stopwatch, Update, counts_samples
 from megatron.sft.step_batches import StepBatch, StepBatches
 from megatron.sft.stop import StopSignals
@@ -65,23 +56,21 @@ class Trainer:
         self._datasets = datasets
         self._device = device
         self._run_dir = run_dir
-        self._lock = check_folder(config.output.save) if config.output.save is not None else None
+        lock = check_folder(config.output.save) if config.output.save is not None else None
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
         guard_step(self._training.optimizer, self._training.model, self._step_name, self._check_loss)
         if config.packing.sequence_packing:
             check_config(self._model_config, device)
-        dtype = str(self._model_config.params_dtype).removeprefix("torch.")
-        self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         self._share = Share(
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
         )
-        self._saved_iteration: int | None = None
         self._num_skipped = 0
-        self._progress = self._load() or Progress(0, 0, evaluation_due=True)
+        self._saved = SavedRun(config, datasets, self._training, lock)
+        self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         self._forward_backward = get_forward_backward_func()
@@ -131,14 +120,14 @@ class Trainer:
                     self._say_stopped(log)
                     return
                 self._save(log)
-                self._write_hf(log)
+                if self._progress.iteration >= self._config.training.train_iters or self._stops_early():
+                    self._saved.write_hf(log)
                 is_agreed = True
         finally:
             self._batches.close(None if is_agreed else _LONGEST_CLOSING_SECONDS)
             if log is not None:
                 log.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._saved.close()
 
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
@@ -191,11 +180,9 @@ class Trainer:
             self._progress = self._progress._replace(evaluations_since_best=since)
             return
         self._progress = self._progress._replace(best_loss=loss, evaluations_since_best=0)
-        folder = self._config.output.save
-        if self._config.output.keep_best and folder is not None and self._progress.iteration:
+        if self._config.output.keep_best and self._progress.iteration:
             self._save(log)
-            if log is not None:
-                track(folder, BEST, self._progress.iteration)
+            self._saved.note_best(self._progress)
 
     def _step(self, signals: StopSignals, log: RunLog | None) -> bool:
         """Takes one optimizer step; returns whether some rank was asked to stop.
@@ -307,55 +294,4 @@ class Trainer:
         )
 
     def _save(self, log: RunLog | None) -> None:
-        if self._config.output.save is None or self._saved_iteration == self._progress.iteration:
-            return
-        progress = self._progress._replace(waiting=gather_delayed(self._queue))
-        save_checkpoint(
-            self._config.output.save,
-            self._training,
-            progress,
-            self._model_options(),
-            self._datasets.train.identity,
-            self._companions if self._companions.has_family() else None,
-        )
-        self._saved_iteration = self._progress.iteration
-        if log is not None and self._config.output.keep_checkpoints is not None:
-            remove_old(self._config.output.save, self._config.output.keep_checkpoints)
-        if log is not None:
-            log.say(f"saved step {self._progress.iteration} to {self._config.output.save}")
-
-    def _write_hf(self, log: RunLog | None) -> None:
-        folder = self._config.output.save_hf
-        is_done = self._progress.iteration >= self._config.training.train_iters or self._stops_early()
-        if folder is None or not is_done:
-            return
-        whole_parameters(self._training)
-        chunks = [unwrap_model(chunk) for chunk in self._training.model]
-        write_folder(folder, chunks, self._companions.weights(), self._companions.write)
-        if log is not None:
-            log.say(f"wrote the model to {folder}, for transformers and others")
-
-    def _load(self) -> Progress | None:
-        """Returns that of the newest checkpoint of --load; None without one."""
-        folder, save = self._config.output.load, self._config.output.save
-        if folder is None:
-            return None
-        loaded = load_checkpoint(
-            folder,
-            self._training,
-            self._model_options(),
-            self._datasets.train.identity,
-            self._config.data.allow_changed_data,
-        )
-        if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
-            self._saved_iteration = loaded.iteration
-        if dist.get_rank() == 0:
-            found = f"no checkpoint in {folder}; starting anew"
-            print(found if loaded is None else f"continuing {folder} after step {loaded.iteration}", flush=True)
-        return loaded
-
-    def _model_options(self) -> dict[str, Any]:
-        """Returns what a checkpoint must share with the run that loads it."""
-        sharded = self._config.parallel.use_distributed_optimizer
-        vocabulary = self._datasets.vocabulary()
-        return {**self._config.model.identity(), **vocabulary, "use_distributed_optimizer": sharded}
+        self._saved.save(self._progress, self._queue, log)

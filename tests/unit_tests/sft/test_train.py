@@ -11,11 +11,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def model_options(arguments=""):
     """What a checkpoint of a run with these options must share with the run that loads it."""
-    from megatron.sft.train import Trainer
+    from megatron.sft import saved_run
 
-    config = parse(arguments, world_size=8)
     datasets = SimpleNamespace(vocabulary=dict)
-    return Trainer._model_options(SimpleNamespace(_config=config, _datasets=datasets))  # type: ignore[arg-type]
+    return saved_run.model_options(parse(arguments, world_size=8), datasets)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""mcore. The folders that a run saves to and continues from: its checkpoints, and the HuggingFace folder at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.packing.step.delay import DelayQueue
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.model.build import Training
+from megatron.sft.model.checkpoint import (
+    Progress,
+    gather_delayed,
+    load_checkpoint,
+    save_checkpoint,
+    whole_parameters,
+)
+from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
+from megatron.sft.model.hf_companions import Companions
+from megatron.sft.model.hf_write import write_folder
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.report.run_folder import RunLog
+
+
+def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
+    """Returns what a checkpoint must share with the run that loads it."""
+    sharded = config.parallel.use_distributed_optimizer
+    return {**config.model.identity(), **datasets.vocabulary(), "use_distributed_optimizer": sharded}
+
+
+class SavedRun:
+    """Saves and loads a run, by its options; everything but `close` and `note_best` is collective."""
+
+    def __init__(self, config: SFTConfig, datasets: Datasets, training: Training, lock: FolderLock | None) -> None:
+        """`lock`: of the folder of --save, on rank 0 (see `check_folder`); released by `close`."""
+        self._output = config.output
+        self._allow_changed_data = config.data.allow_changed_data
+        self._training = training
+        self._lock = lock
+        self._identity = datasets.train.identity
+        self._model_options = model_options(config, datasets)
+        dtype = str(get_model_config(training.model[0]).params_dtype).removeprefix("torch.")
+        self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
+        self._saved_iteration: int | None = None
+
+    def load(self) -> Progress | None:
+        """Returns that of the newest checkpoint of --load; None without one."""
+        folder, save = self._output.load, self._output.save
+        if folder is None:
+            return None
+        loaded = load_checkpoint(folder, self._training, self._model_options, self._identity, self._allow_changed_data)
+        if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
+            self._saved_iteration = loaded.iteration
+        if dist.get_rank() == 0:
+            found = f"no checkpoint in {folder}; starting anew"
+            print(found if loaded is None else f"continuing {folder} after step {loaded.iteration}", flush=True)
+        return loaded
+
+    def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
+        """Writes a checkpoint to --save, unless that step is there; then removes those that are not to be kept."""
+        folder = self._output.save
+        if folder is None or self._saved_iteration == progress.iteration:
+            return
+        save_checkpoint(
+            folder,
+            self._training,
+            progress._replace(waiting=gather_delayed(queue)),
+            self._model_options,
+            self._identity,
+            self._companions if self._companions.has_family() else None,
+        )
+        self._saved_iteration = progress.iteration
+        if log is not None:
+            if self._output.keep_checkpoints is not None:
+                remove_old(folder, self._output.keep_checkpoints)
+            log.say(f"saved step {progress.iteration} to {folder}")
+
+    def note_best(self, progress: Progress) -> None:
+        """Lets the tracker of the best checkpoint name the one of `progress`, which is saved."""
+        if self._output.save is not None and dist.get_rank() == 0:
+            track(self._output.save, BEST, progress.iteration)
+
+    def write_hf(self, log: RunLog | None) -> None:
+        """Writes the model to --save-hf, if given."""
+        folder = self._output.save_hf
+        if folder is None:
+            return
+        whole_parameters(self._training)
+        chunks = [unwrap_model(chunk) for chunk in self._training.model]
+        write_folder(folder, chunks, self._companions.weights(), self._companions.write)
+        if log is not None:
+            log.say(f"wrote the model to {folder}, for transformers and others")
+
+    def close(self) -> None:
+        """Lets another run save there."""
+        if self._lock is not None:
+            self._lock.release()
