@@ -43,13 +43,15 @@ finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 # A process for each core; whoever is done first takes tests over from the others.
 UNIT_WORKERS ?= logical
 # A test starts up to 16 ranks, which wait for one another: two tests at once keep cores busy, more would need memory.
-# Tests of a file stay together: what they share are whole runs.
+# Tests of a file stay together: what they share are whole runs. The files that take longest begin.
 FUNCTIONAL_WORKERS ?= 2
-SPREAD = --dist loadfile -n $(FUNCTIONAL_WORKERS)
+SPREAD = --dist loadfile --no-loadscope-reorder -n $(FUNCTIONAL_WORKERS)
+LONG = $(addprefix tests/functional_tests/test_,run.py delay.py blend.py hf_run.py hf_training.py)
+FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
 test: unit
-	$(VENV)/bin/pytest $(SPREAD) tests/functional_tests
+	$(VENV)/bin/pytest $(SPREAD) $(FUNCTIONAL)
 
 unit: $(VENV)/.dev
 	$(VENV)/bin/pytest --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
@@ -58,8 +60,10 @@ layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
-# threads. `make test-cpu-oldest` is one setting alone; CPU_TESTS chooses the tests.
-CPU_TESTS = tests/unit_tests tests/functional_tests
+# threads. `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.
+CPU_TESTS = unit functional
+CPU_unit = --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
+CPU_functional = $(SPREAD) $(FUNCTIONAL)
 CPU_oldest = ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=1
 CPU_avx2 = ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
@@ -72,7 +76,7 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 	@echo "passed as on these processors: $(CPUS)"
 
 test-cpu-%: $(VENV)/.dev
-	for tests in $(CPU_TESTS); do env $(CPU_$*) $(VENV)/bin/pytest $(SPREAD) $$tests || exit; done
+	$(foreach tests,$(CPU_TESTS),env $(CPU_$*) $(VENV)/bin/pytest $(CPU_$(tests)) &&) true
 # Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 test-core:
