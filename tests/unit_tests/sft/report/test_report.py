@@ -50,7 +50,7 @@ def test_rows_by_hand(run_dir):
         "trained": "4 steps, 32 sequences, 8,000 tokens",
         "training loss": "8.5000 -> 6.0000   (means of the first and the last steps)",
         "valid loss": "9.5000 -> 6.5000   (after step 0 and step 4)",
-        "test loss": "6.0000 -> 6.0000   (after step 4 and step 4)",
+        "test loss": "6.0000   (after step 4)",
         "speed": "1,000 tokens/s   (median step); 0.5 TFLOP/s per device   (median step); "
         "5.0% of the time waiting for data",
         "padding": "2.3% of the tokens computed, 75.0% without packing",
