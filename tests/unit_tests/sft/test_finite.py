@@ -41,7 +41,7 @@ def test_loss_that_is_not_finite(one_rank, loss):
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 2.0])
 def test_norm_that_is_not_finite(one_rank, norm):
     """megatron-core's chained optimizer, whose step asks for the norm before it changes anything."""
-    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
     from megatron.sft.finite import NonFiniteError, guard_step
 
@@ -60,7 +60,7 @@ def test_norm_that_is_not_finite(one_rank, norm):
         step_with_ready_grads=step,
     )
     optimizer = ChainedOptimizer([inner])  # type: ignore[list-item]
-    optimizer.config = SimpleNamespace(log_num_zeros_in_grad=False, overlap_param_gather_with_optimizer_step=False)
+    optimizer.config = OptimizerConfig()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     for name, parameter in model.named_parameters():
         parameter.main_grad = torch.full_like(parameter, norm if name == "1.bias" else 0.0)  # type: ignore[attr-defined]

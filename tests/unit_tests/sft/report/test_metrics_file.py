@@ -33,7 +33,7 @@ def test_lines_of_runs_from_before_there_were_sources(tmp_path):
     for name in ("sources", "dropped"):
         del record[name]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert read_metrics(tmp_path).steps == [STEP]
+    assert repr(read_metrics(tmp_path).steps) == repr([STEP])  # as NaN equals nothing
 
 
 def test_file_reads_back_exactly(tmp_path):
@@ -57,7 +57,7 @@ def test_file_reads_back_exactly(tmp_path):
     writer.evaluation(Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123))
     writer.close()
     steps, evaluations, events = read_metrics(tmp_path / "run")
-    assert steps[0] == step
+    assert repr(steps[0]) == repr(step)  # as NaN equals nothing
     assert steps[1].skipped
     assert steps[1].predicted_seconds == 0.3
     assert str(steps[1].sources["a"].loss) == "nan"
@@ -83,7 +83,7 @@ def test_delays_stand_where_sequences_may_wait(tmp_path):
     writer.step(delayed)
     writer.close()
     assert not {"delays", "waiting"} & set(read_jsonl(tmp_path / "metrics.jsonl")[0])
-    assert read_metrics(tmp_path).steps == [STEP, delayed]
+    assert repr(read_metrics(tmp_path).steps) == repr([STEP, delayed])
 
 
 def test_killed_run_keeps_its_lines(tmp_path):
