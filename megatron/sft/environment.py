@@ -42,7 +42,8 @@ def quiet(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.sft").setLevel(logging.ERROR)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    for name in ("megatron.core", "torch.utils.cpp_extension"):  # the latter: CUDA's compiler is here, but no GPU
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def end_with_launcher() -> None:
