@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -28,6 +27,7 @@ from megatron.packing.model.architecture import architecture
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
+from megatron.sft.distributed import gathered
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
 from megatron.sft.model.hf_read import Pretrained, read_weights
 from megatron.sft.options.config import SFTConfig
@@ -66,9 +66,7 @@ def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_
     if fitted is None:
         return None
     cost = measured_cost(fitted, transformer_config, padded_vocab_size(vocab_size, config))
-    costs: list[PackCost | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(costs, cost)
-    if any(other != cost for other in costs):
+    if any(other != cost for other in gathered(cost)):
         raise ValueError(f"--pack-cost {fitted.path} must be the same file on all machines, but differs; copy it")
     return cost
 

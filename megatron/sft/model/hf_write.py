@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron.sft.distributed import gathered
 from megatron.sft.model.hf_folder import DTYPES, INDEX, SINGLE
 from megatron.sft.model.hf_read import Placed, placed_parameters, weights_bar
 from megatron.sft.model.hf_weights import Part, Weights
@@ -79,8 +80,7 @@ def _write_weights(
 ) -> None:
     mine = [part for p in placed if _writes(p) for part in p.weight.parts]
     files = _cut_into_files(mine, dtype, most_bytes)
-    all_files: list[list[_File]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_files, files)
+    all_files = gathered(files)
     num_before, num_files = sum(map(len, all_files[: dist.get_rank()])), sum(map(len, all_files))
     names = [_file_name(number, num_files) for number in range(num_files)]
     for file, name in zip(files, names[num_before:]):

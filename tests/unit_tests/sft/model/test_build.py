@@ -272,11 +272,7 @@ def agreed(arguments, other_ranks, monkeypatch):
     """What training schedules by, where the other ranks bring these costs."""
     from megatron.sft.model import build as model
 
-    def gather(costs, cost):
-        costs[:] = [cost, *other_ranks]
-
-    monkeypatch.setattr(model.dist, "get_world_size", lambda: 1 + len(other_ranks))
-    monkeypatch.setattr(model.dist, "all_gather_object", gather)
+    monkeypatch.setattr(model, "gathered", lambda cost: [cost, *other_ranks])
     config = config_of(arguments)
     return model.agreed_cost(config, model.build_transformer_config(config, CPU), vocab_size=1000)
 
