@@ -13,6 +13,7 @@ import glob
 import mmap
 import os
 import posixpath
+import stat
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -21,10 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.paths import URL
+from megatron.blending.formats.paths import URL, check_exists
 
 LONG_BYTES = 1 << 18
 """A range of so many bytes is fetched by a call of its own."""
+MOST_TEXT_BYTES = 1 << 24
+"""Of a file that is read as a whole to be understood."""
 
 
 class File(Protocol):
@@ -83,10 +86,24 @@ def list_names(folder: str, pattern: str) -> list[str]:
     return sorted(posixpath.relpath(path, root) for path in system.glob(posixpath.join(root, pattern)))
 
 
-def read_file(location: str) -> bytes:
+def read_file(location: str, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
     """Return all of a small file."""
     file = open_file(location)
+    if file.size > most_bytes:
+        raise ValueError(f"{location}: has {file.size:,} bytes, but must have at most {most_bytes:,}")
     return file.read(0, file.size)
+
+
+def read_text(path: str, where: str = "") -> str:
+    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be read."""
+    check_exists(path, where)
+    try:
+        return read_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        fault = f"{path}: not UTF-8 at byte {error.start + 1}; convert the file"
+    except (OSError, ValueError) as error:
+        fault = str(error)
+    raise ValueError(f"{where}: {fault}".removeprefix(": "))
 
 
 def read_ranges(ranges: Sequence[tuple[File, int, int]]) -> list[bytes]:
@@ -235,9 +252,12 @@ def _map_file(path: str) -> tuple[Any, int]:
     1024, and a thousand sources have tens of thousands of shards.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, not waiting for a writer
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path}: cannot be opened: it is no regular file")
+            size = status.st_size
             if size == 0:
                 return _Map.from_address(0), 0
             address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from megatron.blending.formats.yaml_reader import Items, Table
 
 _MOST_LISTED = 50
+_MOST_SHOWN = 100
 
 
 def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
     """Say which of `words` was probably meant, or else what there is: the first 50."""
     words = list(words)
-    close = difflib.get_close_matches(word, words, 1, 0.6)
+    close = difflib.get_close_matches(word[:_MOST_SHOWN], words, 1, 0.6)
     if close:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
@@ -44,7 +45,7 @@ class Place:
         for key in table:
             if key not in known:
                 raise Place(self.path, table.lines[key], self.keys).error(
-                    f"unknown key {key!r}; {nearest(key, known, 'the keys here')}"
+                    f"unknown key {key!r:.100}; {nearest(key, known, 'the keys here')}"
                 )
 
     def table(self, value: object) -> Table:
@@ -74,4 +75,4 @@ class Place:
 def described(value: object) -> str:
     if isinstance(value, (Table, Items)):
         return "a mapping" if isinstance(value, Table) else "a list"
-    return "empty" if value is None else repr(value)
+    return "empty" if value is None else f"{value!r:.100}"

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
 from megatron.sft.data.chat_template import ChatTemplate, Span
 from megatron.sft.data.layouts import Conversation, Passage
@@ -112,8 +112,8 @@ def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = 
 def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
     if path is not None:
         try:
-            source = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_text(path)
+        except ValueError as error:
             raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
     elif tokenizer.chat_template:
         source = tokenizer.get_chat_template()

@@ -9,7 +9,6 @@ schedule_12.json              a step that --dump-schedule wrote
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.sources import SOURCES, RecordError, open_source
+from megatron.packing.user_files import parse_json, read_text
 from megatron.planner.lengths import Lengths, RunSource, Tokenization
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
@@ -104,15 +104,15 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
 def _json_object(path: Path) -> dict[str, Any] | None:
     """Returns the object that a file holds; None for a list, which is one of records, and for what is no JSON."""
     try:
-        return _parsed(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError):
+        return _parsed(read_text(path))
+    except ValueError:
         return None
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
+        found = parse_json(text)
+    except ValueError:
         return None  # who reads it next says what is wrong with it
     return found if isinstance(found, dict) else None
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.packing.user_files import read_json
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of
 
@@ -86,8 +87,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as failure:
+        config = read_json(path)
+    except ValueError as failure:
         raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(config).__name__}")
