@@ -34,10 +34,13 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
     """Return the content of a UTF-8 file, without a byte-order mark."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, not waiting for a writer
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("it is no regular file")
-            content = file.read(most_bytes + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ValueError(error.strerror or type(error).__name__) from None
     if len(content) > most_bytes:
@@ -116,15 +119,17 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 def _check_events(text: str) -> None:
     """Raise before anything is built of YAML that is deep, long, or grows by aliases of collections."""
-    depth, collections = 0, set()
+    depth, collections = 0, set[str]()
+    event: Any
     for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
+        anchor = getattr(event, "anchor", None)
         begins = isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent))
         depth += begins - isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent))
-        if begins and event.anchor is not None:
-            collections.add(event.anchor)
+        if begins and anchor is not None:
+            collections.add(anchor)
         fault = f"more than {_MOST_YAML_EVENTS:,} values" if number > _MOST_YAML_EVENTS else ""
         fault = f"nested more than {_MOST_YAML_DEPTH} deep" if depth > _MOST_YAML_DEPTH else fault
-        if isinstance(event, yaml.AliasEvent) and event.anchor in collections:
-            fault = f"*{event.anchor} stands for a list or mapping; write it out"
+        if isinstance(event, yaml.AliasEvent) and anchor in collections:
+            fault = f"*{anchor} stands for a list or mapping; write it out"
         if fault:
             raise yaml.MarkedYAMLError(problem=fault, problem_mark=event.start_mark)

@@ -33,7 +33,7 @@ class Reduced(NamedTuple):
     stop: bool
     counts: Counts
     source_losses: npt.NDArray[np.float64]
-    """[2, sources]: loss sum and number of loss tokens of each; [2, 0] where there is one source."""
+    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there is one source."""
 
     @property
     def loss(self) -> float:

@@ -5,7 +5,8 @@ Invariants:
   process could share;
 - a file may be pickled: it is opened anew, as it then is, by who unpickles it.
 
-A local file must not be cut short while it is read: the system ends a process that touches a map beyond its file.
+A local file that is cut short while a run reads it is an error that names it: the system ends a process that touches a
+map beyond its file, so the size is looked at before (1 microsecond; once for records that are read together).
 """
 
 import ctypes
@@ -137,21 +138,33 @@ def _checked(content: bytes, file: "RemoteFile", start: int, end: int) -> bytes:
 
 
 class LocalFile:
-    """A file mapped into memory. A read costs 0.3 microseconds over the copy of its bytes, and no system call."""
+    """A file mapped into memory. A read costs 1.5 microseconds over the copy of its bytes, most of it for `check`."""
 
     def __init__(self, path: str) -> None:
         self.location = path
-        self.content, self.size = _map_file(path)
-        """The mapped memory: `content[a:b]` is bytes. Nobody checks that the file goes so far."""
+        self.content, self.size, self._inode = _map_file(path)
+        """The mapped memory: `content[a:b]` is bytes. Who takes them from here calls `check` before."""
         self.view = memoryview(self.content).cast("B")[: self.size]
         """The same memory as far as the file goes, for who makes something else of it than bytes."""
 
     def read(self, start: int, end: int) -> bytes:
         if not 0 <= start <= end <= self.size:
             raise ValueError(f"{self.location}: bytes {start} to {end} asked for, but it has {self.size}")
+        self.check()
         if end - start > LONG_BYTES:
             self.fetch(start, end)
         return self.content[start:end]
+
+    def check(self) -> None:
+        """Raise ValueError if the file was cut since it was opened. One that was removed or replaced stays mapped."""
+        try:
+            status = os.stat(self.location)
+        except OSError:
+            return
+        if status.st_size < self.size and status.st_ino == self._inode:
+            raise ValueError(
+                f"{self.location}: was cut from {self.size:,} to {status.st_size:,} bytes while it was read; restore it"
+            )
 
     def fetch(self, start: int, end: int) -> None:
         """Have the system fetch a long range in one go, instead of page by page."""
@@ -245,8 +258,8 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _map_file(path: str) -> tuple[Any, int]:
-    """Map a file into memory and return the map and the file's size.
+def _map_file(path: str) -> tuple[Any, int, int]:
+    """Map a file into memory and return the map, and the file's size and number.
 
     Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has often no more than
     1024, and a thousand sources have tens of thousands of shards.
@@ -259,7 +272,7 @@ def _map_file(path: str) -> tuple[Any, int]:
                 raise ValueError(f"{path}: cannot be opened: it is no regular file")
             size = status.st_size
             if size == 0:
-                return _Map.from_address(0), 0
+                return _Map.from_address(0), 0, status.st_ino
             address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         finally:
             os.close(descriptor)
@@ -269,4 +282,4 @@ def _map_file(path: str) -> tuple[Any, int]:
         raise ValueError(f"{path}: cannot be opened: {error.strerror}") from error
     mapped = _Map.from_address(address)
     weakref.finalize(mapped, _libc().munmap, address, size).atexit = False
-    return mapped, size
+    return mapped, size, status.st_ino

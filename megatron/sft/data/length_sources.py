@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.sources import SOURCES, RecordError, open_source
+from megatron.blending.formats.record import RecordError, read_records
+from megatron.blending.formats.sources import SOURCES, open_source
 from megatron.packing.user_files import parse_json, read_text
 from megatron.planner.lengths import Lengths, RunSource, Tokenization
 from megatron.planner.step_record import StepRecord
-from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.layouts import parse_columns
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
@@ -134,11 +135,15 @@ def _chats(path: Path, tokenization: Tokenization) -> Lengths:
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(tokenization.data_columns))
     lengths, dropped = [], 0
     for index in range(len(source)):
+        (record,) = read_records(source, [index])
         try:
-            sample = encoder.encode(source[index])
-        except (RecordError, SampleError) as error:
+            if isinstance(record, RecordError):
+                raise record
+            sample = encoder.encode(record)
+        except Exception as error:  # as in training: any record that fails is bad
             if not tokenization.skip_bad_samples:
                 where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
+                where += "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1
             continue

@@ -22,7 +22,7 @@ class SourceMetrics:
     num_loss_tokens: int
     """Tokens that the loss is taken on."""
     loss: float
-    """Per-token mean; NaN where it has no such token."""
+    """Mean over those tokens, each counted alike: weights of samples aside. NaN where it has no such token."""
 
     def described(self, name: str) -> str:
         """Returns `"chats 2.3141 (6 samples, 3,012 tokens)"`."""

@@ -70,7 +70,7 @@ def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -
     ]
     for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
         first, *_, last = [each for each in evaluations if each.split == split] * 2
-        if first is last:
+        if first.iteration == last.iteration or split == "test":
             rows.append((f"{split} loss", f"{last.loss:.4f}   (after step {last.iteration})"))
             continue
         when = f"(after step {first.iteration} and step {last.iteration})"

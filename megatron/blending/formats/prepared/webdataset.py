@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.decode import Decode, decode_part
-from megatron.blending.formats.files import is_file, join_location, local_path, read_ranges
+from megatron.blending.formats.files import LocalFile, is_file, join_location, local_path, read_ranges
 from megatron.blending.formats.prepared.field_map import FieldMap
 from megatron.blending.formats.prepared.nv_meta import (
     FOLDER,
@@ -113,7 +113,9 @@ class WebDataset(RecordSource):
     def _mapped(self, number: int, sample: int) -> "Piece":
         """Return the memory that a shard is mapped to, and where in it the sample stands."""
         name, count = self._shards[number]
-        _, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
+        file, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
+        assert isinstance(file, LocalFile)
+        file.check()
         return content, offsets[sample], offsets[sample + 1]
 
     def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
