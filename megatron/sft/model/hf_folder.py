@@ -102,7 +102,7 @@ def read_header(file: Path) -> dict[str, Any]:
         (size,) = struct.unpack("<Q", length) if len(length) == 8 else (0,)
         text = stream.read(min(size, _LARGEST_HEADER))
     try:
-        header = parse_json(text.decode()) if 0 < size == len(text) else None
+        header: Any = parse_json(text.decode()) if 0 < size == len(text) else None
         header.pop("__metadata__", None)
         if not all(_is_entry(**entry) for entry in header.values()):
             raise TypeError

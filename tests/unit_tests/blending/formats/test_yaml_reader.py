@@ -79,7 +79,7 @@ def test_anchors_and_merge_keys():
         ("[" * 500, "a.yaml:1: not YAML: over 64 levels"),
         (
             "b0: &b0 [1, 1]\n" + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)),
-            "a.yaml:17: not YAML: more than 200,000 values",
+            "a.yaml:16: not YAML: more than 200,000 values",
         ),
         ("a: 1\nb: -1" + "0" * 400, "a.yaml:2: the number -1000000000000000000... is too large"),
     ],
