@@ -18,16 +18,20 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.packing.user_files import read_yaml, shown
+from megatron.packing.user_files import read_yaml, shortened, shown
 
 _NOT_IN_YAML = ("help", "version", "config")
 
 
 class FlagError(ValueError):
     """A wrong option; the message is one line that says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,6 +171,7 @@ def _field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
+@cache
 def _own_docstrings(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -30,6 +30,12 @@ def shown(value: object) -> str:
     return _shown.repr(value)
 
 
+def shortened(message: str, most: int = 1000) -> str:
+    """Return a message without its middle if it is longer: where and the way out stand at its ends."""
+    half = most // 2
+    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+
+
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
     """Return the content of a UTF-8 file, without a byte-order mark."""
     try:

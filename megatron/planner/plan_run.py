@@ -40,7 +40,7 @@ def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given:
         options = read_json(path)
         model = _model_of(options) if takes["model"] else model
         layout = _layout_of(options, run) if takes["layout"] else layout
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and layout by flags"
         ) from error

@@ -18,7 +18,7 @@ def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
-    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"
+    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none':.1000}{more}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Place:
     keys: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.keys}".removesuffix(": ")
+        return f"{self.path}:{self.line}: {self.keys:.200}".removesuffix(": ")
 
     def error(self, fault: str) -> ValueError:
         return ValueError(f"{self}: {fault}")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.formats.sources import SOURCES, open_source
-from megatron.packing.user_files import parse_json, read_text
+from megatron.packing.user_files import parse_json, read_text, shortened, shown
 from megatron.planner.lengths import Lengths, RunSource, Tokenization
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
@@ -54,7 +54,7 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
             return _schedule(path, found)
         raise ValueError(
             f'{path}: must be a list of chats, a mock config with "mode" or a schedule of --dump-schedule, '
-            f"but has the keys {', '.join(map(repr, list(found)[:5])) or '(none)'}"
+            f"but has the keys {', '.join(map(shown, list(found)[:5])) or '(none)'}"
         )
     if path.suffix in SOURCES:
         return _chats(path, tokenization)
@@ -122,7 +122,7 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
     try:
         record = StepRecord.from_dict(found)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {shortened(str(error))}") from error
     return Lengths(lengths=record.lengths, described=str(path), record=record)
 
 

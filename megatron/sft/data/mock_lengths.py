@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.user_files import shortened
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -183,7 +185,7 @@ def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") ->
 
 
 def config_error(text: str) -> ValueError:
-    return ValueError(f"{FLAG}: {text}")
+    return ValueError(f"{FLAG}: {shortened(text)}")
 
 
 def _check_value(value: object, kind: type, name: str) -> None:
@@ -195,7 +197,7 @@ def _check_value(value: object, kind: type, name: str) -> None:
 
 
 def _nearest(word: str, known: Collection[str], question: str = "; did you mean") -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word[:100], known, n=1)
     return f"{question} {close[0]}?" if close else ""
 
 

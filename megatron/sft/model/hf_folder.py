@@ -21,6 +21,7 @@ _NO_WEIGHT = ".rotary_emb.inv_freq"
 """End of the names of tensors that old files hold and nobody reads."""
 _BLOCK = 1 << 24
 _LARGEST_HEADER = 100_000_000
+_LONGEST_NAME = 256
 
 
 class Stored(NamedTuple):
@@ -86,7 +87,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = read_json(path, _LARGEST_HEADER)["weight_map"]
-        if not all(Path(file).name == file for file in weight_map.values()):
+        if not all(Path(file).name == file and len(file) < _LONGEST_NAME for file in weight_map.values()):
             raise ValueError("weight_map must name files of this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must hold a weight_map of tensors to files: {error}; download it again") from None

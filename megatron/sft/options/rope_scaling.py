@@ -57,6 +57,8 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly here.
     """
     kind = fields.get("rope_type", fields.get("type"))
+    if not isinstance(kind, str | None):
+        raise ValueError(f"{where} has rope_type {shown(kind)}, but it must be a name")
     if kind in _PLAIN:
         nested = [name for name, value in fields.items() if isinstance(value, dict)]
         if nested:

@@ -151,7 +151,8 @@ class WebDataset(RecordSource):
             self._start_of_file = [start_of.get(shard) for shard in read_info(self.path)]
         found = {}
         for key, (file_id, sample) in find_samples(self.path, keys).items():
-            start = self._start_of_file[file_id]
+            is_known = 0 <= file_id < len(self._start_of_file) and sample >= 0
+            start = self._start_of_file[file_id] if is_known else None
             if start is not None and (at := start + sample) not in self._skipped:
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found
