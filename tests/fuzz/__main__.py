@@ -95,12 +95,12 @@ def _memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _hang(*_: Any) -> None:
+def end_hang(*_: Any) -> None:
     raise Hang(f"more than {SECONDS} seconds")
 
 
 def _in_process(name: str, inputs: int, seed: int, first: int, progress: Any, results: Any) -> None:
-    signal.signal(signal.SIGALRM, _hang)
+    signal.signal(signal.SIGALRM, end_hang)
     one = next(one for one in CLASSES if one.name == name)
     results.put(run_class(one, inputs, seed, first, progress))
 

@@ -43,7 +43,7 @@ CHAT = {
     ],
     "weight": 2.0,
 }
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     CHAT,
     {"instruction": "add", "input": "1 2", "output": "3", "history": [["a", "b"]]},
     {"prompt": "once", "completion": " upon"},
@@ -135,7 +135,7 @@ def _parquet(folder: Path) -> tuple[Sequence[bytes], Read]:
 def _indexed(folder: Path) -> tuple[Sequence[bytes], Read]:
     np.arange(30, dtype=np.uint16).tofile(folder / "fuzzed.bin")
     head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + b"\x08" + (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
-    arrays = [np.array([10, 5, 15], np.int32), np.array([0, 20, 30], np.int64), np.arange(4, dtype=np.int64)]
+    arrays: list[Any] = [np.array([10, 5, 15], np.int32), np.array([0, 20, 30], np.int64), np.arange(4, dtype=np.int64)]
 
     def read(content: bytes) -> None:
         (folder / "fuzzed.idx").write_bytes(content)

@@ -120,7 +120,7 @@ def _copy(value: Any) -> Any:
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Return (container, key) of everything that a value of JSON holds."""
-    found = []
+    found: list[tuple[Any, Any]] = []
     pending = [value]
     while pending and len(found) < 1000:
         holder = pending.pop()
