@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.blending.arguments import check_function
 from megatron.blending.encoding.seeding import with_seeds
 
 
@@ -19,8 +20,7 @@ class Cooker:
     has_subflavors: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.cook):
-            raise ValueError(f"Cooker: cook must be a function, but is {self.cook!r}")
+        check_function("Cooker: cook", self.cook)
         if self.has_subflavors is not None and not isinstance(self.has_subflavors, Mapping):
             raise ValueError(f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}")
 

@@ -6,9 +6,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.source_info import Sources
-from megatron.blending.formats.yaml_place import nearest
 
 
 class FieldError(ValueError):

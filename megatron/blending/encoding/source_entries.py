@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.encoding.cooking import choose_cook
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore, open_store
@@ -28,7 +29,6 @@ from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
-from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
@@ -93,7 +93,7 @@ def _open(entry: SourceEntry, reading: Reading) -> tuple[RecordSource, Load]:
     stores = {name: open_store(path, decode, entry.where) for name, path in entry.aux.items()}
     primary = WebdatasetFileStore(entry.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, entry.where)
-    return source, CrudeLoad(webdataset, subflavors, entry.path, decode, cook)
+    return source, CrudeLoad(path=entry.path, subflavors=subflavors, cook=cook, dataset=webdataset, decode=decode)
 
 
 def _typed_load(
@@ -166,7 +166,8 @@ def _open_file(entry: SourceEntry, path: str, reading: Reading, decode: Decode) 
     primary = SystemFileStore(os.path.dirname(path), decode)
     cook = choose_cook(reading.encoder.cookers, entry.subflavors, stores, primary, entry.where)
     first, is_json = entry.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
-    return part_of(whole, entry.subset), FileLoad(path, first, is_json, dict(entry.subflavors), cook)
+    load = FileLoad(path=path, subflavors=dict(entry.subflavors), cook=cook, first=first, is_json=is_json)
+    return part_of(whole, entry.subset), load
 
 
 def _open_webdataset(entry: SourceEntry, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
@@ -189,7 +190,8 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
             raise ValueError(f"{leg.entry.where}: a join is of prepared folders, but {leg.entry.path} is none")
         webdataset, subflavors = _open_webdataset(leg.entry, reading)
         if webdataset.sample_type.is_crude:
-            loads.append(CrudeLoad(webdataset, subflavors, leg.entry.path, decode, None))
+            crude = CrudeLoad(path=leg.entry.path, subflavors=subflavors, cook=None, dataset=webdataset, decode=decode)
+            loads.append(crude)
         else:
             loads.append(_typed_load(webdataset, webdataset, subflavors, reading, decode))
         sources.append(webdataset)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.arguments import check_one_of
+
 Decode = Callable[[str, bytes], Any]
 
 IMAGE_SUFFIXES = frozenset(
@@ -51,10 +53,9 @@ class SampleDecoder:
     """Unpickle pickles, which runs what they hold."""
 
     def __post_init__(self) -> None:
-        if self.image_decode != _IMAGE_MODE and self.image_decode not in (known := _media("images").IMAGE_MODES):
-            raise ValueError(f"image_decode must be one of {', '.join(known)}, but is {self.image_decode!r}")
-        if self.av_decode not in _AV_MODES:
-            raise ValueError(f"av_decode must be one of {', '.join(_AV_MODES)}, but is {self.av_decode!r}")
+        if self.image_decode != _IMAGE_MODE:
+            check_one_of("image_decode", self.image_decode, _media("images").IMAGE_MODES)
+        check_one_of("av_decode", self.av_decode, _AV_MODES)
 
     def __call__(self, name: str, content: bytes) -> Any:
         suffix = name if name in _PLAIN else name.rpartition(".")[2]

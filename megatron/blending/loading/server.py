@@ -6,18 +6,32 @@ shards. Else several run it, each of which throws away what the others serve.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
-from megatron.blending.streams.shard import ShardEnd, StreamShard
+from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
 
 _FIRST_PLANNED = 256
 _MOST_PLANNED = 8192
 END = 2**62
 """The slot after the last one of a pass."""
+
+
+class Start(NamedTuple):
+    """Where servers begin anew."""
+
+    pass_number: int = 0
+    slot: int = 0
+    shards: Mapping[int, ShardState] = {}
+    """States of those that were out of step."""
+    base: int = 0
+    """The slot that is worker 0's."""
+    since: int = END
+    """Slots from here on may not have been run by who made the states."""
 
 
 class Output(NamedTuple):
@@ -47,14 +61,11 @@ class Server:
         self._size = None if root.goes_on else root.size
         self.changed: set[int] = set()
         """Shards whose state changed since it was last taken."""
-        self.start(0, 0, {})
+        self.start(Start())
 
-    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int = 0, since: int = END) -> None:
-        """Go on with the first slot of this server from `slot` on. `shards`: states of those that were out of step.
-
-        `base`: the slot that is worker 0's. `since`: slots from here on may not have been run by who made the states.
-        """
-        self._pass = pass_number
+    def start(self, start: Start) -> None:
+        """Go on with the first slot of this server from there on."""
+        self._pass, slot, shards, base, since = start
         self._worker = (self._first_worker + base) % self._num_workers
         self._shards = {number: self._shard(number, state) for number, state in shards.items() if self._runs(number)}
         first = min(slot, since)
@@ -120,11 +131,11 @@ class Server:
         self.failures.num_failed, self.failures.num_skipped = counts
         return None
 
-    def shard_states(self) -> dict[int, Any]:
+    def shard_states(self) -> dict[int, ShardState]:
         """States of the shards that are out of step."""
         return {number: shard.state() for number, shard in self._shards.items()}
 
-    def changed_states(self) -> dict[int, Any]:
+    def changed_states(self) -> dict[int, ShardState]:
         """Those of the shards that changed since this was last asked for."""
         changed, self.changed = self.changed, set()
         return {number: self._shards[number].state() for number in changed}
@@ -135,7 +146,7 @@ class Server:
     def _runs(self, shard: int) -> bool:
         return shard % self._step == self._worker % self._step
 
-    def _shard(self, number: int, state: list[Any]) -> StreamShard:
+    def _shard(self, number: int, state: ShardState) -> StreamShard:
         shard = StreamShard(self.root, number, self.num_shards, self.failures, pass_number=self._pass)
         shard.restore(state)
         return shard

@@ -12,7 +12,7 @@ from megatron.blending.loading.state import State, check_stream, compact
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset
-from megatron.blending.streams.shard import block_length
+from megatron.blending.streams.shard import ShardState, block_length
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -46,7 +46,7 @@ class Stream:
             self._description = compact(describe_stream(self.root, self.binding))
         return self._description
 
-    def source_positions(self, turn: int, shards: dict[str, Any]) -> list[int]:
+    def source_positions(self, turn: int, shards: dict[int, ShardState]) -> list[int]:
         """How many records of each source the outputs before `turn` were made of, where shards stand as given."""
         at = min(turn, self.root.size or 0) if self.is_finite else turn
         return source_positions(self.root, at, total_drawn(shards, self.num_shards, self.binding))
@@ -70,7 +70,7 @@ class Stream:
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
 
-    def change_weights(self, weights: Sequence[float], blend: str, turn: int, shards: dict[str, Any]) -> None:
+    def change_weights(self, weights: Sequence[float], blend: str, turn: int, shards: dict[int, ShardState]) -> None:
         """From output `turn` on, give the children of the blend at a place other weights. ValueError if that is not the
         same for all ranks: where samples are held back, each knows only how many it drew itself.
         """
@@ -178,7 +178,7 @@ def is_below_buffers(root: SavableDataset[Any], place: str) -> bool:
     return isinstance(root, BufferDataset) or (child is not None and is_below_buffers(root.children[child], place))
 
 
-def total_drawn(shards: dict[str, Any], num_shards: int, binding: Binding) -> dict[int, int]:
+def total_drawn(shards: dict[int, ShardState], num_shards: int, binding: Binding) -> dict[int, int]:
     """Return about how many samples each node that holds some back drew, over all shards, from the states of some."""
     drawn: dict[int, int] = {}
     for state in shards.values():

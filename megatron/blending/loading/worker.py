@@ -31,6 +31,7 @@ from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Server
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
+from megatron.blending.streams.shard import ShardState
 
 MakeServer = Callable[[Callable[[Failure], None]], Server]
 """Called with what is to be told of failures."""
@@ -50,23 +51,12 @@ class Message(NamedTuple):
     generation: int
     slot: int
     value: Any
-    shards: dict[int, Any]
+    shards: dict[int, ShardState]
     """States of the shards that it changed."""
     num_failed: int
     num_skipped: int
     error: tuple[str, bool] | None = None
     """What went wrong in place of an output, and whether it was a sample."""
-
-
-class Start(NamedTuple):
-    """Where a worker is to begin anew."""
-
-    generation: int
-    pass_number: int
-    slot: int
-    shards: dict[int, Any]
-    base: int
-    since: int
 
 
 class Sender:
@@ -176,10 +166,10 @@ def serve(
             if command == "more":
                 credit += server is not None
                 continue
-            generation, credit = command.generation, ahead
+            (generation, start), credit = command, ahead
             try:
                 server = make_server(tell) if server is None else server
-                server.start(*command[1:])
+                server.start(start)
             except Exception as error:
                 put(_failed(generation, error))
                 credit = 0
@@ -239,10 +229,10 @@ def process_main(
                 return "stop"
         command = connection.recv_bytes()
         told = pickle.loads(command) if command else "more"
-        if isinstance(told, Start):
+        if isinstance(told, tuple):
             # Else forked workers would all draw what their parent was about to.
-            seed, name = salt
-            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            (_, start), (seed, name) = told, salt
+            place = f"{name} pass {start.pass_number} slot {start.slot}"
             seed_generators(salted_seed(seed, place) % 2**32)
         return told
 

@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.server import END, Server, Start
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import (
     MakeServer,
     Message,
-    Start,
     aligned,
     is_shared,
     process_main,
@@ -34,6 +33,7 @@ from megatron.blending.loading.worker import (
 )
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
@@ -49,9 +49,9 @@ class LocalWorker:
         self.server = make_server(tell)
         self._generation = -1
 
-    def start(self, start: Start) -> None:
-        self._generation = start.generation
-        self.server.start(*start[1:])
+    def start(self, generation: int, start: Start) -> None:
+        self._generation = generation
+        self.server.start(start)
 
     def next(self) -> Message:
         slot, value = self.server.next()
@@ -101,9 +101,9 @@ class WorkerProcess:
         for file in (self._connection.fileno(), self._process.sentinel):
             self._poll.register(file, select.POLLIN)
 
-    def start(self, start: Start) -> None:
-        self._generation = start.generation
-        self._tell(start)
+    def start(self, generation: int, start: Start) -> None:
+        self._generation = generation
+        self._tell((generation, start))
 
     def next(self) -> Message | Failure:
         """Return the next output of the latest generation, or a sample, of any, that failed.
@@ -248,17 +248,17 @@ class WorkerPool:
             self.close()
             raise
 
-    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int, since: int) -> None:
+    def start(self, start: Start) -> None:
         self._generation += 1
         for worker in self._workers:
-            worker.start(Start(self._generation, pass_number, slot, shards, base, since))
+            worker.start(self._generation, start)
 
     def next(self, worker: int) -> Message:
         while isinstance(given := self._workers[worker].next(), Failure):
             self._log.tell(given)
         return given
 
-    def shard_states(self) -> dict[int, Any] | None:
+    def shard_states(self) -> dict[int, ShardState] | None:
         """Return where the shards stand that are made in sequence; None if that came with the messages."""
         first = self._workers[0]
         return first.server.shard_states() if isinstance(first, LocalWorker) else None

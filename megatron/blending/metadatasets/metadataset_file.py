@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.arguments import nearest
+from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Table
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()

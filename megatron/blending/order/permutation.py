@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.arguments import check_whole
+
 
 class Grid(NamedTuple):
     """Numbers, or arrays that say it per index."""
@@ -37,7 +39,7 @@ def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) ->
 
     `size` may be anything from 1 to 10**12 and beyond. About 0.2 microseconds per index.
     """
-    check_size(size)
+    check_whole("size", size)
     asked = np.asarray(indices, dtype=np.int64)
     outside = asked[(asked < 0) | (asked >= size)]
     if outside.size:
@@ -65,11 +67,6 @@ def grid_sides(size: int) -> tuple[int, int]:
     """Rows and columns of the smallest grid for a size."""
     num_rows = math.isqrt(size - 1) + 1
     return num_rows, -(-size // num_rows)
-
-
-def check_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size must be at least 1, but is {size}")
 
 
 def make_grid(size: int, seed: int, epoch: int) -> Grid:

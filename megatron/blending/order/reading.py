@@ -50,11 +50,8 @@ class ReadingOrder(NamedTuple):
         """The window made of whole slices, and of one more than asked for: 1 where nothing is to be mixed."""
         if self.slice_length == 1:
             return 1
-        return (
-            (-(-self.window_length // self.slice_length) + 1) * self.slice_length
-            if self.window_length > 1
-            else (self.slice_length)
-        )
+        num_slices = -(-self.window_length // self.slice_length) + 1 if self.window_length > 1 else 1
+        return num_slices * self.slice_length
 
 
 def records_at(

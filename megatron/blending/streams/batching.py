@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.arguments import check_count, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more, check_whole
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holder import Holder, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
@@ -53,9 +53,9 @@ class BatchDataset(HoldingDataset):
         kind = type(self).__name__
         super().__init__(dataset, worker_config)
         check_no_more(kind, ignored, ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance"))
-        check_count(kind, "batch_size", batch_size)
+        check_whole(f"{kind}: batch_size", batch_size)
         if batcher is not None:
-            check_function(kind, "batcher", batcher)
+            check_function(f"{kind}: batcher", batcher)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.batcher: Any = list if batcher is None else batcher

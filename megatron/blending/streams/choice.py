@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.arguments import check_one_of
 from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
 from megatron.blending.order.weights import WeightSchedule, integer_weights
-from megatron.blending.streams.arguments import as_pairs, check_datasets
-from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset
+from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset, as_pairs, check_datasets
 from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = ("exact", "random")
@@ -61,8 +60,7 @@ class BlendDataset(ChoiceDataset):
         the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
-        if mode not in BLEND_MODES:
-            raise ValueError(f"mode of a blend must be one of {', '.join(BLEND_MODES)}; {nearest(mode, BLEND_MODES)}")
+        check_one_of("mode of a blend", mode, BLEND_MODES)
         self.children = tuple(dataset for dataset, _ in pairs)
         self.weights = tuple(weight for _, weight in pairs)
         self.mode = mode

@@ -72,15 +72,13 @@ class Failures:
     ):
         """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run.
 
-        `tell` gets each failing sample, at once and once, but for those beyond 10,000 of which it gets ever fewer, and
-        some again; None: they are logged.
+        `tell` gets each failing sample at once, as often as it fails; None: they are logged.
         """
         self._tolerance = tolerance
         self._handler = handler
         self._tell = FailureLog().tell if tell is None else tell
         self._in_a_row: dict[tuple[int, int | None], int] = {}
         """By node, and source where it is but one."""
-        self._told: set[tuple[int, str]] = set()
         self.num_failed = 0
         self.num_skipped = 0
         self._silent_in_a_row = 0
@@ -126,8 +124,7 @@ class Failures:
         if is_fatal:
             reason = "" if isinstance(error, _FATAL) else f"; {in_a_row} samples in a row failed, the limit"
             raise FatalSampleError(f"{_described(error, function, place, sample)}{reason}") from error
-        if self._is_to_tell((node, place)):
-            self._tell(Failure(node, place, _described(error, function, place, sample)))
+        self._tell(Failure(node, place, _described(error, function, place, sample)))
 
     def _skip(self, function: object, where: Callable[[], str]) -> None:
         self.num_skipped += 1
@@ -137,15 +134,6 @@ class Failures:
                 f"{_name(function)} left out {_MOST_IN_SILENCE:,} samples in a row, the last at {where()}; "
                 "nothing may be left of the data"
             )
-
-    def _is_to_tell(self, failing: tuple[int, str]) -> bool:
-        """Spares who is told what it knows."""
-        if failing in self._told:
-            return False
-        if len(self._told) == _REMEMBERED:
-            return _is_power_of_two(self.num_failed)
-        self._told.add(failing)
-        return True
 
 
 def failure_tolerance_of(function: object) -> int | None:

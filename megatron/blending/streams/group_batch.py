@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron.blending.streams.arguments import check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
 from megatron.blending.streams.node import Hole, SavableDataset
@@ -79,7 +79,7 @@ class GroupBatchDataset(BufferDataset):
     ) -> None:
         check_no_more("GroupBatchDataset", ignored, ("batcher_stateless", "batcher_config", "error_handler"))
         super().__init__(dataset, fixed_batch_size or _ABOUT_HELD, worker_config)
-        check_function("GroupBatchDataset", "sample_group_key", sample_group_key)
+        check_function("GroupBatchDataset: sample_group_key", sample_group_key)
         self.sample_group_key: Any = sample_group_key
         self.batcher: Any = list if batcher is None else batcher
         self.fixed_batch_size = fixed_batch_size

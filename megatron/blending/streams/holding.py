@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron.blending.streams.arguments import check_datasets
 from megatron.blending.streams.node import (
     ONLY_PLAIN,
     Block,
@@ -27,6 +26,7 @@ from megatron.blending.streams.node import (
     Plan,
     SavableDataset,
     Several,
+    check_datasets,
 )
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -98,7 +98,7 @@ class _Again:
 class HoldingPlan:
     """A part of a node that makes one output of several: of the child's outputs, so many each."""
 
-    def __init__(self, node: HoldingDataset, starts: Ints, sizes: Ints, block: Block) -> None:
+    def __init__(self, node: Any, starts: Ints, sizes: Ints, block: Block) -> None:
         """`starts`: positions of the child, of each output; it goes on from there for `sizes`."""
         self.length = len(starts)
         self._node = node

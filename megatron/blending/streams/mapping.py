@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.streams.arguments import check_datasets, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.node import (
     ONLY_PLAIN,
     Binding,
@@ -17,6 +17,7 @@ from megatron.blending.streams.node import (
     SavableDataset,
     Several,
     applied,
+    check_datasets,
 )
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -75,7 +76,7 @@ class MapDataset(SameOutputs):
         **ignored: Any,
     ) -> None:
         super().__init__(dataset, worker_config)
-        check_function("MapDataset", "map_fn", map_fn)
+        check_function("MapDataset: map_fn", map_fn)
         check_no_more("MapDataset", ignored, _ENERGON_ONLY)
         self.map_fn: Any = map_fn
 
@@ -100,7 +101,7 @@ class FilterDataset(SameOutputs):
         worker_config: WorkerConfig | None = None,
     ) -> None:
         super().__init__(dataset, worker_config)
-        check_function("FilterDataset", "filter_fn", filter_fn)
+        check_function("FilterDataset: filter_fn", filter_fn)
         self.filter_fn: Any = filter_fn
 
     def apply(self, value: object) -> Any:

@@ -10,7 +10,7 @@ follows: see holding.py.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import GeneratorType
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
+from megatron.blending.order.weights import Weight
 from megatron.blending.streams.worker_config import WorkerConfig
 
 Ints = npt.NDArray[np.int64]
@@ -258,3 +259,22 @@ class SavableDataset(Generic[T_co]):
     def signature(self) -> list[Any]:
         """Return what must be equal for a saved state to mean the same, apart from the children."""
         return [type(self).__name__]
+
+
+def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
+    """Return pairs of (data set, weight), given one by one or as one tuple of them; ValueError for anything else."""
+    if len(given) == 1 and isinstance(given[0], (list, tuple)) and given[0] and isinstance(given[0][0], (list, tuple)):
+        given = tuple(given[0])
+    for number, pair in enumerate(given):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(f"{kind} takes pairs (data set, weight), but argument {number} is {type(pair).__name__}")
+    check_datasets(kind, [pair[0] for pair in given])
+    return [(pair[0], pair[1]) for pair in given]
+
+
+def check_datasets(kind: str, datasets: Sequence[object]) -> None:
+    if not datasets:
+        raise ValueError(f"{kind} needs at least one data set")
+    for number, dataset in enumerate(datasets):
+        if not isinstance(dataset, SavableDataset):
+            raise ValueError(f"{kind}: data set {number} must be a data set of megatron.blending, but is {dataset!r}")

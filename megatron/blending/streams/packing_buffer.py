@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron.blending.streams.arguments import check_count, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
@@ -194,12 +194,11 @@ class PackingDataset(BufferDataset):
         **ignored: object,
     ) -> None:
         check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
-        check_count("PackingDataset", "buffer_size", buffer_size)
-        if over_long not in OVER_LONG:
-            raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
+        check_whole("PackingDataset: buffer_size", buffer_size)
+        check_one_of("PackingDataset: over_long", over_long, OVER_LONG)
         super().__init__(dataset, buffer_size, worker_config)
         for name, function in (("pre_packer", pre_packer), ("final_packer", final_packer)):
-            check_function("PackingDataset", name, function)
+            check_function(f"PackingDataset: {name}", function)
         self.buffer_size = buffer_size
         self.over_long = over_long
         self.pre_packer: Any = pre_packer

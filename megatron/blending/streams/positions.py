@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.arguments import check_whole
 from megatron.blending.order.reading import ReadingOrder, records_at
-from megatron.blending.streams.arguments import check_count, check_datasets
-from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset
+from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset, check_datasets
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENDLESS = 2**40
@@ -69,7 +69,7 @@ class LimitDataset(PositionsDataset):
     ) -> None:
         """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
         super().__init__(dataset, worker_config)
-        check_count("LimitDataset", "length", length)
+        check_whole("LimitDataset: length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
         goes_on = dataset.size is None or dataset.goes_on
@@ -132,8 +132,7 @@ class EpochizeDataset(PositionsDataset):
     ) -> None:
         super().__init__(dataset, worker_config)
         for name, value in (("length", length), ("num_epochs", num_epochs)):
-            if value is not None:
-                check_count("EpochizeDataset", name, value)
+            check_whole(f"EpochizeDataset: {name}", value, may_be_none=True)
         if length is None and num_epochs is None:
             raise ValueError("EpochizeDataset: length or num_epochs must be given")
         self.length = length
@@ -160,7 +159,7 @@ class ShuffleBufferDataset(PositionsDataset):
 
     def __init__(self, dataset: SavableDataset[Any], size: int, *, worker_config: WorkerConfig | None = None) -> None:
         super().__init__(dataset, worker_config)
-        check_count("ShuffleBufferDataset", "size", size)
+        check_whole("ShuffleBufferDataset: size", size)
         self.window = size
         self.size = dataset.size
         self._seed = 0

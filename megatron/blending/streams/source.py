@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.arguments import check_whole
 from megatron.blending.formats.record import Record, RecordError, RecordSource
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.node import (
@@ -53,8 +54,7 @@ class SourceDataset(SavableDataset[Any]):
             raise ValueError(f"{label}: has no records; leave it out of the data")
         if multiplier is not None and multiplier != -1 and multiplier < 1:
             raise ValueError(f"{label}: multiplier must be at least 1, or -1 or None, but is {multiplier}")
-        if slice_length is not None and slice_length < 1:
-            raise ValueError(f"{label}: slice_length must be at least 1 or None, but is {slice_length}")
+        check_whole(f"{label}: slice_length", slice_length, may_be_none=True)
         self.source = source
         self.load = load
         self.name = name
