@@ -42,7 +42,7 @@ class JoinSource(RecordSource):
         return hashlib.blake2b(f"{prints} {self._nonmatch}".encode(), digest_size=16).hexdigest()
 
     def _found(self, number: int, keys: Sequence[str]) -> dict[str, tuple[int, Record | RecordError]]:
-        """Index and record of each key that source `number` has."""
+        """Return index and record of each key that source `number` has."""
         found = self._sources[number].find(keys)
         return dict(zip(found, zip(found.values(), self._sources[number].read(list(found.values())))))
 
@@ -64,14 +64,14 @@ class JoinSource(RecordSource):
 
 @dataclass(frozen=True)
 class JoinedLoad:
-    """A record of a JoinSource as the sample that the joiner makes. A partner missing: SkipSample, or the run ends."""
+    """It makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or the run ends."""
 
     loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]]
     names: Sequence[str | None]
     make: Callable[..., Any]
     subflavors: dict[str, Any]
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         if "fault" in record:
             raise FatalSampleError(record["fault"]) if record["fault"] else SkipSample
         samples = [
@@ -87,6 +87,6 @@ class JoinedLoad:
             sample.__subflavors__ = {**(sample.__subflavors__ or {}), **self.subflavors}
         return sample
 
-    def _samples(self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]) -> Any:
+    def _samples(self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]) -> object:
         index, record = leg
         return load(record, (*restore_key[:-1], index))

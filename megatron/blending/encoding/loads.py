@@ -17,7 +17,7 @@ _new: Any = object.__new__
 
 
 class TypedLoad:
-    """A record as the sample that dataset.yaml says."""
+    """It makes of a record the sample that dataset.yaml says."""
 
     def __init__(self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode) -> None:
         self._dataset = dataset
@@ -28,7 +28,7 @@ class TypedLoad:
         self._subflavors = subflavors
         self._decode = decode
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         if self._is_loaded:
             record = {**record, "__restore_key__": restore_key, "__subflavors__": self._subflavors}
         fields = self._dataset.fields(record, self._decode)
@@ -45,7 +45,7 @@ class TypedLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cooks:
-    """Makes a CrudeSample, or what the cooker makes of that."""
+    """A load makes a CrudeSample, or what the cooker makes of that."""
 
     path: str
     subflavors: dict[str, Any]
@@ -58,12 +58,12 @@ class _Cooks:
 
 @dataclass(frozen=True, kw_only=True)
 class CrudeLoad(_Cooks):
-    """A record of a prepared folder: as its parts."""
+    """It makes it of a record of a prepared folder: of its parts."""
 
     dataset: WebDataset
     decode: Decode
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         sample = CrudeSample(self.dataset.fields(record, self.decode))
         sample["__restore_key__"] = restore_key
         sample["__subflavors__"] = self.subflavors
@@ -73,14 +73,14 @@ class CrudeLoad(_Cooks):
 
 @dataclass(frozen=True, kw_only=True)
 class FileLoad(_Cooks):
-    """A record of a file: as its columns, or the object of a line as "json". Its key is its number in the file, also
-    where only a part of the file is read.
+    """It makes it of a record of a file: its columns, or the object of a line as "json". Its key is its number there,
+    also where only a part of the file is read.
     """
 
     first: int
     is_json: bool
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         return self.many([record], [restore_key])[0]
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -38,13 +38,13 @@ def edataclass(cls: T) -> T:
 
 
 class _Fields:
-    """What samples and batches have in common."""
+    """Samples and batches have this in common."""
 
     def pin_memory(self) -> Self:
         """Return a copy whose tensors lie in page-locked memory."""
         return map_tensors(self, lambda tensor: tensor.pin_memory())
 
-    def to_device(self, device: Any) -> Self:
+    def to_device(self, device: torch.device | str | int) -> Self:
         """Return a copy whose tensors are on `device`, sent without a wait for the copy."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -74,7 +74,7 @@ class Sample(_Fields):
 
 
 class CrudeSample(dict[str, Any]):
-    """The parts of a record by name, as read: for a cooker, or for `encode_sample`."""
+    """A crude sample has the parts of a record by name, as read: for a cooker, or for `encode_sample`."""
 
 
 @edataclass
@@ -156,7 +156,7 @@ class VidQASample(Sample):
 
 @edataclass
 class Batch(_Fields):
-    """Samples put together. `__key__` and the like hold one entry per sample."""
+    """A batch holds samples put together. `__key__` and the like hold one entry per sample."""
 
     __key__: list[str] = field(default_factory=list)
     __restore_key__: Any = ()

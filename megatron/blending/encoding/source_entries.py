@@ -43,7 +43,7 @@ Load = Callable[[Record, tuple[Any, ...]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources are read, for training or for validation."""
+    """A Reading says how sources are read, for training or for validation."""
 
     encoder: TaskEncoder[Any, Any, Any, Any]
     is_shuffled: bool = True
@@ -106,7 +106,7 @@ def _typed_load(
     return load
 
 
-def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
+def _check_fields(kind: SampleType, source: RecordSource, decode: Decode) -> None:
     """ValueError if a field comes from a part, or a key in JSON, that none of 64 samples has, evenly spread over all.
 
     Most often it is the first that is read, and no other. Of remote data none is: each would cost several requests.
@@ -134,7 +134,7 @@ def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
 
 
 def _told(faults: Sequence[Missing]) -> str:
-    """What is not there, and what may have been meant; of a key rather than of a part."""
+    """Say what is not there, and what may have been meant; of a key rather than of a part."""
     key = next((fault for fault in faults if fault.within), faults[0])
     there = dict.fromkeys(name for fault in faults if fault.within == key.within for name in fault.there)
     if not key.within:
@@ -202,13 +202,13 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
 
 
 def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
-    """The function of a joiner, or `from_joined` of its class."""
+    """Return the function of a joiner, or `from_joined` of its class."""
     kind = _imported(*join.joiner, reading.allow_code)
     return getattr(kind, "from_joined", kind)
 
 
 def _decoder(reading: Reading) -> Decode:
-    """What the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
+    """Return what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
     decoder = reading.encoder.decoder
     if decoder is None:
         return keep_bytes
@@ -221,7 +221,7 @@ def _decoder(reading: Reading) -> Decode:
 
 
 def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
-    """The class that dataset.yaml names: one of ours by its name alone, any other only if code is allowed."""
+    """Return the class that dataset.yaml names: one of ours by its name alone, any other only if code is allowed."""
     kind = webdataset.sample_type
     if kind.module.startswith(_OUR_MODULES):
         if kind.name not in SAMPLE_TYPES:

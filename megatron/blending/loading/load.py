@@ -177,7 +177,7 @@ def _validation(
 def _weighted(
     path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """The sources and the schedule, with weights in samples."""
+    """Return the sources and the schedule, with weights in samples."""
     if schedule is not None and not isinstance(schedule, WeightSchedule):
         raise ValueError(f"weight_schedule must be a WeightSchedule, but is {schedule!r}")
     if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
@@ -192,7 +192,7 @@ def _weighted(
 def _loader(
     path: Path | DatasetLoaderInterface, options: Mapping[str, Any], function: Callable[..., Any]
 ) -> DatasetLoaderInterface:
-    """What gives the sources; `options`: what `function` was given besides its own arguments."""
+    """Return what gives the sources; `options`: what `function` was given besides its own arguments."""
     own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     check_options(options, own)
     if isinstance(path, DatasetLoaderInterface):
@@ -205,7 +205,7 @@ def _loader(
 
 
 def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
-    """`asked`: what training and validation have in common, and maybe more."""
+    """Check what training and validation have in common; `asked` may hold more."""
     check_encoder(encoder, asked["packing_buffer_size"])
     if not isinstance(asked["split_part"], str) or not asked["split_part"]:
         raise ValueError(f"split_part must be the name of a split, but is {asked['split_part']!r}")
@@ -227,7 +227,7 @@ def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
             raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
 
 
-def call_hook(hook: Callable[..., Any], **available: object) -> Any:
+def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> SavableDataset[Any]:
     """Call a method that users override with those of the arguments that its signature takes."""
     parameters = inspect.signature(hook).parameters.values()
     missing = [

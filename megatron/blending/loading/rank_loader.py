@@ -25,11 +25,12 @@ from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Loader(Generic[T_co]):
-    """Iterable and its own iterator. Both kinds can be saved; workers start with the first batch.
+    """A Loader is its own iterator. Both kinds can be saved; workers start with the first batch.
 
     `close()`, or leaving a `with`, stops the workers; the next batch would start them again.
     """
@@ -71,7 +72,7 @@ class Loader(Generic[T_co]):
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
-        """Batches of one pass on this rank; of endless data, of one pass over it."""
+        """Return the batches of one pass on this rank; of endless data, of one pass over it."""
         ranks, root = self.config.num_ranks, self._stream.root
         if root.goes_on:
             return max(1, (root.size or 0) // ranks)
@@ -209,7 +210,7 @@ class Loader(Generic[T_co]):
 
     @property
     def _turn(self) -> int:
-        """The next output of rank 0, if it drew as many as this one."""
+        """It is the next output of rank 0, if that drew as many as this one."""
         return self._slot - self.config.this_rank
 
     def _next_pass(self) -> None:
@@ -230,7 +231,7 @@ class Loader(Generic[T_co]):
         self._counts: dict[int, tuple[int, int]] = {}
         self._is_over = self._has_drawn = self._is_started = False
 
-    def _draw(self) -> Any:
+    def _draw(self) -> T_co:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
         # Every rank gives as many, and one at least: what does not go evenly belongs to the next epoch.
         if self._stream.root.goes_on:
@@ -308,7 +309,7 @@ class Loader(Generic[T_co]):
         return (shard - self._slot) % math.gcd(self._stream.num_shards, self.config.num_ranks) == 0
 
 
-def pinned(value: object) -> Any:
+def pinned(value: T) -> T:
     """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
     if hasattr(value, "pin_memory"):
         return value.pin_memory()

@@ -22,7 +22,7 @@ END = 2**62
 
 
 class Start(NamedTuple):
-    """Where servers begin anew."""
+    """It says where servers begin anew."""
 
     pass_number: int = 0
     slot: int = 0
@@ -41,7 +41,7 @@ class Output(NamedTuple):
 
 
 class Server:
-    """Makes the outputs of its slots in order, one pass at a time."""
+    """It makes the outputs of its slots in order, one pass at a time."""
 
     def __init__(
         self,
@@ -132,11 +132,11 @@ class Server:
         return None
 
     def shard_states(self) -> dict[int, ShardState]:
-        """States of the shards that are out of step."""
+        """Return the states of the shards that are out of step."""
         return {number: shard.state() for number, shard in self._shards.items()}
 
     def changed_states(self) -> dict[int, ShardState]:
-        """Those of the shards that changed since this was last asked for."""
+        """Return those of the shards that changed since this was last asked for."""
         changed, self.changed = self.changed, set()
         return {number: self._shards[number].state() for number in changed}
 
@@ -151,8 +151,8 @@ class Server:
         shard.restore(state)
         return shard
 
-    def _take(self, slot: int) -> Any:
-        """The output of a slot by arithmetic; _NotTaken if it cannot be made so."""
+    def _take(self, slot: int) -> object:
+        """Make the output of a slot by arithmetic; _NotTaken if it cannot be made so."""
         while self._at < len(self._slots) and self._slots[self._at] < slot:
             self._at += 1
         if self._at == len(self._slots):
@@ -169,7 +169,7 @@ class Server:
         return value
 
     def _sources(self) -> set[int]:
-        """Those of the output that was just made by arithmetic."""
+        """Return those of the output that was just made by arithmetic."""
         assert self._plan is not None
         return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
 

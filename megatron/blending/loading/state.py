@@ -110,7 +110,7 @@ def is_taken(taken: Sequence[Any], slot: int) -> bool:
 
 
 def _turn(state: State) -> int:
-    """The next output of rank 0, if it drew as many; END, and only then, if finite data is over."""
+    """Return the next output of rank 0, if it drew as many; END, and only then, if finite data is over."""
     return state["slot"] - state["rank"]
 
 
@@ -143,7 +143,7 @@ def _shards_before_all(states: Sequence[State], base: int) -> dict[int, ShardSta
 
 
 def _latest(shards: Sequence[dict[int, ShardState]]) -> dict[int, ShardState]:
-    """Of each shard the state that has come furthest; where shards are shared, some servers run behind."""
+    """Return of each shard the state that has come furthest; where shards are shared, some servers run behind."""
     merged: dict[int, ShardState] = {}
     for part in shards:
         for number, state in part.items():
@@ -153,7 +153,7 @@ def _latest(shards: Sequence[dict[int, ShardState]]) -> dict[int, ShardState]:
 
 
 def _without_names(stream: State) -> list[Any]:
-    """Data may be moved: its fingerprint tells that it is the same."""
+    """Leave out names, for data may be moved: its fingerprint tells that it is the same."""
     return [stream["seed"], stream["block_length"], stream["shape"], [row[1:4] for row in stream["sources"]]]
 
 

@@ -26,7 +26,7 @@ _MOST_HELD = 2**16
 
 
 class Stream:
-    """`root`: the tree as it is bound now, by `binding`. Shards: their number is the data's, or the state's."""
+    """A Stream has a tree, bound now as `root` by `binding`, and a number of shards, by the data or a state."""
 
     def __init__(self, dataset: SavableDataset[Any], config: WorkerConfig) -> None:
         self.dataset = dataset
@@ -41,13 +41,13 @@ class Stream:
         return self.root.size is not None and not self.root.goes_on
 
     def described(self) -> str:
-        """What tells this stream from others, as a short text."""
+        """Return what tells this stream from others, as a short text."""
         if self._description is None:
             self._description = compact(describe_stream(self.root, self.binding))
         return self._description
 
     def source_positions(self, turn: int, shards: dict[int, ShardState]) -> list[int]:
-        """How many records of each source the outputs before `turn` were made of, where shards stand as given."""
+        """Return of how many records of each source the outputs before `turn` were made, by where shards stand."""
         at = min(turn, self.root.size or 0) if self.is_finite else turn
         return source_positions(self.root, at, total_drawn(shards, self.num_shards, self.binding))
 
@@ -219,7 +219,7 @@ def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
 
 
 def _towards(root: SavableDataset[Any], place: str) -> int | None:
-    """Number of the child that stands on the way to a place."""
+    """Return the number of the child that stands on the way to a place."""
     # Of a node with one child both may have the same place.
     on_the_way = (not child.place or (place + ".").startswith(child.place + ".") for child in root.children)
     return next((number for number, is_there in enumerate(on_the_way) if is_there), None)

@@ -18,6 +18,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
@@ -43,7 +44,7 @@ _LEAVE_SECONDS = 3.0
 
 
 class LocalWorker:
-    """A server in the calling process, which works when it is asked. States of shards are asked of the server."""
+    """It is a server in the calling process. It works when it is asked, and is asked for the states of its shards."""
 
     def __init__(self, make_server: MakeServer, tell: Callable[[Failure], None]) -> None:
         self.server = make_server(tell)
@@ -63,7 +64,7 @@ class LocalWorker:
 
 
 class WorkerProcess:
-    """A server in a process. It ends when it is closed, when this process ends, and with this object."""
+    """It is a server in a process. It ends when it is closed, when this process ends, and with this object."""
 
     def __init__(
         self, name: str, make_server: MakeServer, ahead: int, config: WorkerConfig, others: "list[WorkerProcess]"
@@ -178,7 +179,7 @@ class WorkerProcess:
         return f"{self._named()} died: {how}{hint}"
 
     def _stack(self) -> str:
-        """Where the process stands, by its own account."""
+        """Return where the process stands, by its own account."""
         try:
             before = self._num_told()
             if not before:
@@ -198,7 +199,7 @@ class WorkerProcess:
         return os.fstat(self._stacks.fileno()).st_size
 
 
-def receive(connection: Any) -> Any:
+def receive(connection: Connection) -> Any:
     """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared memory."""
     pickled = connection.recv_bytes()
     (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
@@ -222,7 +223,7 @@ def receive(connection: Any) -> Any:
 
 
 class WorkerPool:
-    """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
+    """A pool has the workers of a rank, started at once, and tells them to begin anew whenever it is asked to."""
 
     def __init__(self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog) -> None:
         """`log`: of the samples that fail in any of the workers."""

@@ -50,7 +50,7 @@ def exact_weight(weight: Weight, number: int) -> Fraction:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """Weights that change: from each point on (`kind="step"`), or evenly between points (`"linear"`)."""
+    """It has weights that change: from each point on (`kind="step"`), or evenly between points (`"linear"`)."""
 
     points: tuple[tuple[int, tuple[Weight, ...]], ...]
     """(training step, weights of all children), the first at step 0."""

@@ -19,7 +19,7 @@ _ORDER_VERSION = 2
 
 
 class ChoiceDataset(SavableDataset[Any]):
-    """A node that says for each of its positions which child, and which of that child's."""
+    """The node says for each of its positions which child, and which of that child's."""
 
     keeps_place = False
 
@@ -33,7 +33,7 @@ class ChoiceDataset(SavableDataset[Any]):
         return sum(len(child) for child in self.children)
 
     def counts(self, position: int) -> list[int]:
-        """How many of the first outputs are each child's; of a bound node."""
+        """Return how many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
@@ -41,7 +41,7 @@ class ChoiceDataset(SavableDataset[Any]):
 
 
 class BlendDataset(ChoiceDataset):
-    """Children in proportion to weights, of their outputs: of batches, if they give batches.
+    """It gives outputs of its children in proportion to weights: batches, if they give batches.
 
     Endless children keep their weights for ever. Finite ones are read through once per pass, in proportion for as long
     as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of the pairs.
@@ -117,7 +117,7 @@ class BlendDataset(ChoiceDataset):
 
 
 class ConcatDataset(ChoiceDataset):
-    """One data set after the other, each from its start to its end. Weights that come with them are ignored."""
+    """It gives one data set after the other, each from its start to its end, whatever weights come with them."""
 
     def __init__(self, *datasets: Any, worker_config: WorkerConfig | None = None) -> None:
         if len(datasets) == 1 and isinstance(datasets[0], (list, tuple)):
@@ -149,7 +149,7 @@ class ConcatDataset(ChoiceDataset):
 
 
 class ChoicePlan:
-    """A part of a node with several children: which of them, and the place in its plan."""
+    """It tells which child gives each output, and the place in that child's plan."""
 
     def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
         chosen = node.choose(positions)
@@ -187,7 +187,7 @@ class ChoicePlan:
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:
-    """(child, places where it stands), for each child that is there."""
+    """Yield (child, places where it stands), for each child that is there."""
     if not len(children):
         return
     order = np.argsort(children, kind="stable")

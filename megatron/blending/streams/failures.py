@@ -20,7 +20,7 @@ _MOST_IN_SILENCE = 1_000_000
 
 
 class SkipSample(Exception):
-    """Raised by a function that wants no part of the sample: it is left out, silently, and counted."""
+    """A function raises it that wants no part of the sample, which is left out, silently, and counted."""
 
 
 class FatalSampleError(RuntimeError):
@@ -28,7 +28,7 @@ class FatalSampleError(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """A sample that a function failed with: the same one has the same node and place, whoever met it."""
+    """A function failed with a sample: the same one has the same node and place, whoever met it."""
 
     node: int
     place: str
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
 
 class FailureLog:
-    """Logs each failing sample once, whichever workers tell of it and however often.
+    """It logs each failing sample once, whichever workers tell of it and however often.
 
     Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a line is how many
     different ones were told of. It remembers 10,000 of them, some 2 MB; those beyond count anew each time.
@@ -59,7 +59,7 @@ class FailureLog:
 
 
 class Failures:
-    """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
+    """It counts what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
 
     A row is of one source: what comes of the others does not end it.
     """
@@ -84,7 +84,7 @@ class Failures:
         self._silent_in_a_row = 0
 
     def succeeded(self, sources: Callable[[], Set[int]] | None = None) -> None:
-        """Something came out at the end: failures of its sources (None: of any) are a new row from here on."""
+        """Note that something came out: failures of its sources (None: of any) are a new row from here on."""
         self._silent_in_a_row = 0
         if self._in_a_row:
             ended = None if sources is None else {None, *sources()}
@@ -137,7 +137,7 @@ class Failures:
 
 
 def failure_tolerance_of(function: object) -> int | None:
-    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
+    """Return what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
     return getattr(function, "__failure_tolerance__", None)
 
 

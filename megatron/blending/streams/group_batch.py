@@ -16,7 +16,7 @@ _ABOUT_OPEN = 4
 
 
 class GroupBatchHolder(BufferHolder):
-    """Holds by key (origin, value) of open batches; a state has the origins, values are made again."""
+    """It holds, by key, (origin, value) of open batches; a state has the origins, values are made again."""
 
     node: "GroupBatchDataset"
 
@@ -49,7 +49,7 @@ class GroupBatchHolder(BufferHolder):
         group = self._groups.pop(key)
         return [origin for origin, _ in group], [value for _, value in group]
 
-    def packed(self) -> Any:
+    def packed(self) -> object:
         return packed_origins(origin for group in self._groups.values() for origin, _ in group)
 
     def unpack(self, held: Any) -> None:
@@ -59,7 +59,7 @@ class GroupBatchHolder(BufferHolder):
 
 
 class GroupBatchDataset(BufferDataset):
-    """Batches whose samples have equal keys: `sample_group_key(sample)` is (key, batch size or None for the fixed one).
+    """It makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for the fixed one).
 
     A key's samples are held back until they fill a batch; at the end of finite data the rest makes smaller ones.
     """
@@ -90,7 +90,7 @@ class GroupBatchDataset(BufferDataset):
         return _ABOUT_OPEN * self.num_held
 
     @property
-    def make(self) -> Any:
+    def make(self) -> Callable[[list[Any]], object]:
         return self.batcher
 
     def signature(self) -> list[Any]:

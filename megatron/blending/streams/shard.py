@@ -7,7 +7,7 @@ import numpy as np
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.holder import Cursor, Holder, Planned, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, entries_of
-from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Plan, SavableDataset
+from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Origin, Plan, SavableDataset
 
 _SAMPLES_PER_BLOCK = 512
 ShardState = list[Any]
@@ -16,7 +16,7 @@ _NOWHERE = np.zeros(0, np.int64)
 
 
 class StreamShard:
-    """A shard of a bound tree, from its output `index` on: `next()` makes the next one."""
+    """It is a shard of a bound tree, from its output `index` on: `next()` makes the next one."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StreamShard:
         self._origin: Any = None
         """Of the last output."""
 
-    def next(self) -> Any:
+    def next(self) -> object:
         """Make the next output; ShardEnd after the last."""
         # A limit counts what comes out, also where samples make several.
         is_done = self.root.is_limit and self.index * self.num_shards + self.number >= (self._size or 0)
@@ -67,7 +67,7 @@ class StreamShard:
         """Return the numbers of the sources that the last output is made of."""
         return {source.number for source, _ in entries_of(self.root, self._origin)}
 
-    def evaluate(self, asking: Cursor, plan: Plan, place: int, position: int) -> Any:
+    def evaluate(self, asking: Cursor, plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
         before, self._asking, self.asked_position = self._asking, asking, position
         self.inner = None
@@ -76,7 +76,7 @@ class StreamShard:
         finally:
             self._asking, self.asked_position = before, position
 
-    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> Any:
+    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> object:
         holder = self._holders.get(node.number)
         if holder is None:
             if plan is None:
@@ -92,7 +92,7 @@ class StreamShard:
         self.inner, self.asked_position = holder.inner, holder.asked_position
         return found
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: object) -> None:
+    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
         if hole is EXHAUSTED:
             return

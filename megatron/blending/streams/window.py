@@ -8,10 +8,11 @@ from megatron.blending.arguments import check_whole
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.holding import HoldingPlan
 from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset, Several, check_datasets
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class LeftOut(NamedTuple):
-    """Stands in a window for a sample that makes no output."""
+    """It stands in a window for a sample that makes no output."""
 
     source: int
     """Number of its source among those of the tree, from 0."""
@@ -32,12 +33,12 @@ class WindowDataset(SavableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         length: int,
         *,
         first: int = 0,
         num_outputs: int | None = None,
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last empty; None: pass
         after pass, for ever.
@@ -73,7 +74,7 @@ class WindowDataset(SavableDataset[Any]):
 
 
 class WindowPlan(HoldingPlan):
-    """Some windows: whatever stands there, as it is."""
+    """It plans some windows, and gives whatever stands there, as it is."""
 
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
         return [self._window(*self.child_range(place)) for place in range(start, end)]
@@ -88,16 +89,16 @@ class WindowPlan(HoldingPlan):
             for number, value in enumerate(values)
         ]
 
-    def _value(self, at: int) -> Any:
-        """One by one it is found out which of them fail."""
+    def _value(self, at: int) -> object:
+        """Make one of them: one by one it is found out which fail."""
         try:
             return self._child.values(at, at + 1, None)[0]
         except Exception as error:
             return Hole(-1, None, error)
 
-    def _left_out(self, hole: Any, at: int) -> LeftOut:
+    def _left_out(self, hole: object, at: int) -> LeftOut:
         source, position = self._child.entries(at, at + 1)[0]
-        error: Any = TypeError("several outputs of one sample; a window has one of each")
+        error: Exception = TypeError("several outputs of one sample; a window has one of each")
         if type(hole) is Hole:
             error = hole.error if hole.error is not None else SkipSample("filtered")
         found = self._node.numbers[source.number], source.describe(position)

@@ -80,7 +80,7 @@ class WorkerConfig:
 
     @property
     def num_workers_of_all(self) -> int:
-        """Workers of all ranks together."""
+        """It counts the workers of all ranks together."""
         return self.num_ranks * max(1, self.num_workers)
 
     def worker_of_all(self, worker: int) -> int:
@@ -94,7 +94,7 @@ def check_worker_config(value: object) -> None:
 
 
 def _distributed(group: object) -> tuple[int, int]:
-    """(rank, world size) of torch.distributed, which is not imported for it."""
+    """Return (rank, world size) of torch.distributed, which is not imported for it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

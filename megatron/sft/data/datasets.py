@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.formats.sources import SOURCES
+from megatron.blending.formats.sources import SOURCES, Record
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     LoadedDatasetList,
@@ -276,6 +276,6 @@ def _build_mock(config: SFTConfig) -> Datasets:
     )
 
 
-def mock_sample(record: Any, key: Any) -> tuple[int, EncodedSample]:
+def mock_sample(record: Record, key: object) -> tuple[int, EncodedSample]:
     """Returns a made-up sample as `ChatLoad` returns others; all its tokens count in the loss."""
     return 0, EncodedSample(**record, is_cut=False)

@@ -43,7 +43,7 @@ _LOADER_FILE = "sample_loader.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is asked for, in the words of `energon prepare`."""
+    """A Preparation says what is asked for, in the words of `energon prepare`."""
 
     split_ratio: tuple[float, ...] = (1.0, 0.0, 0.0)
     """Shares of the shards for train, val and test, which are cut in order."""
@@ -78,7 +78,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was found and written."""
+    """It says what was found and written."""
 
     counts: Mapping[str, int]
     """Samples of each shard."""
