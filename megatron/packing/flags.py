@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from megatron.packing.user_files import read_yaml, shortened, shown
 
+_type_hints = cache(typing.get_type_hints)
 _NOT_IN_YAML = ("help", "version", "config")
 
 
@@ -127,7 +128,7 @@ def _build_parser(groups: Sequence[type], description: str, program: str | None)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
-        helps, hints = _field_docstrings(group), typing.get_type_hints(group)
+        helps, hints = _field_docstrings(group), _type_hints(group)
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")

@@ -36,7 +36,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import AgreedError, process_groups
-    from megatron.sft.model.pretrained import open_pretrained
+    from megatron.sft.model.huggingface.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
     from megatron.sft.train import Trainer

@@ -86,7 +86,7 @@ def train_on(path: Path, split: str = "train") -> None:
     """Draw two windows of four samples, as training does; each hole must tell its file."""
     task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
     for entry in source_entries(load_metadataset(path, split)):
-        node = open_chats(entry, task)  # type: ignore[arg-type]
+        node: Any = open_chats(entry, task)  # type: ignore[arg-type]
         task.list_unread(node)
         node.load = ChatLoad(node.load, task, 0)
         loader = get_loader(WindowDataset(node, 4, num_outputs=2), WorkerConfig(num_workers=0), pin_memory=False)
@@ -465,7 +465,8 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.model.hf_config import options_of, read_config, window_of
+    from megatron.sft.model.huggingface.config import options_of, read_config, window_of
+
     from megatron.sft.options.model import ModelConfig
 
     base = {
@@ -506,9 +507,8 @@ def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _safetensors(folder: Path) -> tuple[Sequence[bytes], Read]:
+    from megatron.sft.model.huggingface.folder import INDEX, SINGLE, open_folder
     from safetensors.numpy import save
-
-    from megatron.sft.model.hf_folder import INDEX, SINGLE, open_folder
 
     content = save({"model.a": np.ones((2, 3), np.float32), "model.b": np.zeros(4, np.float16)})
     index = json.dumps({"metadata": {}, "weight_map": {"model.a": SINGLE, "model.b": SINGLE}}).encode()
@@ -611,7 +611,7 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.packing.batch.layout import Alignment
     from megatron.packing.scheduling.cost import PackCost
     from megatron.packing.scheduling.step_time import StepModel
-    from megatron.planner.lengths import RunSource, Tokenization
+    from megatron.planner.lengths import LengthOptions, RunSource
     from megatron.planner.plan_options import LayoutOptions, ModelOptions
     from megatron.planner.plan_run import OPTIONS_FILE, as_in_run
     from megatron.planner.step_record import StepLayout, StepRecord
@@ -636,10 +636,7 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
             read_fitted_cost(folder / "fuzzed.json").check_model({"num_layers": 2})
         else:
             (folder / "fuzzed.json").write_bytes(content)
-            tokenization = Tokenization(
-                tokenizer_type=None, tokenizer_model=None, vocab_size=None, skip_bad_samples=False
-            )
-            found = lengths_from(str(folder / "fuzzed.json"), tokenization, 64, 1, 10)
+            found = lengths_from(LengthOptions(source=str(folder / "fuzzed.json"), seq_length=64), None, 10)
             if found.record is not None:
                 _ = found.record.stats
 

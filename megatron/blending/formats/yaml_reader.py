@@ -23,6 +23,8 @@ _MOST_VALUES = 200_000
 _MOST_DEPTH = 64
 _LARGEST = 2**63 - 1
 
+Scalar = str | int | float | bool | None
+
 
 class Table(dict[str, Any]):
     """A mapping of the file. `line`: where it starts; `lines`: that of each key. Counted from 1."""
@@ -75,7 +77,7 @@ def _check_size(events: Iterable[Any]) -> None:
             raise yaml.MarkedYAMLError(problem=f"{limit}, which is taken for a mistake", problem_mark=event.start_mark)
 
 
-def read_scalar(word: str) -> Any:
+def read_scalar(word: str) -> Scalar:
     """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`, `read_scalar("012") -> 12`."""
     if word.lower() in _NULLS:
         return None
@@ -123,7 +125,7 @@ class _Values:
         self._done[id(node)] = value
         return value
 
-    def _items_or_scalar(self, node: yaml.Node) -> Any:
+    def _items_or_scalar(self, node: yaml.Node) -> Items | Scalar:
         if isinstance(node, yaml.SequenceNode):
             items = Items(self.of(item) for item in node.value)
             items.line = node.start_mark.line + 1
