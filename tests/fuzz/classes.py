@@ -1,7 +1,7 @@
 """The classes of input that the product reads: sound examples, how they are mutated, and the code that reads them.
 
 A reader takes mutated bytes. It returns if they are sound after all, or raises what the product raises. Whatever is
-trained on is read as training reads it: through a loader, where a record that fails leaves a hole with its place.
+trained on is read as training reads it, record by record: one that fails must say in which file it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import gzip
 import io
 import json
 import pickle
-import re
 import tarfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ import numpy as np
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore
 from megatron.blending.formats.decode import SampleDecoder, decode_part
 from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.loading.loader import WorkerConfig, get_loader
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
-from megatron.blending.streams.window import LeftOut, WindowDataset
+from megatron.blending.streams.failures import SkipSample
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.sft.data.chat_encoder import ChatEncoder
 from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
@@ -83,21 +83,29 @@ class InputClass:
 
 
 def train_on(path: Path, split: str = "train") -> None:
-    """Draw two windows of four samples, as training does; each hole must tell its file."""
+    """Read eight records of each source and make samples of them, as training does; what fails must tell its file."""
     task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
+    faults = []
     for entry in source_entries(load_metadataset(path, split)):
         node: Any = open_chats(entry, task)  # type: ignore[arg-type]
         task.list_unread(node)
-        node.load = ChatLoad(node.load, task, 0)
-        loader = get_loader(WindowDataset(node, 4, num_outputs=2), WorkerConfig(num_workers=0), pin_memory=False)
-        holes = [made for window in loader for made in window if isinstance(made, LeftOut) and made.reason is None]
-        loader.close()
-        for hole in holes:
-            told = f"{hole.place}: {hole.fault}"
-            if str(path.parent) not in hole.place or re.match(r"\w+(Error|Exception): ", hole.fault):
-                raise Unclear(told)
-        if holes:
-            raise ValueError(told)
+        load = ChatLoad(node.load, task, 0)
+        for number, record in enumerate(read_records(node.source, range(min(8, len(node.source))))):
+            place = node.source.describe(number)
+            if str(path.parent) not in place:
+                raise Unclear(f"{place} says nothing of {path.parent}")
+            try:
+                if isinstance(record, RecordError):
+                    raise record
+                load(record, ("", number, number))
+            except SkipSample:
+                continue
+            except ValueError as error:
+                if isinstance(error, UnicodeError):
+                    raise
+                faults.append(f"{place}: {error}")
+    if faults:
+        raise ValueError(faults[0])
 
 
 def _file(name: str, *examples: bytes) -> Callable[[Path], tuple[Sequence[bytes], Read]]:
@@ -466,7 +474,6 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.sft.model.huggingface.config import options_of, read_config, window_of
-
     from megatron.sft.options.model import ModelConfig
 
     base = {
@@ -507,8 +514,9 @@ def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _safetensors(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.model.huggingface.folder import INDEX, SINGLE, open_folder
     from safetensors.numpy import save
+
+    from megatron.sft.model.huggingface.folder import INDEX, SINGLE, open_folder
 
     content = save({"model.a": np.ones((2, 3), np.float32), "model.b": np.zeros(4, np.float16)})
     index = json.dumps({"metadata": {}, "weight_map": {"model.a": SINGLE, "model.b": SINGLE}}).encode()
