@@ -87,7 +87,7 @@ def test_one_run_is_one_range(start, count, width):
 )
 def test_what_stands_for_millions_is_refused(pattern):
     """One line of a file would fill the memory of every rank."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=r"(has|stands for) more than"):
         expand_braces(pattern)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
