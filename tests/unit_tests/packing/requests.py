@@ -87,9 +87,6 @@ def packs(schedule: Schedule) -> list[list[list[int]]]:
     """Of each rank, each microbatch's sequences, ascending."""
     count = schedule.num_microbatches
     return [
-        [
-            np.flatnonzero((schedule.rank == rank) & (schedule.microbatch == each)).tolist()
-            for each in range(schedule.num_microbatches)
-        ]
+        [np.flatnonzero(schedule.pack == rank * count + each).tolist() for each in range(count)]
         for rank in range(schedule.num_ranks)
     ]
