@@ -205,7 +205,7 @@ def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(lengths, tm
     """The advice and the table would each have their own idea of what a microbatch costs a context-parallel rank."""
     measured = tmp_path / "cost.json"
     measured.write_text(json.dumps(cost))
-    given = [lengths, "--scheduler", "default", "--pp", "2", "--global-batch-size", "64", "--num-batches", "2"]
+    given = [lengths, "--scheduler", "default", "--pp", "2", "--global-batch-size", "64"]
     given += ["--pack-cost", str(measured)] * (cost is not None)
 
     def planned(layout):
