@@ -10,9 +10,10 @@ from tests.fuzz.classes import CLASSES
 
 @pytest.fixture
 def hangs_are_errors():
-    before = signal.signal(signal.SIGALRM, fuzz.end_hang)
+    before = {number: signal.signal(number, fuzz.end_hang) for number in (signal.SIGPROF, signal.SIGALRM)}
     yield
-    signal.signal(signal.SIGALRM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.name)
