@@ -25,10 +25,12 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.sample_set import blend_changes
+from megatron.sft.distributed import gathered
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint_files import CheckpointError, check_sound, sums_of_all, written_or_refused
+from megatron.sft.model.checkpoint_files import CheckpointError, check_sound, sums_of_own, written_or_refused
 from megatron.sft.model.checkpoint_folder import (
     TRACKER,
+    Sum,
     checkpoint_path,
     file_names,
     latest_iteration,
@@ -125,10 +127,13 @@ def save_checkpoint(
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-    with written_or_refused(unfinished):
+    with written_or_refused(unfinished, is_collective=True):
         dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
+    own_sums: dict[str, Sum] = {}
     with written_or_refused(unfinished):
-        sums = sums_of_all(unfinished)
+        own_sums = sums_of_own(unfinished)
+    sums = {name: found for sums_of_rank in gathered(own_sums) for name, found in sums_of_rank.items()}
+    with written_or_refused(unfinished):
         if dist.get_rank() == 0:
             if companions is not None:
                 (unfinished / COMPANIONS).mkdir()

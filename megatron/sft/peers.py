@@ -1,0 +1,125 @@
+"""collective. What ranks tell one another beside collectives: why one of them failed, and who is still there.
+
+They do it through the store at which they met, so also while a collective waits for somebody who is gone. torchrun
+keeps that store; without it rank 0 does, and a store that is gone is taken for a rank 0 that is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.packing.step.decide import GlobalBatchError
+from megatron.sft.distributed import AgreedError
+from megatron.sft.environment import exit_with, local_rank, tell_torchrun, world_from_environment
+
+ANSWER_SECONDS = 5.0
+"""A rank that takes longer to answer is taken for gone."""
+_STOP, _LOST = "stop", "lost"
+_FOREVER = timedelta(days=365)
+
+
+class Peers:
+    """All ranks of a run, as one of them sees them. A thread answers for this rank whatever its main thread does."""
+
+    def __init__(self) -> None:
+        """After the default process group was made; collective."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.PrefixStore("peers", _get_default_store())
+        if self._world_size > 1:
+            self._store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own
+            threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
+
+    def leave_unless_all_stop(self, is_agreed: threading.Event) -> None:
+        """End this process unless all ranks answer, or come to agree in their step, within 5 seconds.
+
+        For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be saved without that one.
+        """
+        end = time.monotonic() + ANSWER_SECONDS
+        if self._missing(_STOP) != [] and not is_agreed.wait(max(0.0, end - time.monotonic())):
+            self.end_after(ConnectionError("not all ranks answer"))
+
+    def end_after(self, failure: BaseException) -> NoReturn:
+        """End this process with status 1, after a `failure` that other ranks do not have.
+
+        One rank says on the terminal what came first, which all tell torchrun. Nothing is waited for but answers:
+        neither threads, nor worker processes, nor groups, at which others may be stuck.
+        """
+        own = f"rank {self._rank}: {type(failure).__name__}: {failure}"
+        if is_lost(failure):
+            own = self._cause_of_loss() or f"{own}; all ranks answer, so one of them came too late"
+        else:
+            traceback.print_exception(failure)
+        cause, is_first = own, True
+        with suppress(RuntimeError):
+            is_first = self._store.add("told", 1) == 1
+            if is_first:
+                self._store.set("cause", own)
+            else:
+                cause = self._store.get("cause").decode()
+        tell_torchrun(cause, is_shown=is_first)
+        for process in multiprocessing.active_children():
+            process.kill()
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _cause_of_loss(self) -> str | None:
+        missing = self._missing(_LOST)
+        if not missing:
+            return None
+        those = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} do"
+        return f"{those} not answer any more: killed, stopped, or cut off"
+
+    def _missing(self, call: str) -> list[int] | None:
+        """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause is known."""
+        with suppress(RuntimeError):
+            answers = [f"{call} {rank}" for rank in range(self._world_size)]
+            self._store.set(_STOP, "")
+            self._store.set(call, "")
+            end = time.monotonic() + ANSWER_SECONDS
+            while time.monotonic() < end:
+                if self._store.check(["cause"]):
+                    return None
+                if self._store.check(answers):
+                    return []
+                time.sleep(0.05)
+            return [rank for rank, answer in enumerate(answers) if not self._store.check([answer])]
+        return None
+
+    def _answer(self, store: dist.Store) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            for call in (_STOP, _LOST):
+                store.wait([call], _FOREVER)
+                store.set(f"{call} {self._rank}", "")
+
+
+def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
+    """End this process, so that one line on the terminal and torchrun's summary say why.
+
+    peers: None before there are any, when the ranks of a machine are likely to find the same.
+    """
+    if isinstance(failure, (GlobalBatchError, AgreedError)):
+        exit_with(str(failure), local_rank(), is_agreed=True)
+    rank, world_size = world_from_environment()
+    if isinstance(failure, ValueError) and (peers is None or world_size == 1):
+        exit_with(str(failure), local_rank())
+    if peers is not None:
+        peers.end_after(failure)
+    traceback.print_exception(failure)
+    exit_with(f"rank {rank}: {type(failure).__name__}: {failure}", 0)
+
+
+def is_lost(failure: BaseException) -> bool:
+    """Returns whether it says no more than that some other rank could not be reached."""
+    text = str(failure)
+    return isinstance(failure, (dist.DistError, ConnectionError)) or "gloo" in text or "NCCL" in text
