@@ -36,7 +36,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import process_groups
-    from megatron.sft.model.pretrained import open_pretrained
+    from megatron.sft.model.huggingface.pretrained import open_pretrained
     from megatron.sft.peers import Peers, end_after
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output

@@ -19,8 +19,8 @@ from megatron.sft.model.checkpoint import (
     whole_parameters,
 )
 from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
-from megatron.sft.model.hf_companions import Companions
-from megatron.sft.model.hf_write import write_folder
+from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.run_folder import RunLog
 

@@ -28,7 +28,7 @@ import megatron.sft.report.plot
 from megatron.sft.__main__ import main
 from tests.functional_tests.fault_injection import Fault
 
-for name in ("megatron.sft.train", "megatron.sft.model.pretrained"):
+for name in ("megatron.sft.train", "megatron.sft.model.huggingface.pretrained"):
     importlib.import_module(name)  # forked ranks have it
 megatron.sft.report.plot.plot = lambda *_: None  # half of a run's time
 LIMIT_SECONDS = 60.0

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatch, layouts_of, pack
+from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
 from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
@@ -130,9 +130,7 @@ def schedule_global_batch(
     layouts = layouts_of(plan.lengths, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
-        microbatches=pack(samples, plan.num_sequences, layouts)
-        if has_tokens
-        else [layout_microbatch(layout) for layout in layouts],
+        microbatches=pack(samples, plan.num_sequences, layouts) if has_tokens else layout_microbatches(layouts),
         stats=plan.stats,
         settings=settings,
         decision=part.decision,

@@ -29,7 +29,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.distributed import gathered
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
-from megatron.sft.model.hf_read import Pretrained, read_weights
+from megatron.sft.model.huggingface.read import Pretrained, read_weights
 from megatron.sft.options.config import SFTConfig
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.sft.model.hf_weights import Weights
+from megatron.sft.model.huggingface.weights import Weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
