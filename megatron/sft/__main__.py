@@ -52,8 +52,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             datasets = build_datasets(config)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
-            with process_groups(config) as device:
-                peers = Peers()
+            with process_groups(config) as (device, store):
+                peers = Peers(store)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
                 trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
         except Exception as failure:

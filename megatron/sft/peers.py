@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.distributed import AgreedError
@@ -32,10 +31,10 @@ _FOREVER = timedelta(days=365)
 class Peers:
     """All ranks of a run, as one of them sees them. A thread answers for this rank whatever its main thread does."""
 
-    def __init__(self) -> None:
-        """After the default process group was made; collective."""
+    def __init__(self, store: dist.Store) -> None:
+        """store: the one at which all ranks of the default process group met."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("peers", _get_default_store())
+        self._store = dist.PrefixStore("peers", store)
         if self._world_size > 1:
             self._store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own
             threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True).start()  # type: ignore[attr-defined]

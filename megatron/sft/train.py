@@ -114,6 +114,7 @@ class Trainer:
             failure = raised
         if not isinstance(failure, NonFiniteError):
             self._save(log)  # the failed step has changed nothing
+        self._saved.finish(log)
         # Who stops a job may stop the processes that read for it, too: that is then no error.
         if isinstance(failure, _Stopped) or (isinstance(failure, GlobalBatchError) and self._is_stopped(signals)):
             self._say_stopped(log)
@@ -197,7 +198,7 @@ class Trainer:
         self._losses = self._run(taken, len(self._names), forward_only=False)
         watch.stop()
         stops = signals.requested or self._is_out_of_time()
-        self._reduction = Reduction(self._losses, stops, taken.counts, self._device)
+        self._reduction = Reduction(self._losses, stops, taken.counts, self._device, self._saved.is_written)
         try:
             lr, grad_norm, succeeded = self._update()
         except NonFiniteError as failure:
@@ -215,6 +216,8 @@ class Trainer:
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
+        if reduced.all_written:
+            self._saved.finish(log)
         if reduced.stop:
             signals.agreed.set()
         return reduced.stop

@@ -245,10 +245,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
     parser.add_argument("--results", type=Path, help="a line of JSON per case is added there")
     parser.add_argument("--table", action="store_true", help="only print what is in --results")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     if options.table:
         print(table([json.loads(line) for line in options.results.read_text().splitlines()]))
         return
+    OPTIONS.extend(more)  # of the trainer, such as --async-save
     torch.set_num_threads(1)
     root = options.folder or Path(tempfile.mkdtemp())
     root.mkdir(parents=True, exist_ok=True)

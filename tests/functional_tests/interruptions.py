@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--layout", choices=LAYOUTS, default="DP2")
     parser.add_argument("--number", type=int, default=40, help="interruptions of each kind")
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    OPTIONS.extend(more)  # of the trainer, such as --async-save
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(36, 1)  # the child subreaper: ranks whose launcher is killed become this process's
     root, bad = Path(tempfile.mkdtemp()), 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,10 +62,8 @@ def _root_of(error: BaseException) -> str:
 
 
 def sums_of_own(path: Path) -> dict[str, Sum]:
-    """Returns those of what this rank has just written, and on rank 0 of what no rank has in its name."""
-    rank = dist.get_rank()
-    owners = {name: re.match(r"__(\d+)_\d+\.distcp$", name) for name in file_names(path)}
-    return {name: sum_of(path / name) for name, match in owners.items() if (int(match[1]) if match else 0) == rank}
+    """Returns those of the tensors that this rank has just written."""
+    return {file.name: sum_of(file) for file in path.glob(f"__{dist.get_rank()}_*.distcp")}
 
 
 def check_folder(folder: str | Path) -> FolderLock | None:
