@@ -57,6 +57,8 @@ class Peers:
         own = f"rank {self._rank}: {type(failure).__name__}: {failure}"
         if is_lost(failure):
             own = self._cause_of_loss() or f"{own}; all ranks answer, so one of them came too late"
+        elif isinstance(failure, ValueError):  # what a user can mend
+            own = f"rank {self._rank}: {failure}"
         else:
             traceback.print_exception(failure)
         cause, is_first = own, True
@@ -82,17 +84,17 @@ class Peers:
     def _missing(self, call: str) -> list[int] | None:
         """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause is known."""
         with suppress(RuntimeError):
-            answers = [f"{call} {rank}" for rank in range(self._world_size)]
+            answers = {f"{call} {rank}": rank for rank in range(self._world_size) if rank != self._rank}
             self._store.set(_STOP, "")
             self._store.set(call, "")
             end = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < end:
                 if self._store.check(["cause"]):
                     return None
-                if self._store.check(answers):
+                if not answers or self._store.check(list(answers)):
                     return []
                 time.sleep(0.05)
-            return [rank for rank, answer in enumerate(answers) if not self._store.check([answer])]
+            return [rank for answer, rank in answers.items() if not self._store.check([answer])]
         return None
 
     def _answer(self, store: dist.Store) -> None:

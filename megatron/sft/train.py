@@ -121,6 +121,7 @@ class Trainer:
             failure = None
         elif failure is None and (self._progress.iteration >= self._config.training.train_iters or self._stops_early()):
             self._saved.write_hf(log)
+        signals.agreed.set()  # all that is to stay is written
         self._batches.close()
         if log is not None:
             log.close()
