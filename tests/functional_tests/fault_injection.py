@@ -62,12 +62,12 @@ STAGES = {
     "optimizer": Stage("megatron.sft.train:Trainer", "_update", 2),
     "reduce": Stage("megatron.sft.train", "Reduction", 2),
     "evaluate": Stage("megatron.sft.train:Trainer", "_evaluate"),
-    "save": Stage("megatron.sft.model.checkpoint", "sums_of_own"),
+    "save": Stage("megatron.sft.model.checkpoint_save", "sums_of_own"),
     "load": Stage("megatron.sft.model.checkpoint", "_load_state"),
     "stream": Stage("megatron.blending.loading.rank_loader:Loader", "__next__", 3, "drawing"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.
     "shard": Stage("megatron.core.dist_checkpointing", "save"),
-    "tracker": Stage("megatron.sft.model.checkpoint", "track", 1, "deciding"),
+    "tracker": Stage("megatron.sft.model.checkpoint_save", "track", 1, "deciding"),
     "metrics": Stage("megatron.sft.report.run_folder:RunLog", "step", 2, "deciding"),
 }
 
