@@ -45,8 +45,9 @@ class Peers:
         For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be saved without that one.
         """
         end = time.monotonic() + ANSWER_SECONDS
-        if self._missing(_STOP) != [] and not is_agreed.wait(max(0.0, end - time.monotonic())):
-            self.end_after(ConnectionError("not all ranks answer"))
+        missing = self._missing(_STOP)
+        if missing != [] and not is_agreed.wait(max(0.0, end - time.monotonic())):
+            self._end(_told(missing) if missing else f"rank {self._rank}: nobody can be asked whether to stop")
 
     def end_after(self, failure: BaseException) -> NoReturn:
         """End this process with status 1, after a `failure` that other ranks do not have.
@@ -54,32 +55,29 @@ class Peers:
         One rank says on the terminal what came first, which all tell torchrun. Nothing is waited for but answers:
         neither threads, nor worker processes, nor groups, at which others may be stuck.
         """
-        own = f"rank {self._rank}: {type(failure).__name__}: {failure}"
+        cause = f"rank {self._rank}: {type(failure).__name__}: {failure}"
         if is_lost(failure):
-            own = self._cause_of_loss() or f"{own}; all ranks answer, so one of them came too late"
+            missing = self._missing(_LOST)
+            if missing == []:
+                cause += "; all ranks answer, so one of them came too late"
+            cause = _told(missing) if missing else cause
         elif isinstance(failure, ValueError):  # what a user can mend
-            own = f"rank {self._rank}: {failure}"
+            cause = f"rank {self._rank}: {failure}"
         else:
             traceback.print_exception(failure)
-        cause, is_first = own, True
+        self._end(cause)
+
+    def _end(self, cause: str) -> NoReturn:
+        is_first = True
         with suppress(RuntimeError):
-            is_first = self._store.add("told", 1) == 1
-            if is_first:
-                self._store.set("cause", own)
-            else:
-                cause = self._store.get("cause").decode()
+            first = self._store.compare_set("cause", "", f"{self._rank} {cause}").decode()
+            number, _, cause = first.partition(" ")
+            is_first = int(number) == self._rank
         tell_torchrun(cause, is_shown=is_first)
         for process in multiprocessing.active_children():
             process.kill()
         sys.stdout.flush()
         os._exit(1)
-
-    def _cause_of_loss(self) -> str | None:
-        missing = self._missing(_LOST)
-        if not missing:
-            return None
-        those = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} do"
-        return f"{those} not answer any more: killed, stopped, or cut off"
 
     def _missing(self, call: str) -> list[int] | None:
         """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause is known."""
@@ -102,6 +100,11 @@ class Peers:
             for call in (_STOP, _LOST):
                 store.wait([call], _FOREVER)
                 store.set(f"{call} {self._rank}", "")
+
+
+def _told(missing: list[int]) -> str:
+    those = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} do"
+    return f"{those} not answer any more: killed, stopped, or cut off"
 
 
 def end_after(failure: Exception, peers: Peers | None) -> NoReturn:

@@ -20,7 +20,7 @@ def ends(monkeypatch, tmp_path):
     store = dist.HashStore()
     rank = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store)
     rank._missing = lambda call: peers.Peers._missing(rank, call)
-    rank._cause_of_loss = lambda: peers.Peers._cause_of_loss(rank)
+    rank._end = lambda cause: peers.Peers._end(rank, cause)
 
     def end(failure):
         def leave(status):
@@ -40,14 +40,13 @@ def test_a_failure_of_its_own_is_told_with_its_rank(ends, capsys):
     told = "pretrain_sft.py: error: rank 0: MemoryError: no room"
     assert end(MemoryError("no room")) == (1, told)
     assert told in capsys.readouterr().err.splitlines()
-    assert rank.store.get("cause") == b"rank 0: MemoryError: no room"
+    assert rank.store.get("cause") == b"0 rank 0: MemoryError: no room"
 
 
 def test_what_another_rank_told_comes_first(ends, capsys):
     """A connection that was closed is the effect; the cause is what the other rank said before it left."""
     rank, end = ends
-    rank.store.add("told", 1)
-    rank.store.set("cause", "rank 1: MemoryError: no room")
+    rank.store.set("cause", "1 rank 1: MemoryError: no room")
     told = "pretrain_sft.py: error: rank 1: MemoryError: no room"
     assert end(RuntimeError("[third_party/gloo/pair.cc:5] Connection closed by peer")) == (1, told)
     assert capsys.readouterr().err == ""
