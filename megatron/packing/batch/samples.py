@@ -126,7 +126,9 @@ class Samples:
     def fields(self) -> Fields:
         """Return all of it in full."""
         full = self.in_form(LABELS | MASK | POSITIONS)
-        assert full.labels is not None and full.loss_mask is not None and full.position_ids is not None
+        assert full.labels is not None
+        assert full.loss_mask is not None
+        assert full.position_ids is not None
         return Fields(full.tokens, full.labels, full.loss_mask, full.position_ids)
 
     def in_form(self, form: int) -> Samples:

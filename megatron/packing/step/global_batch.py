@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
+
+T = TypeVar("T")
 
 
 class PackedIterator(Iterator[Microbatch]):
@@ -194,7 +196,7 @@ def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:
     return offers
 
 
-def _broadcast(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
     """`value` of group rank `source`, on every rank of the group."""
     if group.size() == 1:
         return value
