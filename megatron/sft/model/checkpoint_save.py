@@ -6,6 +6,7 @@ it saves leaves the one before as the latest.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import threading
@@ -30,6 +31,10 @@ from megatron.sft.model.checkpoint_folder import (
     write_checksums,
 )
 from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
+
+# From 0.17 on there is another one, of a package of its own.
+_HAS_WRITERS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+_WRITER: dict[str, Any] = {"async_strategy": "mcore"} if _HAS_WRITERS else {}
 
 
 class CheckpointSave:
@@ -62,7 +67,7 @@ class CheckpointSave:
                 self._unfinished.mkdir(parents=True)
         with written_or_refused(self._unfinished, is_collective=True):
             self._request = dist_checkpointing.save(
-                state, str(self._unfinished), content_metadata=METADATA, async_sharded_save=True
+                state, str(self._unfinished), content_metadata=METADATA, async_sharded_save=True, **_WRITER
             )
         parts = self._request.preload_fn() if self._request.preload_fn is not None else []  # now on the host
         if in_background and not next(training.model[0].parameters()).is_cuda:
