@@ -35,6 +35,7 @@ class Peers:
         """store: the one at which all ranks of the default process group met."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore("peers", store)
+        self._ending = threading.Lock()
         if self._world_size > 1:
             self._store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own
             threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
@@ -68,6 +69,7 @@ class Peers:
         self._end(cause)
 
     def _end(self, cause: str) -> NoReturn:
+        self._ending.acquire()  # for good: one thread of this process ends it
         is_first = True
         with suppress(RuntimeError):
             first = self._store.compare_set("cause", "", f"{self._rank} {cause}").decode()

@@ -44,13 +44,15 @@ def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault
         return process
     folder.mkdir(parents=True, exist_ok=True)
     ctypes.CDLL(None).prctl(36, 1)  # the child subreaper: whoever outlives a rank becomes the launcher's
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    port = listener.getsockname()[1]
     start, ranks = time.monotonic(), {}
     for rank in range(world_size):
         forked = os.fork()
         if not forked:
+            listener.close()
             _be_rank(folder, rank, world_size, port, arguments, fault if rank == faulty_rank else None)
             if fault is None:
                 os._exit(0)  # at its end, an interpreter writes to every page that it shares with its parent
@@ -58,7 +60,7 @@ def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault
         ranks[forked] = rank
     (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
     os.replace(folder / "pids.tmp", folder / "pids.json")
-    _watch(folder, ranks, start, port)
+    _watch(folder, ranks, start, listener)
     os._exit(0)
 
 
@@ -88,8 +90,9 @@ def _be_rank(
     sys.stdout.flush()
 
 
-def _watch(folder: Path, ranks: dict[int, int], start: float, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     codes: dict[int, int] = {}
     ends: dict[int, float] = {}
     is_told = hangs = False

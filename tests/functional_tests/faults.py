@@ -243,7 +243,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose name holds this")
     parser.add_argument("--at-once", type=int, default=3, help="runs at a time; most of their time is waiting")
     parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
-    parser.add_argument("--results", type=Path, help="a line of JSON per case is added there; those in it are left out")
+    parser.add_argument(
+        "--results", type=Path, help="a line of JSON per case is added there; those that hold are left out"
+    )
     parser.add_argument("--table", action="store_true", help="only print what is in --results")
     options, more = parser.parse_known_args()
     if options.table:
@@ -260,8 +262,8 @@ def main() -> None:
     if options.covering:
         cases = covering(cases)
     if options.results is not None and options.results.exists():
-        lines = options.results.read_text().splitlines()
-        done = {(tuple(fault), layout) for fault, layout in (json.loads(line)["case"] for line in lines)}
+        found = [json.loads(line) for line in options.results.read_text().splitlines()]
+        done = {(tuple(result["case"][0]), result["case"][1]) for result in found if not result["failures"]}
         cases = [case for case in cases if case not in done]
     bad = 0
     wholes = [Case(None, layout) for layout in dict.fromkeys(case.layout for case in cases)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ def ends(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
     store = dist.HashStore()
-    rank = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store)
+    rank = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock())
     rank._missing = lambda call: peers.Peers._missing(rank, call)
     rank._end = lambda cause: peers.Peers._end(rank, cause)
 
