@@ -59,14 +59,11 @@ def program() -> str:
     return "python -m megatron.sft" if name == "__main__.py" else name
 
 
-def exit_with(message: str, rank: int, *, is_agreed: bool = False) -> NoReturn:
+def exit_with(message: str, rank: int) -> NoReturn:
     """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the last thing on the
-    terminal: of every rank that has something to say, but once where `is_agreed`, so that all have the same.
+    terminal, of every rank that has something to say.
     """
-    if rank == 0 or not is_agreed:
-        tell_torchrun(message, is_shown=rank == 0)
-    else:
-        time.sleep(1)  # torchrun's summary is of the first that ends
+    tell_torchrun(message, is_shown=rank == 0)
     raise SystemExit(2)
 
 

@@ -76,10 +76,7 @@ class Peers:
             number, _, cause = first.partition(" ")
             is_first = int(number) == self._rank
         tell_torchrun(cause, is_shown=is_first)
-        for process in multiprocessing.active_children():
-            process.kill()
-        sys.stdout.flush()
-        os._exit(1)
+        _leave(1)
 
     def _missing(self, call: str) -> list[int] | None:
         """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause is known."""
@@ -115,7 +112,11 @@ def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
     peers: None before there are any, when the ranks of a machine are likely to find the same.
     """
     if isinstance(failure, (GlobalBatchError, AgreedError)):
-        exit_with(str(failure), local_rank(), is_agreed=True)
+        if local_rank() == 0:
+            tell_torchrun(str(failure), is_shown=True)
+        else:
+            time.sleep(1)  # torchrun's summary is of the rank that ends first
+        _leave(2)
     rank, world_size = world_from_environment()
     if isinstance(failure, ValueError) and (peers is None or world_size == 1):
         exit_with(str(failure), local_rank())
@@ -123,6 +124,14 @@ def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
         peers.end_after(failure)
     traceback.print_exception(failure)
     exit_with(f"rank {rank}: {type(failure).__name__}: {failure}", 0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process at once: what ends an interpreter may wait for other ranks, or take its time."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def is_lost(failure: BaseException) -> bool:

@@ -84,12 +84,19 @@ def test_before_there_are_peers_the_rank_and_kind_are_told(monkeypatch, capsys):
     assert "error: rank 3: OSError: no such disk" in capsys.readouterr().err
 
 
-def test_what_all_ranks_have_is_told_once(monkeypatch, capsys):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_ranks_have_is_told_once(rank, monkeypatch, capsys):
     """torchrun's summary is of the rank that ends first: it must be the one that told."""
+
+    def leave(status):
+        raise SystemExit(status)
+
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit):
-        peers.end_after(AgreedError("the data ended"), None)
-    assert slept == [1]
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(SystemExit) as done:
+        peers.end_after(AgreedError("bore is wide"), None)
+    assert done.value.code == 2
+    assert slept == [1] * rank
+    assert ("error: bore is wide" in capsys.readouterr().err) == (rank == 0)
