@@ -3,7 +3,7 @@
 # make test   unit and functional tests
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
-# make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); half an hour
+# make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make check  format, lint, types
 # make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
