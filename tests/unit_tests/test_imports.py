@@ -121,7 +121,7 @@ KNOWS = {
 }
 FOLDERS = {
     "blending": ("arguments", "formats", "metadatasets", "order", "streams", "encoding", "loading"),
-    "packing": ("flags", "batch", "scheduling", "step", "model"),
+    "packing": ("user_files", "flags", "batch", "scheduling", "step", "model"),
 }
 
 
