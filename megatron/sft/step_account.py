@@ -33,7 +33,7 @@ class Reduced(NamedTuple):
     stop: bool
     counts: Counts
     source_losses: npt.NDArray[np.float64]
-    """[2, sources]: loss sum and number of loss tokens of each; [2, 0] where there is one source."""
+    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there is one source."""
     all_written: bool = False
     """Whether every rank has written its part of the checkpoint that is on its way."""
 

@@ -30,6 +30,8 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "is_over": (bool, int),
 }
 
+_MOST_RANKS = 1 << 20
+
 _LEVEL = 6
 """Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
 
@@ -181,7 +183,7 @@ def checked_states(given: object) -> list[State]:
     for state in states:
         if state["version"] != VERSION:
             raise ValueError(
-                f"the state is of version {state['version']}, but this release reads version {VERSION}; "
+                f"the state is of version {state['version']!r:.20}, but this release reads version {VERSION}; "
                 "continue with the release that saved it, or begin the data anew"
             )
     by_rank: dict[int, State] = {}
@@ -201,7 +203,12 @@ def _check(state: State) -> None:
         if name not in state:
             raise _damaged(f"it has no {name!r}")
         if not isinstance(state[name], kinds):
-            raise _damaged(f"its {name!r} is {state[name]!r}")
+            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
+    limits = {"world_size": 1, "num_shards": 1, "rank": 0, "pass": 0, "slot": 0, "count": 0}
+    for name, least in limits.items():
+        most = END if name in ("slot", "count") else _MOST_RANKS
+        if not least <= state[name] <= most:
+            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
     for name in ("shards", "stream"):
         if not isinstance(expanded(state[name]), dict):
             raise _damaged(f"its {name!r} is not what was saved")

@@ -21,6 +21,7 @@ from megatron.blending import (
 )
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
 from megatron.blending.loading.state import expanded
+from megatron.blending.order.proportions import _earliest_deadline_first
 from megatron.blending.order.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import WorkerHere, config, drawn, endless, loaders, outputs, source_of
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
@@ -47,6 +48,19 @@ def _small_plans(monkeypatch):
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
     monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
+    monkeypatch.setattr("megatron.blending.order.proportions._earliest_deadline_first", _first_deadlines)
+
+
+_DEADLINES: dict[Any, Any] = {}
+
+
+def _first_deadlines(shares, start, end, counts, draws):
+    """The same, once for all loaders of a blend: thousands are made here of a few blends."""
+    state = draws.get_state()[1][:4].tobytes()
+    key = str(shares.lines), str(shares.starts), start, end, tuple(counts), state
+    if key not in _DEADLINES:
+        _DEADLINES[key] = _earliest_deadline_first(shares, start, end, counts, draws)
+    return _DEADLINES[key]
 
 
 @cache
