@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,7 @@ def ends(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
     store = dist.HashStore()
-    rank = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock())
+    rank: Any = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock())
     rank._missing = lambda call: peers.Peers._missing(rank, call)
     rank._end = lambda cause: peers.Peers._end(rank, cause)
 
@@ -91,7 +92,7 @@ def test_what_all_ranks_have_is_told_once(rank, monkeypatch, capsys):
     def leave(status):
         raise SystemExit(status)
 
-    slept = []
+    slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
