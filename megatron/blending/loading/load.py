@@ -130,21 +130,14 @@ def get_val_dataset(
     return build(datasets=sources)
 
 
-def get_val_datasets(
-    path: Path | DatasetLoaderInterface,
-    *,
-    split_part: str = "val",
-    worker_config: WorkerConfig | None = None,
-    batch_size: int | None = None,
-    batch_drop_last: bool = False,
-    packing_buffer_size: int | None = None,
-    limit: int | None = None,
-    task_encoder: Encoder | None = None,
-    allow_code: bool = False,
-    **options: object,
-) -> list[tuple[Any, Any]]:
-    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
-    build, sources = _validation(**locals())
+def get_val_datasets(path: Path | DatasetLoaderInterface, **options: Any) -> list[tuple[Any, Any]]:
+    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart.
+
+    `options`: those of `get_val_dataset`.
+    """
+    asked = inspect.signature(get_val_dataset).bind(path, **options)
+    asked.apply_defaults()
+    build, sources = _validation(**asked.arguments)
     return [(build(datasets=[one]), one.dataset) for one in sources]
 
 

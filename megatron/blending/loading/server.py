@@ -2,7 +2,8 @@
 
 Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out are made in bulk,
 as arithmetic says; the others in sequence, by their shards. A shard has one worker where W divides the number of
-shards. Else several run it, each of which throws away what the others serve.
+shards. Else several run it, each of which throws away what the others serve. Worked example, 4 shards and 2 workers:
+worker 0 serves 0 2 4 6, of the shards 0 and 2; of 3 workers each serves every third slot, and runs all shards for it.
 """
 
 import math

@@ -5,7 +5,8 @@ hold some back, where they stand. Where there are none, it is the same for any n
 
 At the end of finite data outputs may be missing, and ranks that drew as many stand at different places. If others go
 on from there, it is from the first place on, and "taken" says what was drawn behind it: rows of (base, next output of
-each rank), by which output k >= base was drawn if it is below the next one of the rank whose it was.
+each rank), by which output k >= base was drawn if it is below the next one of the rank whose it was. Worked example, of
+two ranks: [4, [10, 9]] says that rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
 """
 
 import base64
