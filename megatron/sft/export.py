@@ -86,7 +86,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
             weights_of(config.model, model_config),
             lambda target: copy_companions(companions, target),
             most_bytes_per_file,
-            lambda placed: checkpoint_weights.fetch(placed.name),
+            lambda placed: checkpoint_weights.values_of(placed.name),
         )
 
 

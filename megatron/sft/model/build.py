@@ -30,6 +30,7 @@ from megatron.packing.step.settings import PackingOptions, cost_of, measured_cos
 from megatron.sft.distributed import gathered
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
 from megatron.sft.model.hf_read import Pretrained, read_weights
+from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.options.config import SFTConfig
 
 
@@ -144,6 +145,8 @@ def build_model(
         module: torch.nn.Module = gpt
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
+        if config.lora.lora:
+            add_adapters(gpt, config.lora, config.training.seed)
         chunks.append(
             DistributedDataParallel(
                 config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0

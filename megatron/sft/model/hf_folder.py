@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.sft.model.hf_weights import Weights
+from megatron.sft.model.hf_weights import Tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -106,7 +106,7 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def check_folder(folder: Folder, weights: Weights) -> None:
+def check_folder(folder: Folder, weights: Tensors) -> None:
     """Raise ValueError, with names, unless the files hold exactly the model's tensors, in types that can be read."""
     expected = {part.name: part.shape for weight in weights.all() for part in weight.parts}
     tensors = folder.tensors
