@@ -447,7 +447,7 @@ class Merged(torch.nn.Module):
         return weight + self.scale * update
 
 
-def merge_adapters(model: torch.nn.Module, lora: LoraConfig, numbers: Numbers) -> None:
+def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
     """Freeze a model but for `lora_modules_to_save`, and for the adapters in the weights of its layers."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -455,7 +455,8 @@ def merge_adapters(model: torch.nn.Module, lora: LoraConfig, numbers: Numbers) -
     parameters = dict(model.named_parameters())
     for module in lora.lora_modules_to_save:
         parameters[whole[module]].requires_grad_(True)
-    layers = [(name, layer) for name, layer in model.named_modules() if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)]
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    layers = [(name, layer) for name, layer in modules if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)]
     for name, layer in layers:
         merged = Merged(name, model.config, lora, layer.weight.shape, numbers)
         if merged.rows:

@@ -147,6 +147,8 @@ def build_model(
             module = Float16Module(transformer_config, module)
         if config.lora.lora:
             add_adapters(gpt, config.lora, config.training.seed)
+            if pretrained is not None and pretrained.adapter is not None:
+                read_weights([gpt], pretrained.adapter.weights, pretrained.adapter.folder)
         chunks.append(
             DistributedDataParallel(
                 config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0

@@ -21,11 +21,20 @@ from megatron.sft.model.hf_folder import Folder
 from megatron.sft.model.hf_weights import Copy, Tensors, Weight, Weights, copies
 
 
+class PretrainedAdapter(NamedTuple):
+    """The folder of a PEFT adapter that has passed `check_folder`, and the weights that it holds."""
+
+    folder: Folder
+    weights: Tensors
+
+
 class Pretrained(NamedTuple):
     """A HuggingFace folder that has passed `check_folder`, and the model's weights that it holds."""
 
     folder: Folder
     weights: Weights
+    adapter: PretrainedAdapter | None = None
+    """What --lora-adapter starts from."""
 
 
 class Placed(NamedTuple):

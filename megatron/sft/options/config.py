@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class SFTConfig:
     packing: PackingConfig
     data: DataConfig
     training: TrainingConfig
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = field(default_factory=LoraConfig)
     output: OutputConfig
 
     @classmethod

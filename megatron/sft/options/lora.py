@@ -27,6 +27,8 @@ class LoraConfig:
 
     lora: bool = False
     """Train low-rank adapters beside the weights of --pretrained-checkpoint, which stay as they are."""
+    lora_adapter: str | None = None
+    """Folder of a PEFT adapter to start from; rank, alpha and target modules are read from there."""
     lora_rank: int = 16
     """Rank of each adapter."""
     lora_alpha: float = 32.0
@@ -40,8 +42,6 @@ class LoraConfig:
     those of each expert (default: all-linear, which is all of these)."""
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
-    lora_adapter: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha and target modules are read from there."""
     lora_merge: bool = False
     """Let --save-hf write the whole model with the adapters merged into it, instead of a PEFT adapter."""
 

@@ -32,10 +32,8 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from megatron.sft.model.hf_read import global_name
-from megatron.sft.model.hf_weights import Copy, Part, Weight, copies
+from megatron.sft.model.hf_weights import Part, Weight, copies
 from megatron.sft.options.lora import LINEARS, LoraConfig
-
-Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
@@ -76,7 +74,7 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
         gpt.output_layer.weight.requires_grad_(True)
 
 
-def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Linear]]:
+def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
     """The layers that get an adapter, with their names in the whole model."""
     for name, module in gpt.named_modules():
         linear_name = name.rsplit(".", 1)[-1]
@@ -101,9 +99,10 @@ class Adapter(torch.nn.Module):
     """What is learned beside one linear layer.
 
     lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules on this rank, rank].
+    blocks: the layer's rows on this rank, in order: (number of the module, or None for one without adapter; rows).
     """
 
-    def __init__(self, layer: Linear, name: str, config: TransformerConfig, lora: LoraConfig, seed: int) -> None:
+    def __init__(self, layer: Any, name: str, config: TransformerConfig, lora: LoraConfig, seed: int) -> None:
         """`name`: the layer's, in the whole model."""
         super().__init__()
         linear_name = name.rsplit(".", 1)[-1]
@@ -114,34 +113,28 @@ class Adapter(torch.nn.Module):
         self._dropout = lora.lora_dropout
         targets = parts_of(linear_name, config, lora)
         self.num_modules = len(targets)
-        self.blocks, self.is_gated = self._blocks_of(linear_name, targets, layer, config)
+        weight = _weight_of(linear_name, layer.output_size, config)
+        self.is_gated = weight.layout == "halves" and len(targets) == 2
+        num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
+        found = [(copy.part, copy.rows) for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)]
+        self.blocks = [
+            (targets.index(part) if part in targets else None, rows.stop - rows.start) for part, rows in found
+        ]
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
         modules = [f"{name}.{LINEARS[linear_name][target]}" for target in targets]
         wholes = [_kaiming(module, lora.lora_rank, layer.input_size, seed) for module in modules]
         if self.is_row_parallel:
             wholes = [whole.chunk(self.group.size(), 1)[self.group.rank()] for whole in wholes]
-        num_rows = sum(copy.rows.stop - copy.rows.start for part, copy in self.blocks if part is not None)
         self.lora_A = torch.nn.Parameter(torch.cat(wholes).to(**options))
-        self.lora_B = torch.nn.Parameter(torch.zeros(num_rows, lora.lora_rank, **options))
+        self.lora_B = torch.nn.Parameter(torch.zeros(sum(self._sizes()), lora.lora_rank, **options))
         self._mark(layer)
 
-    def _blocks_of(
-        self, linear_name: str, targets: tuple[int, ...], layer: Linear, config: TransformerConfig
-    ) -> tuple[list[tuple[int | None, Copy]], bool]:
-        """The rows of the layer on this rank in order: which adapter's they are, None for rows without one.
+    def _sizes(self) -> list[int]:
+        """Rows of each block that has an adapter."""
+        return [num_rows for module, num_rows in self.blocks if module is not None]
 
-        And whether they are halves of what tensor-parallel ranks share each on its own.
-        """
-        if self.is_row_parallel:
-            return [(0, Copy(0, slice(0, layer.output_size), slice(None), 0))], False
-        weight = _weight_of(linear_name, layer.output_size, config)
-        rank, size = self.group.rank(), self.group.size()
-        found = copies(weight, rank, size, layer.output_size_per_partition)
-        blocks = [(targets.index(copy.part) if copy.part in targets else None, copy) for copy in found]
-        return blocks, weight.layout == "halves" and len(targets) == 2
-
-    def _mark(self, layer: Linear) -> None:
+    def _mark(self, layer: Any) -> None:
         """Tell megatron-core who shares what, as the layer's own weight does."""
         cut, whole = (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
         set_tensor_model_parallel_attributes(cut, True, 1 if self.is_row_parallel else 0, 1)
@@ -177,28 +170,23 @@ class Adapter(torch.nn.Module):
         return dropout(x, self._dropout)
 
     def _expanded(self, reduced: Tensor) -> Tensor:
-        """[..., rank * modules] -> [..., out on this rank]: each module's B times its part, rows in the layer's order."""
-        lengths = [copy.rows.stop - copy.rows.start for _, copy in self.blocks]
-        if self.num_modules == 1 and all(part == 0 for part, _ in self.blocks):
-            return linear(reduced, self.lora_B.to(reduced.dtype))
-        own = [part for part, _ in self.blocks if part is not None]
-        rows = iter(
-            self.lora_B.to(reduced.dtype).split([n for n, (part, _) in zip(lengths, self.blocks) if part is not None])
-        )
+        """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of A x."""
+        rows = self.lora_B.to(reduced.dtype)
+        if self.num_modules == 1 and len(self.blocks) == 1:
+            return linear(reduced, rows)
+        own = [module for module, _ in self.blocks if module is not None]
         of_module: list[list[Tensor]] = [[] for _ in range(self.num_modules)]
-        for part in own:
-            of_module[part].append(next(rows))
-        pieces = []
-        for x, blocks in zip(reduced.chunk(self.num_modules, -1), of_module):
-            outputs = linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1) if blocks else ()
-            pieces.append(iter(outputs))
-        return torch.cat(
-            [
-                reduced.new_zeros(*reduced.shape[:-1], length) if part is None else next(pieces[part])
-                for length, (part, _) in zip(lengths, self.blocks)
-            ],
-            -1,
-        )
+        for module, block in zip(own, rows.split(self._sizes())):
+            of_module[module].append(block)
+        outputs = [
+            iter(linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1)) if blocks else iter(())
+            for x, blocks in zip(reduced.chunk(self.num_modules, -1), of_module)
+        ]
+        pieces = [
+            reduced.new_zeros(*reduced.shape[:-1], size) if module is None else next(outputs[module])
+            for module, size in self.blocks
+        ]
+        return torch.cat(pieces, -1)
 
     @torch.no_grad()
     def update(self) -> Tensor:
@@ -209,11 +197,13 @@ class Adapter(torch.nn.Module):
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """The rows of a column-parallel layer, as `hf_weights` describes them."""
+    """The rows of a layer as `hf_weights` describes them; a row-parallel rank has them all."""
     if linear_name == "linear_qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
         return Weight("heads", tuple(Part("", (size,)) for size in sizes), num_groups=groups)
+    if len(LINEARS[linear_name]) == 1:
+        return Weight("whole", (Part("", (output_size,)),))
     if config.gated_linear_unit:
         return Weight("halves", (Part("", (output_size // 2,)),) * 2)
     return Weight("rows", (Part("", (0,)), Part("", (output_size,))))

@@ -1,0 +1,73 @@
+"""pure. Which tensors of a PEFT adapter make up which parameter of ours, by the table of the model that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.sft.model.hf_weights import Layout, Part, Weight, Weights, is_of_adapter
+from megatron.sft.options.lora import LoraConfig
+
+_PREFIX = "base_model.model."
+_WHOLE = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+
+
+class AdapterWeights:
+    """The tensors of the adapter that `lora` describes, for the model of `weights`."""
+
+    def __init__(self, weights: Weights, lora: LoraConfig) -> None:
+        self._weights = weights
+        self._lora = lora
+        self.is_tied = weights.is_tied
+        self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
+
+    def concerns(self, name: str) -> bool:
+        """Whether a parameter is an adapter's, or trained as a whole."""
+        return is_of_adapter(name) or name in self._whole
+
+    def of_parameter(self, name: str) -> Weight:
+        """The weight behind a parameter's name; KeyError where no tensor stands for it."""
+        if name in self._whole:
+            return _renamed(self._weights.of_parameter(name))
+        layer, which = name.split(".adapter.")
+        return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
+
+    def all(self) -> Iterator[Weight]:
+        """Every weight of the adapter."""
+        for weight in self._weights.all():
+            if weight.core in self._whole:
+                yield _renamed(weight)
+            elif weight.core.endswith(".weight") and self._lora.targets_in(_linear(weight)):
+                yield self._of_layer(weight, "lora_A")
+                yield self._of_layer(weight, "lora_B")
+
+    def target_modules(self) -> list[str]:
+        """PEFT's names of the layers with adapters, as this family's files have them."""
+        names = {
+            part.name.split(".lora_A.")[0] for weight in self.all() for part in weight.parts if "lora_A" in part.name
+        }
+        return sorted({name.rsplit(".", 1)[1] for name in names})
+
+    def _of_layer(self, weight: Weight, which: str) -> Weight:
+        """A or B of the modules that a layer's weight is made of and that have adapters."""
+        rank, is_cut_by_columns = self._lora.lora_rank, weight.layout == "columns"
+        layout: Layout
+        if which == "lora_A":
+            layout = "columns" if is_cut_by_columns else "whole"
+        else:
+            layout = "whole" if is_cut_by_columns else weight.layout
+        parts = []
+        for number in self._lora.targets_in(_linear(weight)):
+            name, (rows, columns) = weight.parts[number]
+            shape = (rank, columns) if which == "lora_A" else (rows, rank)
+            parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))
+        num_groups = weight.num_groups if layout == "heads" else 1
+        return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.core)
+
+
+def _linear(weight: Weight) -> str:
+    """`self_attention.linear_qkv.weight` -> `linear_qkv`."""
+    return weight.core.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def _renamed(weight: Weight) -> Weight:
+    return weight._replace(parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts))

@@ -1,0 +1,84 @@
+"""pure. The folder of a PEFT adapter: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.sft.model.hf_folder import Folder, Stored, read_header
+from megatron.sft.options.lora import LoraConfig
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# What changes the computation, and the value that leaves it at what is computed here.
+_MUST_BE = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": [],
+    "trainable_token_indices": [],
+    "layer_replication": [],
+}
+
+
+def open_adapter(folder: str | Path) -> Folder:
+    """Read the header of an adapter's weights; ValueError where there are none, or they are not whole."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        hint = "; its adapter_model.bin is a pickle, which can run any code: load and save it with peft"
+        has_pickle = path.with_suffix(".bin").is_file()
+        raise ValueError(f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint * has_pickle}")
+    header = read_header(path)
+    return Folder(
+        Path(folder),
+        {name: Stored(path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()},
+    )
+
+
+def options_of_adapter(folder: str | Path) -> dict[str, Any]:
+    """The options of LoRA that an adapter decides, by field name; ValueError for one that is computed otherwise."""
+    where = Path(folder) / CONFIG
+    try:
+        config = json.loads(where.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG}, but {failure}") from None
+    for name, value in _MUST_BE.items():
+        found = config.get(name)
+        if (name == "peft_type" or found) and found != value:
+            raise ValueError(f"{where} has {name} {found!r}, but only {value!r} is supported")
+    modules = {
+        name.split(".lora_A.")[0].rsplit(".", 1)[-1] for name in open_adapter(folder).tensors if "lora_A" in name
+    }
+    return {
+        "lora_rank": int(config["r"]),
+        "lora_alpha": float(config["lora_alpha"]),
+        "lora_rslora": bool(config.get("use_rslora")),
+        "lora_target_modules": sorted(modules),
+        "lora_modules_to_save": sorted(config.get("modules_to_save") or []),
+    }
+
+
+def write_adapter_config(folder: Path, lora: LoraConfig, base: str, target_modules: list[str]) -> None:
+    """Write what PEFT and vLLM read beside the weights. The base is told by the path that it was trained from."""
+    alpha = lora.lora_alpha
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()),
+        "r": lora.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": target_modules,
+        "modules_to_save": sorted(lora.lora_modules_to_save) or None,
+        "use_rslora": lora.lora_rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
