@@ -37,7 +37,7 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
         options["base_folder"] = config.output.pretrained_checkpoint
-        options["base"] = fingerprint(open_folder(config.output.pretrained_checkpoint))
+        options["base"] = fingerprint(open_folder(config.output.pretrained_checkpoint))[:16]
     return options
 
 

@@ -121,7 +121,7 @@ def train_by_transformers(
 
     torch.set_default_dtype(torch.float32)
     options = {"experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
     if dtype == torch.float64:
         _keep_double(sys.modules[type(model).__module__])
     if adapter is not None:

@@ -188,7 +188,7 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
         transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
     )
     predicts_further = transformer_config.mtp_num_layers is not None
-    model = GPTModel(
+    model: Any = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
         mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False) if predicts_further else None,
@@ -418,6 +418,9 @@ class Merged(torch.nn.Module):
     """The weight of a layer with its adapter in it: W + scale * B A, row by row. Its gradients are autograd's of that
     sum; nothing else is known of adapters here.
     """
+
+    lora_A: Tensor
+    lora_B: Tensor
 
     def __init__(self, name: str, config: Any, lora: LoraConfig, shape: torch.Size, numbers: Numbers) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.sft.model.hf_weights import Layout, Part, Weight, Weights, is_of_adapter
@@ -71,3 +72,12 @@ def _linear(weight: Weight) -> str:
 
 def _renamed(weight: Weight) -> Weight:
     return weight._replace(parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts))
+
+
+def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
+    """How many weights are trained, and how many are not, in a line for the user."""
+    trained, frozen = (
+        sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
+        for tensors in (AdapterWeights(weights, lora), weights)
+    )
+    return f"LoRA: {trained:,} weights are trained, beside a model of {frozen:,} ({trained / frozen:.2%})"
