@@ -93,12 +93,18 @@ def sequences_in_order(step: int, lengths: Sequence[int]) -> list[Sample]:
     return [sample._replace(position_ids=np.arange(len(sample.tokens))) for sample in sequences(step, lengths)]
 
 
-def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int | None = None) -> None:
+def write_model(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
+    sizes: dict[str, int] | None = None,
+) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = MODELS[name]
-    changes = changes if vocab_size is None else changes | {"vocab_size": vocab_size}
+    changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (sizes or {})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
     for parameter in model.parameters():
@@ -188,6 +194,20 @@ def _on_disk_names(model: Any, gradients: dict[str, Tensor | None]) -> dict[str,
         for name, parameter in model.named_parameters():
             parameter.copy_(found[name])
     return written
+
+
+def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> None:
+    """An adapter that peft has made, with random values in A and B, as somebody's training leaves it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    adapted.save_pretrained(str(folder))
 
 
 def _names_of_peft(model: Any, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:

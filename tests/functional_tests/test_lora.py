@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
+import torch
 
+from tests.functional_tests.hf_models import sequences_in_order, train_by_product, write_model
 from tests.functional_tests.layouts import Layout
 from tests.functional_tests.oracle import Step, assemble, assert_same, sequences, train_one_by_one, train_packed
 from tests.functional_tests.ranks import run_ranks
@@ -42,3 +45,17 @@ def test_adapters_train_like_merged_weights(layout: Layout, lora: str) -> None:
     steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {lora}", BATCHES))
     one = layout._replace(tensor=1, sequence=False, pipeline=1, interleaved=False, context=1, data=1, optimizer="plain")
     assert_same(steps, reference(f"{one.flags} {lora}".replace("--recompute-granularity full", "")), relative=1e-12)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_the_first_loss_is_the_base_models_to_the_bit(tmp_path: Path, flags: str) -> None:
+    """B is zero, and so is all that an adapter adds; the losses after that are others."""
+    run_ranks(write_model, 1, "llama3", tmp_path / "base")
+    batches = [sequences_in_order(step, (40, 12, 17, 64)) for step in (5, 6)]
+    size = 2 if "size 2" in flags else 1
+    (plain, _), (adapted, _) = (
+        run_ranks(train_by_product, size, flags + lora, tmp_path / "base", batches, torch.float32)[-1]
+        for lora in ("", " --lora")
+    )
+    assert plain[0] == adapted[0]
+    assert plain[1] != adapted[1]

@@ -17,6 +17,7 @@ from tests.functional_tests.hf_models import (
     train_by_product,
     train_by_transformers,
     write_model,
+    write_peft,
 )
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_hf_weights import LAYOUTS, assert_equal
@@ -25,20 +26,6 @@ pytest.importorskip("peft")
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 PARTS = ["q_proj", "v_proj", "up_proj"]
-
-
-def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> None:
-    """An adapter that peft has made, with random values in A and B, as somebody's training leaves it."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, **options))
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.1)
-    adapted.save_pretrained(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +43,7 @@ def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: i
         tmp_path / name for name in ("base", "source", "ours", "merged", "gradients")
     )
     run_ranks(write_model, 1, model, base)
-    run_ranks(write_peft, 1, base, source, options)
+    run_ranks(write_peft, 1, base, source, {"r": 3, "lora_alpha": 5, **options})
     world_size, flags = LAYOUTS[layout]
     per_rank = run_ranks(
         train_by_product,

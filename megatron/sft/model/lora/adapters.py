@@ -85,11 +85,11 @@ def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
                 f"--lora needs megatron-core's own linear layers, but {name} is a {type(module).__name__}, as "
                 "Transformer Engine's are; uninstall transformer_engine to train adapters"
             )
-        if parts_of(linear_name, gpt.config, lora):
+        if _parts_of(linear_name, gpt.config, lora):
             yield global_name(name, gpt), module
 
 
-def parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> tuple[int, ...]:
+def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> tuple[int, ...]:
     """The numbers, in `LINEARS`, of the modules of a layer that have adapters."""
     found = lora.targets_in(linear_name)
     return found if linear_name != "linear_fc1" or config.gated_linear_unit else tuple(n for n in found if n == 1)
@@ -111,7 +111,7 @@ class Adapter(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
         self.scale = lora.scale
         self._dropout = lora.lora_dropout
-        targets = parts_of(linear_name, config, lora)
+        targets = _parts_of(linear_name, config, lora)
         self.num_modules = len(targets)
         weight = _weight_of(linear_name, layer.output_size, config)
         self.is_gated = weight.layout == "halves" and len(targets) == 2
@@ -211,7 +211,7 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
     """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the seed."""
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(module.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))  # it takes 32 bits
     bound = 1 / math.sqrt(num_inputs)
     return torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound
 
