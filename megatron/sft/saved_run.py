@@ -104,7 +104,7 @@ class SavedRun:
         weights, companions = self._companions.weights(), self._companions
         if self._lora.lora and not self._lora.lora_merge:
             adapter = AdapterWeights(weights, self._lora)
-            write_adapter(folder, chunks, adapter, partial(companions.write_beside_adapter, adapter.target_modules()))
+            write_adapter(folder, chunks, adapter, partial(companions.write_beside_adapter, adapter))
         else:
             write_folder(folder, chunks, weights, companions.write, values_of=merged_values(chunks))
         if log is not None:

@@ -248,7 +248,7 @@ def train_by_product(
     if weights_to is not None:
         companions = Companions(config, None, config.data.vocab_size, _name(dtype))
         if adapter is not None:
-            beside = partial(companions.write_beside_adapter, adapter.target_modules())
+            beside = partial(companions.write_beside_adapter, adapter)
             write_adapter(weights_to, gpts, adapter, beside)
             weights_to = weights_to.with_name("merged")
         values_of = merged_values(gpts)

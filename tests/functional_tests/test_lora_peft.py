@@ -25,13 +25,14 @@ from tests.functional_tests.test_hf_weights import LAYOUTS, assert_equal
 pytest.importorskip("peft")
 BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
 PARTS = ["q_proj", "v_proj", "up_proj"]
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "num_steps", "options"),
     [
-        ("llama3", "tp2-sp", 2, {"target_modules": "all-linear"}),
+        ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **TIED}),
         ("qwen2", "pp2", 20, {"target_modules": PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]}),
         ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
         ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
@@ -58,7 +59,7 @@ def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: i
     assert_equal(read_folder(ours), {n: tensor.double() for n, tensor in read_folder(source).items()}, 0.0)
     (theirs,) = run_ranks(train_by_transformers, 1, base, BATCHES[:num_steps], torch.float64, 1e-3, ours)
     assert_equal(read_folder(gradients), theirs.gradients, 1e-12)
-    assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.5
+    assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.2
     for losses, _ in per_rank:
         assert largest(losses, theirs.losses) <= 1e-10
     packs = [pack for _, first in per_rank for pack in first]

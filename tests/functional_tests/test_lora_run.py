@@ -19,6 +19,7 @@ from megatron.sft.environment import world_from_environment
 from megatron.sft.model.checkpoint_folder import TRACKER
 from megatron.sft.model.pretrained import open_pretrained
 from megatron.sft.options.config import parse_config
+from megatron.sft.report.run_folder import prepare_output
 from megatron.sft.train import Trainer
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
@@ -49,6 +50,7 @@ def _train(text: str, port: int) -> str:
     config = parse_config(text.split(), world_size)
     refused = ""
     try:
+        prepare_output(config.output)
         with process_groups(config) as device:
             datasets = build_datasets(config)
             pretrained = open_pretrained(config, datasets.vocab_size)

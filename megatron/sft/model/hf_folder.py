@@ -125,7 +125,7 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
         raise ValueError(f"{folder.path} lacks {_some(missing)}, which its {config} asks for; download it again")
-    leftover = sorted(tensors.keys() - expected.keys() - ({"lm_head.weight"} if weights.is_tied else set()))
+    leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:
         raise ValueError(
             f"{folder.path} holds {_some(leftover)}, for which its {config} has no place; such a model is not supported"
@@ -136,9 +136,9 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
                 f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its {config} says "
                 f"{list(shape)}; one of the two is of another model"
             )
-    if weights.is_tied and not _are_equal(tensors, "lm_head.weight", "model.embed_tokens.weight"):
+    if weights.tied is not None and not _are_equal(tensors, *weights.tied):
         raise ValueError(
-            f"{folder.path} holds an lm_head.weight that differs from model.embed_tokens.weight, but its config.json "
+            f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but config.json of the model "
             "has tie_word_embeddings; set that to false there, as transformers takes it"
         )
 

@@ -123,7 +123,8 @@ class Copy(NamedTuple):
 class Tensors(Protocol):
     """Which tensors of a folder make up which parameters: those of a model, or those of an adapter."""
 
-    is_tied: bool
+    tied: tuple[str, str] | None
+    """Two names that stand for the same tensor; a folder may lack the first."""
 
     def concerns(self, name: str) -> bool:
         """Whether a parameter's values are in such a folder at all."""
@@ -161,7 +162,8 @@ class Weights:
             "expert_ffn": model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size,
             "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         }
-        self.is_tied = not model.untie_embeddings_and_output_weights
+        is_tied = not model.untie_embeddings_and_output_weights
+        self.tied = ("lm_head.weight", "model.embed_tokens.weight") if is_tied else None
 
     def has_experts(self, layer: int) -> bool:
         """Whether it is an MoE layer."""
@@ -206,7 +208,7 @@ class Weights:
         biases = not model.disable_bias_linear
         holds = {
             "always": True,
-            "untied": not self.is_tied,
+            "untied": self.tied is None,
             "norms": model.qk_layernorm,
             "qkv_bias": model.add_qkv_bias or biases,
             "biases": biases,

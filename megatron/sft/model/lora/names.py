@@ -18,8 +18,11 @@ class AdapterWeights:
     def __init__(self, weights: Weights, lora: LoraConfig) -> None:
         self._weights = weights
         self._lora = lora
-        self.is_tied = weights.is_tied
         self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
+        self.tied = None
+        if weights.tied is not None and self._whole:  # PEFT wants both, or it leaves one of them as the base has it
+            self._whole = set(_WHOLE.values())
+            self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
 
     def concerns(self, name: str) -> bool:
         """Whether a parameter is an adapter's, or trained as a whole."""
@@ -36,10 +39,21 @@ class AdapterWeights:
         """Every weight of the adapter."""
         for weight in self._weights.all():
             if weight.core in self._whole:
-                yield _renamed(weight)
+                renamed = _renamed(weight)
+                yield renamed._replace(parts=tuple(one for part in renamed.parts for one in self.written_as(part)))
             elif weight.core.endswith(".weight") and self._lora.targets_in(_linear(weight)):
                 yield self._of_layer(weight, "lora_A")
                 yield self._of_layer(weight, "lora_B")
+
+    def written_as(self, part: Part) -> tuple[Part, ...]:
+        """The names that a tensor of `of_parameter` is written by: two for embeddings that are tied."""
+        if self.tied is None or part.name != self.tied[1]:
+            return (part,)
+        return (part, part._replace(name=self.tied[0]))
+
+    def modules_to_save(self) -> list[str]:
+        """PEFT's names of the layers that are trained as a whole."""
+        return sorted(module for module, name in _WHOLE.items() if name in self._whole)
 
     def target_modules(self) -> list[str]:
         """PEFT's names of the layers with adapters, as this family's files have them."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.sft.model.hf_folder import Folder, Stored, read_header
+from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
@@ -63,7 +64,7 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def write_adapter_config(folder: Path, lora: LoraConfig, base: str, target_modules: list[str]) -> None:
+def write_adapter_config(folder: Path, lora: LoraConfig, weights: AdapterWeights, base: str) -> None:
     """Write what PEFT and vLLM read beside the weights. The base is told by the path that it was trained from."""
     alpha = lora.lora_alpha
     config = {
@@ -73,8 +74,9 @@ def write_adapter_config(folder: Path, lora: LoraConfig, base: str, target_modul
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": target_modules,
-        "modules_to_save": sorted(lora.lora_modules_to_save) or None,
+        "target_modules": weights.target_modules(),
+        "modules_to_save": weights.modules_to_save() or None,
+        "ensure_weight_tying": weights.tied is not None,
         "use_rslora": lora.lora_rslora,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -37,8 +37,8 @@ def write_adapter(
         placed = written_parameters(chunks, weights)
         dtype = next(p.dtype for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dim() == 2)
         dtype = torch.promote_types(dtype, torch.float32)
-        mine = written_parts(placed)
-        parts_of_all = gathered(mine)
+        own = written_parts(placed)
+        parts_of_all = gathered([written for part in own for written in weights.written_as(part)])
         header, begins = header_of([part for parts in parts_of_all for part in parts], dtype)
         file = unfinished / WEIGHTS
         if dist.get_rank() == 0:
@@ -49,8 +49,9 @@ def write_adapter(
         tensors = tensors_of(placed, dtype, lambda one: one.parameter.detach())
         with file.open("r+b") as stream:
             stream.seek(begins[sum(map(len, parts_of_all[: dist.get_rank()]))])
-            for tensor in tensors:
-                stream.write(bytes_of(tensor))
+            for number, tensor in enumerate(tensors):
+                for _ in weights.written_as(own[number]):
+                    stream.write(bytes_of(tensor))
 
 
 def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Placed], Tensor]:

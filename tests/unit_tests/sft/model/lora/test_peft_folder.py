@@ -21,7 +21,7 @@ LORA = LoraConfig(lora=True, lora_rank=3, lora_alpha=6, lora_target_modules=("q_
 def adapter(tmp_path):
     """A folder as PEFT writes it, for the model of `weights`."""
     names = AdapterWeights(weights(), LORA)
-    write_adapter_config(tmp_path, LORA, "base", names.target_modules())
+    write_adapter_config(tmp_path, LORA, names, "base")
     save_file({p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}, tmp_path / WEIGHTS)
     return tmp_path
 
@@ -103,3 +103,21 @@ def test_shapes_are_those_of_peft():
         f"{layer}.o_proj.lora_A.weight": (3, 16),
         f"{layer}.o_proj.lora_B.weight": (16, 3),
     }
+
+
+def test_tied_embeddings_are_trained_by_both_names(tmp_path):
+    """With one alone, peft would compute with the trained embedding at one end and the base's at the other."""
+    lora = LoraConfig(lora=True, lora_rank=3, lora_modules_to_save=("embed_tokens",))
+    names = AdapterWeights(weights(untie_embeddings_and_output_weights=False), lora)
+    write_adapter_config(tmp_path, lora, names, "base")
+    assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == ["embed_tokens", "lm_head"]
+    tensors = {p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}
+    head = "base_model.model.lm_head.weight"
+    assert names.tied == (head, "base_model.model.model.embed_tokens.weight")
+    for change, message in (({}, None), ({head: torch.zeros(40, 16)}, "that differ"), ({head: None}, f"lacks {head}")):
+        save_file({n: t for n, t in (tensors | change).items() if t is not None}, tmp_path / WEIGHTS)
+        if message is None:
+            check_folder(open_adapter(tmp_path), names, CONFIG)
+        else:
+            with pytest.raises(ValueError, match=message):
+                check_folder(open_adapter(tmp_path), names, CONFIG)
