@@ -107,4 +107,6 @@ def test_another_base_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "base", folder / "other")
     file = sorted((folder / "other").glob("*.safetensors"))[0]
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    assert f"the base model (then {folder / 'base'}) was " in train(1, folder, "run", "--train-iters 5", "other")
+    assert f"the base model (then {folder / 'base'}) was " in train(
+        1, folder, "run", f"--save-hf {folder / 'never'}", "other"
+    )
