@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron.blending.formats.jsonl import Progress
 from megatron.blending.formats.prepared.nv_meta import FOLDER
-from megatron.blending.formats.prepared.prepare import Preparation, Progress, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
 
 _LISTED_PARTS = 10
 

@@ -153,7 +153,9 @@ class PackingSchedule:
         self._packed: WeakKeyDictionary[torch.nn.Module, PackedPasses] = WeakKeyDictionary()
         self._checked: WeakSet[torch.nn.Module] = WeakSet()
 
-    def __call__(self, *, data_iterator: Any, model: Any, forward_step_func: Any, **arguments: Any) -> list[Any]:
+    def __call__(
+        self, *, data_iterator: object, model: Any, forward_step_func: Callable[..., Any], **arguments: object
+    ) -> list[Any]:
         """See megatron-core's `get_forward_backward_func`."""
         chunks = model if isinstance(model, list) else [model]
         if getattr(get_model_config(chunks[0]), "sequence_packing_scheduler", None) is None:
@@ -228,7 +230,7 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
     config.sequence_packing_options = options
 
 
-def _is_packed(data_iterator: Any) -> bool:
+def _is_packed(data_iterator: object) -> bool:
     """Whether the script called `wrap_dataloader` itself; the same on all ranks, since it gives each of them its
     iterator.
     """

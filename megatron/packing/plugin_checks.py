@@ -72,7 +72,7 @@ def check_modules(chunk: torch.nn.Module) -> None:
         )
 
 
-def check_groups(pg_collection: Any) -> None:
+def check_groups(pg_collection: object) -> None:
     """ValueError for a collection given that lacks a group that packing needs."""
     from megatron.packing.step.global_batch import GROUPS
 
@@ -88,10 +88,10 @@ def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
     """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot be undone."""
 
     @wraps(forward_step_func)
-    def forward_step(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+    def forward_step(*arguments: object, **options: object) -> tuple[Any, Any]:
         output, loss_func = forward_step_func(*arguments, **options)
 
-        def loss_of(output_tensor: Any, **loss_options: Any) -> Any:
+        def loss_of(output_tensor: object, **loss_options: object) -> Any:
             loss = loss_func(output_tensor, **loss_options)
             if len(loss) != 3 and not loss_options.get("non_loss_data"):
                 raise ValueError(

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.microbatches import layout_microbatch
+from megatron.packing.batch.microbatches import layout_microbatches
 from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params
@@ -162,7 +162,7 @@ def _passes(
 ) -> tuple[Pass, Pass]:
     """Returns forward and backward of one pack through the model of one layer, and through a layer alone."""
     layout = PackLayout.of(lengths, Alignment())
-    params = packed_seq_params(layout_microbatch(layout), device)
+    params = packed_seq_params(layout_microbatches([layout])[0], device)
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)

@@ -1,14 +1,16 @@
-"""pure. Lengths that a plan is made for; `sft.data.length_sources` reads them."""
+"""pure. Lengths that a plan is made for, and the options that name them; `sft.data.length_sources` reads them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.batch.layout import OverLengthPolicy
+from megatron.packing.flags import check_range
 from megatron.planner.step_record import StepRecord
 
 IntArray = npt.NDArray[np.int64]
@@ -41,21 +43,39 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenization:
-    """Says how text becomes tokens."""
+class LengthOptions:
+    """Lengths."""
 
-    tokenizer_type: TokenizerType | None
-    """None: HuggingFace's where a model is given, else bytes."""
-    tokenizer_model: str | None
-    vocab_size: int | None
-    skip_bad_samples: bool
+    source: str | None = field(default=None, metadata={"positional": True})
+    """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
+    run, which also tells model and layout; a schedule that --dump-schedule wrote."""
+    tokenizer_type: TokenizerType | None = None
+    """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
+    tokenizer_model: str | None = None
+    """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
+    """File with a chat template, instead of the tokenizer's."""
     data_columns: str | None = None
+    """Odd names of the chats' columns, as in training."""
+    seq_length: int | None = None
+    """Most tokens of a sequence (default: no limit)."""
+    over_length_policy: OverLengthPolicy = "error"
+    """What happens to a sequence longer than --seq-length or than a pack."""
+    skip_bad_samples: bool = False
+    """Count and skip records that cannot be read."""
+    seed: int = 1234
+    """Of the order in which global batches are drawn."""
+
+    def __post_init__(self) -> None:
+        if self.source is None:
+            raise ValueError(
+                "lengths are missing; name a file of lengths or chats, before the options: plan FILE --dp 8"
+            )
+        check_range(self, 0, None, "seed")
+        check_range(self, 1, None, "seq_length")
 
 
 class LengthReader(Protocol):
-    """Reads the lengths that `source` names; mock data gives `needed` of them. ValueError for what cannot be read."""
+    """Reads the lengths that are asked for; mock data gives `needed` of them. ValueError for what cannot be read."""
 
-    def __call__(
-        self, source: str, tokenization: Tokenization, seq_length: int | None, seed: int, needed: int
-    ) -> Lengths: ...
+    def __call__(self, options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths: ...

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from megatron.packing.flags import given_flags, parse_flags
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
-from megatron.planner.lengths import LengthReader, Lengths, Tokenization
-from megatron.planner.plan_options import LayoutOptions, LengthOptions, ModelOptions, PlanOptions, scheduler_of
+from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
+from megatron.planner.plan_options import LayoutOptions, ModelOptions, PlanOptions, scheduler_of
 from megatron.planner.plan_run import as_in_run
 from megatron.planner.step_page import Table, page
 from megatron.planner.step_picture import picture_of
@@ -76,16 +76,7 @@ def _plan(
     lengths_from: LengthReader,
 ) -> Plan:
     needed = layout.batch_size * _num_batches(options, layout)
-    tokenization = Tokenization(
-        tokenizer_type=lengths.tokenizer_type,
-        tokenizer_model=lengths.tokenizer_model,
-        vocab_size=model.vocab_size,
-        skip_bad_samples=lengths.skip_bad_samples,
-        chat_template=lengths.chat_template,
-        data_columns=lengths.data_columns,
-    )
-    assert lengths.source is not None, "checked by LengthOptions"
-    found = lengths_from(lengths.source, tokenization, lengths.seq_length, lengths.seed, needed)
+    found = lengths_from(lengths, model.vocab_size, needed)
     if found.record is not None:
         record = found.record
         if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:

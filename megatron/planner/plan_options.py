@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.batch.layout import Alignment, OverLengthPolicy
+from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.planner.lengths import TokenizerType
 from megatron.planner.step_record import StepLayout, read_cost
 
 DEFAULT_MODEL = ModelShape(
@@ -29,39 +28,6 @@ DEFAULT_MODEL = ModelShape(
 DEFAULT_VOCABULARY = 128256
 DEFAULT_MODEL_IN_WORDS = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthOptions:
-    """Lengths."""
-
-    source: str | None = field(default=None, metadata={"positional": True})
-    """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
-    run, which also tells model and layout; a schedule that --dump-schedule wrote."""
-    tokenizer_type: TokenizerType | None = None
-    """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
-    tokenizer_model: str | None = None
-    """Folder of a HuggingFace tokenizer."""
-    chat_template: str | None = None
-    """File with a chat template, instead of the tokenizer's."""
-    data_columns: str | None = None
-    """Odd names of the chats' columns, as in training."""
-    seq_length: int | None = None
-    """Most tokens of a sequence (default: no limit)."""
-    over_length_policy: OverLengthPolicy = "error"
-    """What happens to a sequence longer than --seq-length or than a pack."""
-    skip_bad_samples: bool = False
-    """Count and skip records that cannot be read."""
-    seed: int = 1234
-    """Of the order in which global batches are drawn."""
-
-    def __post_init__(self) -> None:
-        if self.source is None:
-            raise ValueError(
-                "lengths are missing; name a file of lengths or chats, before the options: plan FILE --dp 8"
-            )
-        check_range(self, 0, None, "seed")
-        check_range(self, 1, None, "seq_length")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.packing.flags import FlagError
 from megatron.sft.environment import end_with_launcher, exit_with, local_rank, program, quiet, world_from_environment
 from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.options.megatron_flags import told
 
 
 def main() -> None:
@@ -26,6 +27,8 @@ def main() -> None:
         config = parse_config(sys.argv[1:], world_size, program())
     except FlagError as failure:
         exit_with(str(failure), rank)
+    for line in told(sys.argv[1:]) if rank == 0 else ():
+        print(line)
     quiet(rank)
     run(config, rank, world_size)
 
@@ -36,7 +39,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
     from megatron.sft.distributed import AgreedError, process_groups
-    from megatron.sft.model.pretrained import open_pretrained
+    from megatron.sft.model.huggingface.pretrained import open_pretrained
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
     from megatron.sft.train import Trainer

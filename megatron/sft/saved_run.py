@@ -20,9 +20,9 @@ from megatron.sft.model.checkpoint import (
     whole_parameters,
 )
 from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
-from megatron.sft.model.hf_companions import Companions
-from megatron.sft.model.hf_folder import fingerprint, open_folder
-from megatron.sft.model.hf_write import write_folder
+from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.folder import fingerprint, open_folder
+from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig

@@ -26,7 +26,7 @@ from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.checkpoint_files import check_folder
 from megatron.sft.model.forward import forward_step
-from megatron.sft.model.hf_read import Pretrained
+from megatron.sft.model.huggingface.read import Pretrained
 from megatron.sft.model.lora.names import told_of_adapters
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import Evaluation

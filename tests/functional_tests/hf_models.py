@@ -31,11 +31,11 @@ from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
 from megatron.sft.model.forward import forward_step
-from megatron.sft.model.hf_companions import Companions
-from megatron.sft.model.hf_write import write_folder
+from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.pretrained import open_pretrained
+from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
-from megatron.sft.model.pretrained import open_pretrained
 from megatron.sft.options.config import SFTConfig, parse_config
 from tests.functional_tests.oracle import CPU, Sample, _global_loss, _prepare, draws_of, sequences
 from tests.functional_tests.pieces import gradient_of

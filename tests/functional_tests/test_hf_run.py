@@ -28,7 +28,7 @@ TEMPLATE = (
 KILLED = """
 import os, sys
 from megatron.sft.export import export
-from megatron.sft.model import hf_write
+from megatron.sft.model.huggingface import write as hf_write
 write, num_written = hf_write._write_file, []
 def write_or_die(*arguments):
     write(*arguments)

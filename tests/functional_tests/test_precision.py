@@ -47,6 +47,13 @@ def alone(model: str, flags: str = "", dtype: torch.dtype = torch.float64) -> St
     return run_ranks(train_one_by_one, 1, f"{MODELS[model]} {flags}", BATCHES, numbers)[0][0]
 
 
+@lru_cache
+def rounding_alone(flags: str) -> float:
+    """The worst of all models. That of one is luck: 4.7e-7 to 9.5e-7 in float32, by model and instruction set."""
+    models = {layout.model for layout in LAYOUTS}
+    return max(largest_difference([alone(model, flags, torch.float32)], [alone(model)]) for model in models)
+
+
 def weights_of(model: str) -> Literal["random", "routed"]:
     return "routed" if model == "experts" else "random"
 
@@ -56,12 +63,12 @@ def weights_of(model: str) -> Literal["random", "routed"]:
 def test_lower_precision_differs_by_its_rounding(layout: Layout, flags: str) -> None:
     """In float64 a cast in the wrong place is invisible.
 
-    Loss and gradients of a step stay within twice the worst rounding that the sequences have when each runs alone (that
-    is below 1e-4 in float32, 0.2 in bfloat16, relative to a gradient's largest entry), and the loss alone within 1e-6
-    and 1e-3.
+    Loss and gradients of a step stay within twice the worst rounding that sequences have when each runs alone (that is
+    below 1e-4 in float32, 0.2 in bfloat16, relative to a gradient's largest entry), and the loss alone within 1e-6 and
+    1e-3.
     """
     exact = alone(layout.model)
-    rounding = largest_difference([alone(layout.model, flags, torch.float32)], [exact])
+    rounding = rounding_alone(flags)
     numbers = Numbers(torch.float32, weights_of(layout.model))
     ranks = run_ranks(train_packed, layout.world_size, f"{layout.flags} {flags}", BATCHES, "even", "plain", numbers)
     steps = assemble(ranks, rounding)

@@ -120,7 +120,7 @@ KNOWS = {
     "sft": ("planner", "packing", "blending"),
 }
 FOLDERS = {
-    "blending": ("formats", "metadatasets", "order", "streams", "encoding", "loading"),
+    "blending": ("arguments", "formats", "metadatasets", "order", "streams", "encoding", "loading"),
     "packing": ("flags", "batch", "scheduling", "step", "model"),
 }
 

@@ -6,7 +6,7 @@ Torch is imported only where a tensor is met: a stream of text never imports it.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def concat_pad(batch: "Sequence[torch.Tensor]") -> "torch.Tensor":
     return _padded(batch)
 
 
-def map_tensors(value: Any, change: "Callable[[torch.Tensor], torch.Tensor]") -> Any:
+def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]") -> Any:
     """Return `value` with each tensor in it changed; lists, dicts, tuples and dataclasses are copied on the way."""
     if is_tensor(value):
         return change(value)
@@ -89,14 +89,14 @@ def map_tensors(value: Any, change: "Callable[[torch.Tensor], torch.Tensor]") ->
     return value
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
     """Whether it is a tensor; where torch was never imported, nothing is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
-    """One value of the type of the first, or a list where they are not of one form."""
+    """Return one value of the type of the first, or a list where they are not of one form."""
     first = values[0]
     kind = type(first)
     if kind is str or any(type(value) is not kind and not is_tensor(value) for value in values):
@@ -117,7 +117,7 @@ def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
 
 
 def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
-    """A field of a sample. What says where it came from is a list whatever it holds, or None if there is nothing."""
+    """Collate a field; what says where samples came from is a list whatever it holds, or None if there is nothing."""
     if name.startswith("__"):
         return None if all(value is None for value in values) else values
     return _collated(values, join)

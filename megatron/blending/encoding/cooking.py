@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.blending.arguments import check_function
 from megatron.blending.encoding.seeding import with_seeds
 
 
 @dataclass(frozen=True)
 class Cooker:
-    """A function from CrudeSample to a sample, for the sources that have all of `has_subflavors`.
+    """A Cooker makes samples of CrudeSamples, for the sources that have all of `has_subflavors`.
 
     Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker` asks for.
     """
@@ -19,8 +20,7 @@ class Cooker:
     has_subflavors: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.cook):
-            raise ValueError(f"Cooker: cook must be a function, but is {self.cook!r}")
+        check_function("Cooker: cook", self.cook)
         if self.has_subflavors is not None and not isinstance(self.has_subflavors, Mapping):
             raise ValueError(f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}")
 
@@ -40,9 +40,9 @@ def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool
 
 
 class DirectCache:
-    """Reads at once and keeps nothing: the operating system keeps what was read."""
+    """A DirectCache reads at once and keeps nothing: the operating system keeps what was read."""
 
-    def get(self, store: Any, name: str, sample: Any = None) -> Any:
+    def get(self, store: Any, name: str, sample: object = None) -> Any:
         return store.get(name, sample)
 
     def get_lazy(self, store: object, name: str) -> "Lazy":
@@ -51,7 +51,7 @@ class DirectCache:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A file of a store that is read when asked for."""
+    """A Lazy stands for a file of a store, which is read when it is asked for."""
 
     store: Any
     fname: str

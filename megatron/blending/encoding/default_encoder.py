@@ -16,26 +16,32 @@ from megatron.blending.streams.failures import FatalSampleError
 
 
 class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
+    """It converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
 
     _encoded_sample_type: Any = None
     _raw_batch_type: Any = None
     _batch_type: Any = None
 
-    def __init__(self, *, encoded_sample_type: Any = None, raw_batch_type: Any = None, batch_type: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        encoded_sample_type: type | None = None,
+        raw_batch_type: type | None = None,
+        batch_type: type | None = None,
+    ) -> None:
         for name in ("encoded_sample_type", "raw_batch_type", "batch_type"):
             kind = locals()[name]
             if kind is not None and not isinstance(kind, type):
                 raise ValueError(f"{type(self).__name__}: {name} must be a class, but is {kind!r}")
             setattr(self, f"_{name}", kind)
 
-    def encode_sample(self, sample: Any) -> Any:
+    def encode_sample(self, sample: T_sample) -> T_encoded_sample:
         if self._encoded_sample_type is None or type(sample) is self._encoded_sample_type:
-            return sample
+            return sample  # type: ignore[return-value]
         with types_must_fit():
             return converted(sample, self._encoded_sample_type)
 
-    def batch(self, samples: list[Any]) -> Any:
+    def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
         """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
 
         `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
@@ -49,9 +55,9 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
         with types_must_fit():
             return self._batch(samples, kind)
 
-    def encode_batch(self, batch: Any) -> Any:
+    def encode_batch(self, batch: T_raw_batch) -> T_batch:
         if self._batch_type is None or type(batch) is self._batch_type:
-            return batch
+            return batch  # type: ignore[return-value]
         with types_must_fit():
             return converted(batch, self._batch_type)
 
@@ -71,7 +77,7 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
 
 @contextmanager
 def types_must_fit() -> Iterator[None]:
-    """What does not fit for one sample does for none: the run ends, where a failing sample would be left out."""
+    """End the run where types do not fit: what fits no sample must not be left out as one sample that fails."""
     try:
         yield
     except FieldError as error:

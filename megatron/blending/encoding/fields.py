@@ -6,9 +6,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.source_info import Sources
-from megatron.blending.formats.yaml_place import nearest
 
 
 class FieldError(ValueError):
@@ -78,7 +78,7 @@ def batch_samples(
     return batch_type(**fields)
 
 
-def converted(value: Any, kind: Any) -> Any:
+def converted(value: object, kind: Any) -> Any:
     """Return `value` as a `kind`, by the names of fields; FieldError for one without default that it lacks."""
     names = field_names(value)
     has = {name: value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names}
@@ -89,7 +89,7 @@ def converted(value: Any, kind: Any) -> Any:
     return kind(**{name: has[name] for name in field_names(kind) if name in has})
 
 
-def is_made_of(kind: Any, value: Any) -> bool:
+def is_made_of(kind: type, value: object) -> bool:
     """Whether a class has a field for each that `value` has, and needs no other."""
     if not has_fields(kind) or not has_fields(value):
         return False
@@ -97,13 +97,13 @@ def is_made_of(kind: Any, value: Any) -> bool:
     return issubclass(kind, Mapping) or required_names(kind) <= names <= set(field_names(kind))
 
 
-def _missing(name: str, kind: Any, value: Any) -> FieldError:
+def _missing(name: str, kind: type, value: object) -> FieldError:
     hint = nearest(name, field_names(value), "its fields")
     return FieldError(f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}")
 
 
-def _column(name: str, values: list[Any], action: Action) -> Any:
-    """A field of all samples. What says where they came from is listed, or None if there is nothing to say."""
+def _column(name: str, values: list[Any], action: Action) -> object:
+    """Collate a field of all samples; what says where they came from is listed, or None if there is nothing to say."""
     if not name.startswith("__"):
         return action(values)
     if all(value is None for value in values):

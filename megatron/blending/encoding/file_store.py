@@ -19,7 +19,7 @@ Decode = Callable[[str, bytes], Any]
 
 
 class FileStore:
-    """`store.get(name, sample)`: the decoded content, with the file noted in the sample's `__sources__`."""
+    """`store.get(name, sample)` gives the decoded content, and notes the file in the sample's `__sources__`."""
 
     def __init__(self, path: str, decode: Decode) -> None:
         self.path = path
@@ -48,7 +48,7 @@ class FileStore:
 
 
 class SystemFileStore(FileStore):
-    """The files below a folder, local or a URL; ValueError for a name that leads out of it, as records may hold any."""
+    """It reads files below a folder or URL; ValueError for a name that leads out of it, as records may hold any."""
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
         if os.path.isabs(key) or "://" in key or ".." in key.split("/"):
@@ -58,11 +58,11 @@ class SystemFileStore(FileStore):
 
 
 class WebdatasetFileStore(FileStore):
-    """The files of a prepared WebDataset, whatever part they are in. Needs its index.sqlite."""
+    """It reads files of a prepared WebDataset, whatever part they are in, by its index.sqlite."""
 
     @cached_property
     def dataset(self) -> WebDataset:
-        """The data set, opened by the first who asks: a source as its own store is seldom asked for anything."""
+        """It is opened by the first who asks: a source as its own store is seldom asked for anything."""
         parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)
         return WebDataset(self.path, SplitPart(tuple(read_info(self.path).items()), ()), parts, {})
 

@@ -6,6 +6,7 @@ microseconds per sample and source.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.encoding.samples import Sample
@@ -41,7 +42,7 @@ class JoinSource(RecordSource):
         return hashlib.blake2b(f"{prints} {self._nonmatch}".encode(), digest_size=16).hexdigest()
 
     def _found(self, number: int, keys: Sequence[str]) -> dict[str, tuple[int, Record | RecordError]]:
-        """Index and record of each key that source `number` has."""
+        """Return index and record of each key that source `number` has."""
         found = self._sources[number].find(keys)
         return dict(zip(found, zip(found.values(), self._sources[number].read(list(found.values())))))
 
@@ -61,37 +62,31 @@ class JoinSource(RecordSource):
         return {"legs": records}
 
 
+@dataclass(frozen=True)
 class JoinedLoad:
-    """A record of a JoinSource as the sample that the joiner makes. A partner missing: SkipSample, or the run ends."""
+    """It makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or the run ends."""
 
-    def __init__(
-        self,
-        loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]],
-        names: Sequence[str | None],
-        make: Callable[..., Any],
-        subflavors: dict[str, Any],
-    ) -> None:
-        self._loads = list(loads)
-        self._names = list(names)
-        self._make = make
-        self._subflavors = subflavors
+    loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]]
+    names: Sequence[str | None]
+    make: Callable[..., Any]
+    subflavors: dict[str, Any]
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         if "fault" in record:
             raise FatalSampleError(record["fault"]) if record["fault"] else SkipSample
         samples = [
             None if leg is None else self._samples(load, leg, restore_key)
-            for load, leg in zip(self._loads, record["legs"])
+            for load, leg in zip(self.loads, record["legs"])
         ]
-        if self._names[0] is None:
-            sample = self._make(*samples)
+        if self.names[0] is None:
+            sample = self.make(*samples)
         else:
-            sample = self._make(**{str(name): sample for name, sample in zip(self._names, samples)})
+            sample = self.make(**{str(name): sample for name, sample in zip(self.names, samples)})
         if isinstance(sample, Sample):
             sample.__restore_key__ = restore_key
-            sample.__subflavors__ = {**(sample.__subflavors__ or {}), **self._subflavors}
+            sample.__subflavors__ = {**(sample.__subflavors__ or {}), **self.subflavors}
         return sample
 
-    def _samples(self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]) -> Any:
+    def _samples(self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]) -> object:
         index, record = leg
         return load(record, (*restore_key[:-1], index))

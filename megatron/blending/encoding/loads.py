@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.encoding.fields import required_names
@@ -16,7 +17,7 @@ _new: Any = object.__new__
 
 
 class TypedLoad:
-    """A record as the sample that dataset.yaml says."""
+    """It makes of a record the sample that dataset.yaml says."""
 
     def __init__(self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode) -> None:
         self._dataset = dataset
@@ -27,7 +28,7 @@ class TypedLoad:
         self._subflavors = subflavors
         self._decode = decode
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         if self._is_loaded:
             record = {**record, "__restore_key__": restore_key, "__subflavors__": self._subflavors}
         fields = self._dataset.fields(record, self._decode)
@@ -42,55 +43,50 @@ class TypedLoad:
         return sample
 
 
-class CrudeLoad:
-    """A record of a prepared folder as a CrudeSample of its parts, or as what the cooker makes of that."""
+@dataclass(frozen=True, kw_only=True)
+class _Cooks:
+    """A load makes a CrudeSample, or what the cooker makes of that."""
 
-    def __init__(
-        self,
-        dataset: WebDataset,
-        subflavors: dict[str, Any],
-        path: str,
-        decode: Decode,
-        cook: Callable[[Any], Any] | None,
-    ) -> None:
-        self._dataset = dataset
-        self._subflavors = subflavors
-        self._path = path
-        self._decode = decode
-        self.cook = cook
-        self.__failure_tolerance__ = failure_tolerance_of(cook)
+    path: str
+    subflavors: dict[str, Any]
+    cook: Callable[[Any], Any] | None
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
-        sample = CrudeSample(self._dataset.fields(record, self._decode))
+    @property
+    def __failure_tolerance__(self) -> int | None:
+        return failure_tolerance_of(self.cook)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrudeLoad(_Cooks):
+    """It makes it of a record of a prepared folder: of its parts."""
+
+    dataset: WebDataset
+    decode: Decode
+
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
+        sample = CrudeSample(self.dataset.fields(record, self.decode))
         sample["__restore_key__"] = restore_key
-        sample["__subflavors__"] = self._subflavors
-        sample["__sources__"] = (SourceInfo(self._path, restore_key[-1], sample["__shard__"]),)
+        sample["__subflavors__"] = self.subflavors
+        sample["__sources__"] = (SourceInfo(self.path, restore_key[-1], sample["__shard__"]),)
         return sample if self.cook is None else self.cook(sample)
 
 
-class FileLoad:
-    """A record of a file as a CrudeSample: of its columns, or with the object of a line as "json"; or what the cooker
-    makes of that. Its key is its number in the file, also where only a part of the file is read.
+@dataclass(frozen=True, kw_only=True)
+class FileLoad(_Cooks):
+    """It makes it of a record of a file: its columns, or the object of a line as "json". Its key is its number there,
+    also where only a part of the file is read.
     """
 
-    def __init__(
-        self, path: str, first: int, is_json: bool, subflavors: dict[str, Any], cook: Callable[[Any], Any] | None
-    ) -> None:
-        self._path = path
-        self._name = os.path.basename(path)
-        self._first = first
-        self._is_json = is_json
-        self._subflavors = subflavors
-        self.cook = cook
-        self.__failure_tolerance__ = failure_tolerance_of(cook)
+    first: int
+    is_json: bool
 
-    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> Any:
+    def __call__(self, record: Record, restore_key: tuple[Any, ...]) -> object:
         return self.many([record], [restore_key])[0]
 
     def many(self, records: Iterable[Record], restore_keys: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Return the samples of many records: in one loop, as calls would cost a fifth more."""
-        path, name, first, is_json = self._path, self._name, self._first, self._is_json
-        subflavors, cook, samples = self._subflavors, self.cook, []
+        path, first, is_json = self.path, self.first, self.is_json
+        name, subflavors, cook, samples = os.path.basename(path), self.subflavors, self.cook, []
         for record, restore_key in zip(records, restore_keys):
             number = restore_key[-1]
             sample = CrudeSample()

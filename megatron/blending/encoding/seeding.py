@@ -44,7 +44,7 @@ def with_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Seeded:
-    """Calls a function with generators that are seeded from its first argument, and puts them back."""
+    """It calls a function with generators that are seeded from its first argument, and puts them back."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

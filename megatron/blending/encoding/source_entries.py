@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.encoding.cooking import choose_cook
 from megatron.blending.encoding.fields import required_names
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore, open_store
@@ -28,7 +29,6 @@ from megatron.blending.formats.prepared.nv_meta import SampleType
 from megatron.blending.formats.prepared.webdataset import WebDataset, open_webdataset
 from megatron.blending.formats.record import Record, RecordSource
 from megatron.blending.formats.sources import SOURCES, open_source
-from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
@@ -43,7 +43,7 @@ Load = Callable[[Record, tuple[Any, ...]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources are read, for training or for validation."""
+    """A Reading says how sources are read, for training or for validation."""
 
     encoder: TaskEncoder[Any, Any, Any, Any]
     is_shuffled: bool = True
@@ -93,7 +93,7 @@ def _open(entry: SourceEntry, reading: Reading) -> tuple[RecordSource, Load]:
     stores = {name: open_store(path, decode, entry.where) for name, path in entry.aux.items()}
     primary = WebdatasetFileStore(entry.path, decode)
     cook = choose_cook(reading.encoder.cookers, subflavors, stores, primary, entry.where)
-    return source, CrudeLoad(webdataset, subflavors, entry.path, decode, cook)
+    return source, CrudeLoad(path=entry.path, subflavors=subflavors, cook=cook, dataset=webdataset, decode=decode)
 
 
 def _typed_load(
@@ -106,7 +106,7 @@ def _typed_load(
     return load
 
 
-def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
+def _check_fields(kind: SampleType, source: RecordSource, decode: Decode) -> None:
     """ValueError if a field comes from a part, or a key in JSON, that none of 64 samples has, evenly spread over all.
 
     Most often it is the first that is read, and no other. Of remote data none is: each would cost several requests.
@@ -134,7 +134,7 @@ def _check_fields(kind: SampleType, source: RecordSource, decode: Any) -> None:
 
 
 def _told(faults: Sequence[Missing]) -> str:
-    """What is not there, and what may have been meant; of a key rather than of a part."""
+    """Say what is not there, and what may have been meant; of a key rather than of a part."""
     key = next((fault for fault in faults if fault.within), faults[0])
     there = dict.fromkeys(name for fault in faults if fault.within == key.within for name in fault.there)
     if not key.within:
@@ -166,7 +166,8 @@ def _open_file(entry: SourceEntry, path: str, reading: Reading, decode: Decode) 
     primary = SystemFileStore(os.path.dirname(path), decode)
     cook = choose_cook(reading.encoder.cookers, entry.subflavors, stores, primary, entry.where)
     first, is_json = entry.subset.of(len(whole)).start, path.endswith(_JSON_SUFFIXES)
-    return part_of(whole, entry.subset), FileLoad(path, first, is_json, dict(entry.subflavors), cook)
+    load = FileLoad(path=path, subflavors=dict(entry.subflavors), cook=cook, first=first, is_json=is_json)
+    return part_of(whole, entry.subset), load
 
 
 def _open_webdataset(entry: SourceEntry, reading: Reading) -> tuple[WebDataset, dict[str, Any]]:
@@ -189,7 +190,8 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
             raise ValueError(f"{leg.entry.where}: a join is of prepared folders, but {leg.entry.path} is none")
         webdataset, subflavors = _open_webdataset(leg.entry, reading)
         if webdataset.sample_type.is_crude:
-            loads.append(CrudeLoad(webdataset, subflavors, leg.entry.path, decode, None))
+            crude = CrudeLoad(path=leg.entry.path, subflavors=subflavors, cook=None, dataset=webdataset, decode=decode)
+            loads.append(crude)
         else:
             loads.append(_typed_load(webdataset, webdataset, subflavors, reading, decode))
         sources.append(webdataset)
@@ -200,13 +202,13 @@ def _open_join(join: Join, reading: Reading) -> tuple[RecordSource, Load]:
 
 
 def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
-    """The function of a joiner, or `from_joined` of its class."""
+    """Return the function of a joiner, or `from_joined` of its class."""
     kind = _imported(*join.joiner, reading.allow_code)
     return getattr(kind, "from_joined", kind)
 
 
 def _decoder(reading: Reading) -> Decode:
-    """What the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
+    """Return what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
     decoder = reading.encoder.decoder
     if decoder is None:
         return keep_bytes
@@ -219,7 +221,7 @@ def _decoder(reading: Reading) -> Decode:
 
 
 def _sample_class(webdataset: WebDataset, reading: Reading) -> Any:
-    """The class that dataset.yaml names: one of ours by its name alone, any other only if code is allowed."""
+    """Return the class that dataset.yaml names: one of ours by its name alone, any other only if code is allowed."""
     kind = webdataset.sample_type
     if kind.module.startswith(_OUR_MODULES):
         if kind.name not in SAMPLE_TYPES:

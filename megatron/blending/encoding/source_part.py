@@ -17,7 +17,7 @@ def part_of(source: RecordSource, subset: Subset) -> RecordSource:
 
 
 class SourcePart(RecordSource):
-    """Consecutive records of a source."""
+    """It is consecutive records of a source."""
 
     def __init__(self, source: RecordSource, records: range) -> None:
         self._source = source

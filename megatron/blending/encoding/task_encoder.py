@@ -12,6 +12,7 @@ from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
 from megatron.blending.encoding.seeding import with_seeds
+from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
 from megatron.blending.streams.group_batch import GroupBatchDataset
@@ -38,15 +39,15 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     over_long: str = "error"
     """What becomes of a sample that fits in no pack: "error", "alone" (a pack by itself), or "drop" (and count)."""
 
-    def encode_sample(self, sample: Any) -> Any:
+    def encode_sample(self, sample: T_sample) -> T_encoded_sample:
         """Return what the model's input is made of; raise SkipSample to leave it out. A generator gives several."""
-        return sample
+        return sample  # type: ignore[return-value]
 
-    def preencode_sample(self, sample: Any) -> Any:
+    def preencode_sample(self, sample: T_sample) -> Any:
         """Return what `select_samples_to_pack` chooses by: the cheap part of encoding, where there is packing."""
         return sample
 
-    def postencode_sample(self, sample: Any) -> Any:
+    def postencode_sample(self, sample: Any) -> T_encoded_sample:
         """Finish a sample of `preencode_sample` that was chosen."""
         return sample
 
@@ -62,15 +63,15 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         """Return (key, batch size or None for that asked for): only samples of equal key share a batch."""
         raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
 
-    def batch(self, samples: list[Any]) -> Any:
+    def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
         """Return one batch: of the samples' own type, with tensors stacked, smaller ones padded, the rest in lists."""
         return self._batch(samples, type(samples[0]))
 
-    def encode_batch(self, batch: Any) -> Any:
+    def encode_batch(self, batch: T_raw_batch) -> T_batch:
         """Return what the training loop gets."""
-        return batch
+        return batch  # type: ignore[return-value]
 
-    def num_tokens(self, sample: Any) -> int:
+    def num_tokens(self, sample: T_encoded_sample) -> int:
         """Return the length of an encoded sample, for weights by tokens: that of its `tokens`."""
         tokens = sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
         if tokens is None:
@@ -180,7 +181,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         virtual_epoch_length: int = 0,
         blend_mode: str = "none",
         proportions: str = "exact",
-        weight_schedule: Any = None,
+        weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:
         """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
@@ -234,7 +235,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         )
 
 
-def check_encoder(encoder: Any, packing_buffer_size: int | None = None) -> None:
+def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> None:
     """ValueError naming the method if what the encoder defines makes no pipeline."""
     if isinstance(encoder, type):
         raise ValueError(f"task_encoder must be an object, but is the class {encoder.__name__}; pass an instance of it")

@@ -11,9 +11,12 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from megatron.blending.arguments import check_one_of
 
 Decode = Callable[[str, bytes], Any]
 
@@ -29,7 +32,7 @@ _PICKLES = frozenset("pkl pickle pyd".split())
 
 
 class DecodeError(ValueError):
-    """A part that is not what its name says, or that no library here can decode. The message names the part."""
+    """A part is not what its name says, or no library here can decode it. The message names the part."""
 
 
 def keep_bytes(name: str, content: bytes) -> bytes:
@@ -39,7 +42,7 @@ def keep_bytes(name: str, content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class SampleDecoder:
-    """Decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it cannot be."""
+    """It decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it cannot be."""
 
     image_decode: str = _IMAGE_MODE
     """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8" bytes, "pilrgb" ..."""
@@ -51,10 +54,9 @@ class SampleDecoder:
     """Unpickle pickles, which runs what they hold."""
 
     def __post_init__(self) -> None:
-        if self.image_decode != _IMAGE_MODE and self.image_decode not in (known := _media("images").IMAGE_MODES):
-            raise ValueError(f"image_decode must be one of {', '.join(known)}, but is {self.image_decode!r}")
-        if self.av_decode not in _AV_MODES:
-            raise ValueError(f"av_decode must be one of {', '.join(_AV_MODES)}, but is {self.av_decode!r}")
+        if self.image_decode != _IMAGE_MODE:
+            check_one_of("image_decode", self.image_decode, _media("images").IMAGE_MODES)
+        check_one_of("av_decode", self.av_decode, _AV_MODES)
 
     def __call__(self, name: str, content: bytes) -> Any:
         suffix = name if name in _PLAIN else name.rpartition(".")[2]
@@ -80,36 +82,36 @@ class SampleDecoder:
             raise DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}") from error
         return content
 
-    def _open_av(self, content: bytes) -> Any:
+    def _open_av(self, content: bytes) -> object:
         if self.av_decode == "pyav":
             return import_module("av").open(io.BytesIO(content))
         decoder = _media("av").AVDecoder(io.BytesIO(content))
         return decoder if self.av_decode == "AVDecoder" else decoder.get_frames(self.video_decode_audio)
 
 
-def _media(name: str) -> Any:
-    """A module that only media need: whoever reads text never imports it."""
+def _media(name: str) -> ModuleType:
+    """Import a module that only media need: whoever reads text never does."""
     return import_module(f"megatron.blending.formats.media.{name}")
 
 
-def _load_torch(content: bytes) -> Any:
+def _load_torch(content: bytes) -> object:
     return import_module("torch").load(io.BytesIO(content), weights_only=True)
 
 
-def _load_npy(content: bytes) -> Any:
+def _load_npy(content: bytes) -> object:
     return np.load(io.BytesIO(content), allow_pickle=False)
 
 
-def _load_npz(content: bytes) -> Any:
+def _load_npz(content: bytes) -> object:
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return dict(arrays)
 
 
-def _load_msgpack(content: bytes) -> Any:
+def _load_msgpack(content: bytes) -> object:
     return import_module("msgpack").unpackb(content)
 
 
-def _load_cbor(content: bytes) -> Any:
+def _load_cbor(content: bytes) -> object:
     return import_module("cbor2").loads(content)
 
 

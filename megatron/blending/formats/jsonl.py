@@ -9,7 +9,7 @@ Invariant: an index file beside the data changes how fast it is opened, never wh
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,10 @@ from megatron.blending.formats.files import LONG_BYTES, File, LocalFile, is_file
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index, check_indices
 
 INDEX_SUFFIX = ".idx"
+
+T = TypeVar("T")
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+"""Passes steps on, of which there are so many, and shows how far they are."""
 
 _SCAN_BYTES = 1 << 24
 _COUNTED_BYTES = 1 << 31
@@ -123,17 +127,16 @@ class JsonlSource(FileSource):
         return RecordError(f"{self.describe(index)}: {fault}; fix the line")
 
 
-def _unseen(steps: Iterable[Any], total: int) -> Iterable[Any]:
+def unseen(steps: Iterable[T], total: int) -> Iterable[T]:
+    """Show no progress."""
     return steps
 
 
-def index_lines(
-    file: File, progress: Callable[[Iterable[Any], int], Iterable[Any]] = _unseen
-) -> npt.NDArray[np.uint64]:
+def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint64]:
     """Return where each non-blank line starts, then the end of the file: what an index file holds.
 
-    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress` passes the
-    blocks of the file on, of which there are so many.
+    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress`: of the
+    blocks of the file.
     """
     carried = np.array([_mark_bytes(file)], np.int64)
     found, suspects = [], []

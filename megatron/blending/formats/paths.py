@@ -3,7 +3,7 @@
 import os
 import posixpath
 
-from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.arguments import nearest
 
 URL = "://"
 _YAML_SUFFIXES = (".yaml", ".yml")

@@ -1,23 +1,11 @@
 """pure. A Place says where in which YAML file, as every message about it begins, and makes the checks."""
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron.blending.arguments import nearest
 from megatron.blending.formats.yaml_reader import Items, Table
-
-_MOST_LISTED = 50
-
-
-def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
-    """Say which of `words` was probably meant, or else what there is: the first 50."""
-    words = list(words)
-    close = difflib.get_close_matches(word, words, 1, 0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
-    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none'}{more}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ _FLOAT = re.compile(rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?{_
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in "map seq str int float bool null timestamp value merge".split()}
 _MERGE = "<<"
 
+Scalar = str | int | float | bool | None
+
 
 class Table(dict[str, Any]):
     """A mapping of the file. `line`: where it starts; `lines`: that of each key. Counted from 1."""
@@ -50,7 +52,7 @@ def read_yaml(path: str, text: str) -> Any:
     return None if node is None else _Values(path).of(node)
 
 
-def read_scalar(word: str) -> Any:
+def read_scalar(word: str) -> Scalar:
     """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`, `read_scalar("012") -> 12`."""
     if word.lower() in _NULLS:
         return None
@@ -96,7 +98,7 @@ class _Values:
         self._done[id(node)] = value
         return value
 
-    def _items_or_scalar(self, node: yaml.Node) -> Any:
+    def _items_or_scalar(self, node: yaml.Node) -> Items | Scalar:
         if isinstance(node, yaml.SequenceNode):
             items = Items(self.of(item) for item in node.value)
             items.line = node.start_mark.line + 1

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from megatron.blending.arguments import nearest
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.source_entries import Reading, file_of, open_entry
 from megatron.blending.formats.paths import is_metadataset, read_text
 from megatron.blending.formats.prepared.nv_meta import read_split_names
-from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.formats.yaml_reader import Table, as_tables, read_yaml
 from megatron.blending.metadatasets.metadataset import (
     Blend,
@@ -30,7 +30,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class DatasetBlendMode(str, Enum):
-    """What the weights of sources are."""
+    """It says what the weights of sources are."""
 
     NONE = "none"
     DATASET_WEIGHT = "dataset_weight"
@@ -38,7 +38,7 @@ class DatasetBlendMode(str, Enum):
 
 
 class LoadedDataset(tuple[Any, Any]):
-    """A source of a stream, unpacked as `dataset, weight`."""
+    """It is a source of a stream, and unpacks as `dataset, weight`."""
 
     dataset: Any
     weight: Weight
@@ -60,7 +60,7 @@ class LoadedDatasetList(NamedTuple):
 
 
 class DatasetLoaderInterface:
-    """Something that sources can be read from."""
+    """Sources can be read from it."""
 
     def node(self, split_part: str, told: Reference) -> Node:
         """Return the tree of sources of a split; `told`: what holds for all of it."""
@@ -107,11 +107,11 @@ def split_names(path: str) -> set[str]:
     return set(read_split_names(path)) if file_of(path) is None else set()
 
 
-def _endless(dataset: Any, repeat: bool) -> Any:
+def _endless(dataset: SavableDataset[Any], repeat: bool) -> SavableDataset[Any]:
     return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
 
 
-def _repeated(dataset: Any, repetitions: Any, entry: SourceEntry | Join) -> LoadedDataset:
+def _repeated(dataset: SavableDataset[Any], repetitions: Weight, entry: SourceEntry | Join) -> LoadedDataset:
     if not int(len(dataset) * repetitions):
         raise ValueError(
             f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is none; "
@@ -123,7 +123,7 @@ def _repeated(dataset: Any, repetitions: Any, entry: SourceEntry | Join) -> Load
 
 
 class DatasetLoader(DatasetLoaderInterface):
-    """Data: a prepared folder or a file of records; or a metadataset, read again for each split."""
+    """It reads data, a prepared folder or a file of records; or a metadataset, again for each split."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class DatasetLoader(DatasetLoaderInterface):
 
 
 class _Metadataset(DatasetLoaderInterface):
-    """A metadataset file, or its content given as dicts and lists, with paths relative to where `path` is."""
+    """It reads a metadataset file, or its content given as dicts and lists, with paths relative to where `path` is."""
 
     def __init__(self, path: str | os.PathLike[str], splits: Mapping[str, Any] | None = None) -> None:
         self.path = os.fspath(path)
@@ -172,11 +172,11 @@ class _Metadataset(DatasetLoaderInterface):
 
 
 class Metadataset(_Metadataset):
-    """The first form: `splits` of `datasets` with weights."""
+    """It has the first form: `splits` of `datasets` with weights."""
 
 
 class MetadatasetV2(_Metadataset):
-    """The second form: `splits` of a `path`, a `blend`, a `blend_epochized` or a `join`."""
+    """It has the second form: `splits` of a `path`, a `blend`, a `blend_epochized` or a `join`."""
 
 
 def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:

@@ -12,11 +12,12 @@ worker_config                                   may be left out; the loader then
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any
 
+from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.source_entries import Reading
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
@@ -30,6 +31,7 @@ from megatron.blending.loading.dataset_loader import (
 )
 from megatron.blending.loading.token_weights import by_tokens
 from megatron.blending.order.weights import WeightSchedule
+from megatron.blending.streams.choice import BLEND_MODES
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
@@ -69,15 +71,17 @@ def get_train_dataset(
     ValueError for anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, batch_size, packing_buffer_size, split_part, worker_config)
-    _true_or_false(batch_drop_last=batch_drop_last, repeat=repeat, allow_code=allow_code)
-    _whole_number("virtual_epoch_length", virtual_epoch_length, 0)
-    _one_of("proportions", proportions, ("exact", "random"))
-    _one_of("weights_by", weights_by, ("samples", "tokens"))
+    _check(encoder, locals())
+    check_flag("repeat", repeat)
+    check_whole("virtual_epoch_length", virtual_epoch_length, 0)
+    check_whole("max_samples_per_sequence", max_samples_per_sequence, may_be_none=True)
+    check_whole("shuffle_buffer_size", shuffle_buffer_size or None, may_be_none=True)
+    check_one_of("proportions", proportions, BLEND_MODES)
+    check_one_of("weights_by", weights_by, ("samples", "tokens"))
     reading = Reading(
         encoder=encoder,
-        slice_length=_whole_number("max_samples_per_sequence", max_samples_per_sequence),
-        shuffle_window=_whole_number("shuffle_buffer_size", shuffle_buffer_size or None) or 0,
+        slice_length=max_samples_per_sequence,
+        shuffle_window=shuffle_buffer_size or 0,
         allow_code=allow_code,
     )
     loaded = _loader(path, options, get_train_dataset).get_datasets(
@@ -158,11 +162,8 @@ def _validation(
     `asked`: what only the encoder's hook uses.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
-    _check(encoder, asked["batch_size"], asked["packing_buffer_size"], split_part, worker_config)
-    _true_or_false(batch_drop_last=asked["batch_drop_last"], allow_code=allow_code)
-    limit = asked["limit"]
-    if limit is not None and (not isinstance(limit, Integral) or isinstance(limit, bool)):
-        raise ValueError(f"limit must be a whole number of batches, or None, but is {limit!r}")
+    _check(encoder, {**asked, **locals()})
+    check_whole("limit", asked["limit"], -math.inf, may_be_none=True)
     loaded = _loader(path, options, get_val_dataset).get_datasets(
         training=False,
         split_part=split_part,
@@ -176,7 +177,7 @@ def _validation(
 def _weighted(
     path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """The sources and the schedule, with weights in samples."""
+    """Return the sources and the schedule, with weights in samples."""
     if schedule is not None and not isinstance(schedule, WeightSchedule):
         raise ValueError(f"weight_schedule must be a WeightSchedule, but is {schedule!r}")
     if schedule is not None and loaded.blend_mode is not DatasetBlendMode.DATASET_WEIGHT:
@@ -191,7 +192,7 @@ def _weighted(
 def _loader(
     path: Path | DatasetLoaderInterface, options: Mapping[str, Any], function: Callable[..., Any]
 ) -> DatasetLoaderInterface:
-    """What gives the sources; `options`: what `function` was given besides its own arguments."""
+    """Return what gives the sources; `options`: what `function` was given besides its own arguments."""
     own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     check_options(options, own)
     if isinstance(path, DatasetLoaderInterface):
@@ -203,41 +204,17 @@ def _loader(
     return load_dataset(path, **options)
 
 
-def _check(
-    encoder: Encoder,
-    batch_size: int | None,
-    packing_buffer_size: int | None,
-    split_part: object,
-    worker_config: WorkerConfig | None,
-) -> None:
-    check_encoder(encoder, packing_buffer_size)
-    if not isinstance(split_part, str) or not split_part:
-        raise ValueError(f"split_part must be the name of a split, but is {split_part!r}")
-    if worker_config is not None:
-        check_worker_config(worker_config)
-    _whole_number("batch_size", batch_size)
-    _whole_number("packing_buffer_size", packing_buffer_size)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
-
-
-def _true_or_false(**options: object) -> None:
-    for name, value in options.items():
-        if value not in (True, False):
-            raise ValueError(f"{name} must be True or False, but is {value!r}")
-
-
-def _whole_number(name: str, value: object, least: int = 1) -> int | None:
-    """The number; None is one too, where 0 is not."""
-    if value is None and least:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        known = f"at least {least}, or None" if least else "at least 0"
-        raise ValueError(f"{name} must be a whole number of {known}, but is {value!r}")
-    return int(value)
+def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
+    """Check what training and validation have in common; `asked` may hold more."""
+    check_encoder(encoder, asked["packing_buffer_size"])
+    if not isinstance(asked["split_part"], str) or not asked["split_part"]:
+        raise ValueError(f"split_part must be the name of a split, but is {asked['split_part']!r}")
+    if asked["worker_config"] is not None:
+        check_worker_config(asked["worker_config"])
+    for name in ("batch_size", "packing_buffer_size"):
+        check_whole(name, asked[name], may_be_none=True)
+    for name in ("batch_drop_last", "allow_code"):
+        check_flag(name, asked[name])
 
 
 def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
@@ -250,7 +227,7 @@ def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
             raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
 
 
-def call_hook(hook: Callable[..., Any], **available: object) -> Any:
+def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> SavableDataset[Any]:
     """Call a method that users override with those of the arguments that its signature takes."""
     parameters = inspect.signature(hook).parameters.values()
     missing = [

@@ -2,8 +2,8 @@
 
 from typing import TypeVar
 
+from megatron.blending.arguments import check_no_more
 from megatron.blending.loading.rank_loader import Loader
-from megatron.blending.streams.arguments import check_no_more
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 

@@ -13,25 +13,35 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.collate import map_tensors
-from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.server import END, Server, Start
 from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
-from megatron.blending.streams.arguments import check_count
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Loader(Generic[T_co]):
-    """Iterable and its own iterator. Both kinds can be saved; workers start with the first batch.
+    """A Loader is its own iterator. Both kinds can be saved; workers start with the first batch.
 
     `close()`, or leaving a `with`, stops the workers; the next batch would start them again.
     """
+
+    _slot: int
+    """The next output of this rank."""
+    _shards: dict[int, ShardState]
+    _heads: dict[int, Message]
+    """Of each worker that was asked, the output that was not given yet."""
+    _ahead: list[Any]
+    _is_over: bool
 
     def __init__(
         self,
@@ -44,29 +54,25 @@ class Loader(Generic[T_co]):
     ) -> None:
         if not isinstance(dataset, SavableDataset):
             raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
-        check_count("get_loader", "prefetch_factor", prefetch_factor)
-        if pin_memory not in (None, True, False):
-            raise ValueError(f"pin_memory must be True, False or None, but is {pin_memory!r}")
+        check_whole("get_loader: prefetch_factor", prefetch_factor)
+        if pin_memory is not None:
+            check_flag("pin_memory", pin_memory)
         found = dataset.found_config() if worker_config is None else worker_config
         self.config: WorkerConfig = WorkerConfig() if found is None else found
         check_worker_config(self.config)
         self._stream = Stream(dataset, self.config)
         self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
-        self._pins = (self.config.num_workers > 0 if pin_memory is None else pin_memory) and may_pin()
-        self._shards: dict[str, Any] = {}
-        self._heads: dict[int, Message] = {}
-        self._counts: dict[int, tuple[int, int]] = {}
-        self._ahead: list[Any] = []
-        self._slot = self._start = 0
-        self._is_over = self._has_drawn = self._is_started = False
+        # Torch is not imported to find out: without it there are no tensors.
+        torch = sys.modules.get("torch") if (self.config.num_workers if pin_memory is None else pin_memory) else None
+        self._pins = torch is not None and torch.cuda.is_available()
         self._pool: WorkerPool | None = None
         self._failure_log = FailureLog()
         self._warned_of = 0
         self._begin_pass(0, 0)
 
     def __len__(self) -> int:
-        """Batches of one pass on this rank; of endless data, of one pass over it."""
+        """Return the batches of one pass on this rank; of endless data, of one pass over it."""
         ranks, root = self.config.num_ranks, self._stream.root
         if root.goes_on:
             return max(1, (root.size or 0) // ranks)
@@ -126,8 +132,7 @@ class Loader(Generic[T_co]):
         goes on from where that of its name stood, in the order that it had, and new ones begin. Then what shards held
         back is given up, and weights start anew.
         """
-        if on_change not in ("error", "remap"):
-            raise ValueError(f"on_change must be 'error' or 'remap', but is {on_change!r}")
+        check_one_of("on_change", on_change, ("error", "remap"))
         states = checked_states(state)
         merged = merge_states(states, self.config.this_rank, self.config.num_ranks)
         merged["stream"] = expanded(merged["stream"])
@@ -149,11 +154,10 @@ class Loader(Generic[T_co]):
             self._epoch_start = self._base - turns * self.config.num_ranks
         self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
         self._since = merged["since"]
-        self._shards = {number: shard for number, shard in merged["shards"].items() if self._runs(int(number))}
+        self._shards = {number: shard for number, shard in merged["shards"].items() if self._runs(number)}
 
-    def save_state_rank(self) -> State:
-        """As `state_dict`, under energon's name."""
-        return self.state_dict()
+    save_state_rank = state_dict
+    """Energon's name of it."""
 
     def restore_state_rank(self, state: State | Sequence[State] | None, *, on_change: str = "error") -> None:
         """As `load_state_dict`, under energon's name; None does nothing."""
@@ -167,8 +171,7 @@ class Loader(Generic[T_co]):
         `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.
         """
         here = self._turn if output is None else output
-        if not isinstance(here, int) or isinstance(here, bool):
-            raise ValueError(f"output must be a whole number, but is {output!r}")
+        check_whole("output", here, -math.inf)
         if here < self._turn:
             raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
         self.close()
@@ -207,7 +210,7 @@ class Loader(Generic[T_co]):
 
     @property
     def _turn(self) -> int:
-        """The next output of rank 0, if it drew as many as this one."""
+        """It is the next output of rank 0, if that drew as many as this one."""
         return self._slot - self.config.this_rank
 
     def _next_pass(self) -> None:
@@ -224,11 +227,11 @@ class Loader(Generic[T_co]):
         self._slot = self._start = base + self.config.this_rank
         self._since = base
         self._epoch_start = self._count = 0
-        self._ahead = []
-        self._shards, self._heads, self._counts = {}, {}, {}
+        self._ahead, self._shards, self._heads = [], {}, {}
+        self._counts: dict[int, tuple[int, int]] = {}
         self._is_over = self._has_drawn = self._is_started = False
 
-    def _draw(self) -> Any:
+    def _draw(self) -> T_co:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
         # Every rank gives as many, and one at least: what does not go evenly belongs to the next epoch.
         if self._stream.root.goes_on:
@@ -258,8 +261,7 @@ class Loader(Generic[T_co]):
             self._slot += ranks
 
     def _take_state(self, worker: int, message: Message) -> None:
-        for number, state in message.shards.items():
-            self._shards[str(number)] = state
+        self._shards.update(message.shards)
         self._counts[worker] = message.num_failed, message.num_skipped
 
     def _started(self) -> WorkerPool:
@@ -270,15 +272,17 @@ class Loader(Generic[T_co]):
                 warn_of_common_shards(self._stream.num_shards, self.config)
             self._pool = WorkerPool(self._stream, self.config, self._prefetch_factor, self._failure_log)
         if not self._is_started:
-            shards = {int(number): shard for number, shard in self._shards.items()}
-            self._pool.start(self._pass, self._slot, shards, self._base, self._since)
+            self._pool.start(self._from(self._slot))
             self._is_started = True
         return self._pool
+
+    def _from(self, slot: int) -> Start:
+        return Start(self._pass, slot, self._shards, self._base, self._since)
 
     def _keep_shards(self) -> None:
         states = self._pool.shard_states() if self._pool is not None and self._is_started else None
         if states is not None:
-            self._shards = {str(number): state for number, state in states.items()}
+            self._shards = states
 
     def _catch_up(self) -> None:
         """Run shared shards up to here, before the stream changes: with other weights they would read other samples."""
@@ -288,10 +292,9 @@ class Loader(Generic[T_co]):
         server = Server(
             self._stream.root, self._stream.num_shards, self.config.this_rank, self.config.num_ranks, failures
         )
-        shards = {int(number): shard for number, shard in self._shards.items()}
-        server.start(self._pass, self._turn, shards, self._base, self._since)
+        server.start(self._from(self._turn))
         server.catch_up()
-        self._shards = {str(number): shard for number, shard in server.shard_states().items()}
+        self._shards = server.shard_states()
         self._since = self._turn
 
     def _run_since(self) -> int:
@@ -306,13 +309,7 @@ class Loader(Generic[T_co]):
         return (shard - self._slot) % math.gcd(self._stream.num_shards, self.config.num_ranks) == 0
 
 
-def may_pin() -> bool:
-    """Whether it can be done. Torch is not imported to find out: without it there are no tensors."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_available()
-
-
-def pinned(value: object) -> Any:
+def pinned(value: T) -> T:
     """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
     if hasattr(value, "pin_memory"):
         return value.pin_memory()

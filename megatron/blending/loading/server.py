@@ -6,18 +6,32 @@ shards. Else several run it, each of which throws away what the others serve.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
-from megatron.blending.streams.shard import ShardEnd, StreamShard
+from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
 
 _FIRST_PLANNED = 256
 _MOST_PLANNED = 8192
 END = 2**62
 """The slot after the last one of a pass."""
+
+
+class Start(NamedTuple):
+    """It says where servers begin anew."""
+
+    pass_number: int = 0
+    slot: int = 0
+    shards: Mapping[int, ShardState] = {}
+    """States of those that were out of step."""
+    base: int = 0
+    """The slot that is worker 0's."""
+    since: int = END
+    """Slots from here on may not have been run by who made the states."""
 
 
 class Output(NamedTuple):
@@ -27,7 +41,7 @@ class Output(NamedTuple):
 
 
 class Server:
-    """Makes the outputs of its slots in order, one pass at a time."""
+    """It makes the outputs of its slots in order, one pass at a time."""
 
     def __init__(
         self,
@@ -47,14 +61,11 @@ class Server:
         self._size = None if root.goes_on else root.size
         self.changed: set[int] = set()
         """Shards whose state changed since it was last taken."""
-        self.start(0, 0, {})
+        self.start(Start())
 
-    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int = 0, since: int = END) -> None:
-        """Go on with the first slot of this server from `slot` on. `shards`: states of those that were out of step.
-
-        `base`: the slot that is worker 0's. `since`: slots from here on may not have been run by who made the states.
-        """
-        self._pass = pass_number
+    def start(self, start: Start) -> None:
+        """Go on with the first slot of this server from there on."""
+        self._pass, slot, shards, base, since = start
         self._worker = (self._first_worker + base) % self._num_workers
         self._shards = {number: self._shard(number, state) for number, state in shards.items() if self._runs(number)}
         first = min(slot, since)
@@ -120,12 +131,12 @@ class Server:
         self.failures.num_failed, self.failures.num_skipped = counts
         return None
 
-    def shard_states(self) -> dict[int, Any]:
-        """States of the shards that are out of step."""
+    def shard_states(self) -> dict[int, ShardState]:
+        """Return the states of the shards that are out of step."""
         return {number: shard.state() for number, shard in self._shards.items()}
 
-    def changed_states(self) -> dict[int, Any]:
-        """Those of the shards that changed since this was last asked for."""
+    def changed_states(self) -> dict[int, ShardState]:
+        """Return those of the shards that changed since this was last asked for."""
         changed, self.changed = self.changed, set()
         return {number: self._shards[number].state() for number in changed}
 
@@ -135,13 +146,13 @@ class Server:
     def _runs(self, shard: int) -> bool:
         return shard % self._step == self._worker % self._step
 
-    def _shard(self, number: int, state: list[Any]) -> StreamShard:
+    def _shard(self, number: int, state: ShardState) -> StreamShard:
         shard = StreamShard(self.root, number, self.num_shards, self.failures, pass_number=self._pass)
         shard.restore(state)
         return shard
 
-    def _take(self, slot: int) -> Any:
-        """The output of a slot by arithmetic; _NotTaken if it cannot be made so."""
+    def _take(self, slot: int) -> object:
+        """Make the output of a slot by arithmetic; _NotTaken if it cannot be made so."""
         while self._at < len(self._slots) and self._slots[self._at] < slot:
             self._at += 1
         if self._at == len(self._slots):
@@ -158,7 +169,7 @@ class Server:
         return value
 
     def _sources(self) -> set[int]:
-        """Those of the output that was just made by arithmetic."""
+        """Return those of the output that was just made by arithmetic."""
         assert self._plan is not None
         return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
 

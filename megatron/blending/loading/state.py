@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.blending.loading.server import END
+from megatron.blending.streams.shard import ShardState
 
 VERSION = 4
 
@@ -63,7 +64,10 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
 
     ValueError if ranks are missing, or were saved at different points.
     """
-    states = [{**state, "shards": expanded(state["shards"])} for state in states]
+    states = [
+        {**state, "shards": {int(number): shard for number, shard in expanded(state["shards"]).items()}}
+        for state in states
+    ]
     by_rank = {state["rank"]: state for state in states}
     first = states[0]
     for state in states:
@@ -106,7 +110,7 @@ def is_taken(taken: Sequence[Any], slot: int) -> bool:
 
 
 def _turn(state: State) -> int:
-    """The next output of rank 0, if it drew as many; END, and only then, if finite data is over."""
+    """Return the next output of rank 0, if it drew as many; END, and only then, if finite data is over."""
     return state["slot"] - state["rank"]
 
 
@@ -124,23 +128,23 @@ def _check_point(states: Sequence[State]) -> None:
             )
 
 
-def _shards_before_all(states: Sequence[State], base: int) -> dict[str, Any]:
+def _shards_before_all(states: Sequence[State], base: int) -> dict[int, ShardState]:
     """Return each shard as the hindmost of the ranks that run it left it: the others make some outputs again."""
     num_shards, num_ranks = states[0]["num_shards"], len(states)
     step = math.gcd(num_shards, num_ranks)
-    merged: dict[str, Any] = {}
+    merged: dict[int, ShardState] = {}
     # Shards of one residue are run by the same ranks.
     for residue in range(step):
         ranks = range((residue - base) % step, num_ranks, step)
         limit = min(_turn(states[rank]) for rank in ranks)
         at_limit = [states[rank]["shards"] for rank in ranks if _turn(states[rank]) == limit]
-        merged.update({n: shard for n, shard in _latest(at_limit).items() if int(n) % step == residue})
+        merged.update({n: shard for n, shard in _latest(at_limit).items() if n % step == residue})
     return merged
 
 
-def _latest(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each shard the state that has come furthest; where shards are shared, some servers run behind."""
-    merged: dict[str, Any] = {}
+def _latest(shards: Sequence[dict[int, ShardState]]) -> dict[int, ShardState]:
+    """Return of each shard the state that has come furthest; where shards are shared, some servers run behind."""
+    merged: dict[int, ShardState] = {}
     for part in shards:
         for number, state in part.items():
             if number not in merged or merged[number][:2] < state[:2]:
@@ -149,7 +153,7 @@ def _latest(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _without_names(stream: State) -> list[Any]:
-    """Data may be moved: its fingerprint tells that it is the same."""
+    """Leave out names, for data may be moved: its fingerprint tells that it is the same."""
     return [stream["seed"], stream["block_length"], stream["shape"], [row[1:4] for row in stream["sources"]]]
 
 

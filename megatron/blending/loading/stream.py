@@ -12,7 +12,7 @@ from megatron.blending.loading.state import State, check_stream, compact
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.node import Binding, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset
-from megatron.blending.streams.shard import block_length
+from megatron.blending.streams.shard import ShardState, block_length
 from megatron.blending.streams.source import SourceDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -26,7 +26,7 @@ _MOST_HELD = 2**16
 
 
 class Stream:
-    """`root`: the tree as it is bound now, by `binding`. Shards: their number is the data's, or the state's."""
+    """A Stream has a tree, bound now as `root` by `binding`, and a number of shards, by the data or a state."""
 
     def __init__(self, dataset: SavableDataset[Any], config: WorkerConfig) -> None:
         self.dataset = dataset
@@ -41,13 +41,13 @@ class Stream:
         return self.root.size is not None and not self.root.goes_on
 
     def described(self) -> str:
-        """What tells this stream from others, as a short text."""
+        """Return what tells this stream from others, as a short text."""
         if self._description is None:
             self._description = compact(describe_stream(self.root, self.binding))
         return self._description
 
-    def source_positions(self, turn: int, shards: dict[str, Any]) -> list[int]:
-        """How many records of each source the outputs before `turn` were made of, where shards stand as given."""
+    def source_positions(self, turn: int, shards: dict[int, ShardState]) -> list[int]:
+        """Return of how many records of each source the outputs before `turn` were made, by where shards stand."""
         at = min(turn, self.root.size or 0) if self.is_finite else turn
         return source_positions(self.root, at, total_drawn(shards, self.num_shards, self.binding))
 
@@ -70,7 +70,7 @@ class Stream:
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
 
-    def change_weights(self, weights: Sequence[float], blend: str, turn: int, shards: dict[str, Any]) -> None:
+    def change_weights(self, weights: Sequence[float], blend: str, turn: int, shards: dict[int, ShardState]) -> None:
         """From output `turn` on, give the children of the blend at a place other weights. ValueError if that is not the
         same for all ranks: where samples are held back, each knows only how many it drew itself.
         """
@@ -178,7 +178,7 @@ def is_below_buffers(root: SavableDataset[Any], place: str) -> bool:
     return isinstance(root, BufferDataset) or (child is not None and is_below_buffers(root.children[child], place))
 
 
-def total_drawn(shards: dict[str, Any], num_shards: int, binding: Binding) -> dict[int, int]:
+def total_drawn(shards: dict[int, ShardState], num_shards: int, binding: Binding) -> dict[int, int]:
     """Return about how many samples each node that holds some back drew, over all shards, from the states of some."""
     drawn: dict[int, int] = {}
     for state in shards.values():
@@ -219,7 +219,7 @@ def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
 
 
 def _towards(root: SavableDataset[Any], place: str) -> int | None:
-    """Number of the child that stands on the way to a place."""
+    """Return the number of the child that stands on the way to a place."""
     # Of a node with one child both may have the same place.
     on_the_way = (not child.place or (place + ".").startswith(child.place + ".") for child in root.children)
     return next((number for number, is_there in enumerate(on_the_way) if is_there), None)

@@ -26,7 +26,7 @@ Encoder = TaskEncoder[Any, Any, Any, Any]
 
 @runtime_checkable
 class KnowsBytes(RecordSource, Protocol):
-    """A source whose index tells the sizes of its records."""
+    """Its index tells the sizes of its records."""
 
     def num_bytes(self, records: range) -> int | None:
         """Return the bytes of consecutive records together; None where they are not known after all."""
@@ -89,7 +89,7 @@ def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
 
 
 def _mean_by_bytes(source: RecordSource, places: Sequence[int], lengths: Sequence[int]) -> float | None:
-    """The mean length of all records, by how the lengths of a few follow their bytes; None where bytes don't tell."""
+    """Return the mean length of all, by how the lengths of a few follow their bytes; None where bytes don't tell."""
     if not isinstance(source, KnowsBytes) or (total := source.num_bytes(range(len(source)))) is None:
         return None
     sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]

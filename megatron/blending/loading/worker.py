@@ -25,12 +25,16 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Server
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
+from megatron.blending.streams.shard import ShardState
+
+if TYPE_CHECKING:
+    import torch
 
 MakeServer = Callable[[Callable[[Failure], None]], Server]
 """Called with what is to be told of failures."""
@@ -45,12 +49,12 @@ _PARENT_SECONDS = 2.0
 
 
 class Message(NamedTuple):
-    """One output, and what else the state of the stream needs once it was used."""
+    """A Message is one output, and what else the state of the stream needs once it was used."""
 
     generation: int
     slot: int
     value: Any
-    shards: dict[int, Any]
+    shards: dict[int, ShardState]
     """States of the shards that it changed."""
     num_failed: int
     num_skipped: int
@@ -58,19 +62,8 @@ class Message(NamedTuple):
     """What went wrong in place of an output, and whether it was a sample."""
 
 
-class Start(NamedTuple):
-    """Where a worker is to begin anew."""
-
-    generation: int
-    pass_number: int
-    slot: int
-    shards: dict[int, Any]
-    base: int
-    since: int
-
-
 class Sender:
-    """Sends values over a multiprocessing connection.
+    """A Sender sends values over a multiprocessing connection.
 
     What it writes to is kept from one value to the next, up to a megabyte. Made anew each time, in pieces of ever other
     sizes, it would scatter what else a worker holds over more and more memory: 0.4 MB per million samples of text.
@@ -84,7 +77,7 @@ class Sender:
         self._file = io.BytesIO()
         self._pickler = pickle.Pickler(self._file, protocol=5, buffer_callback=self._keep)
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         if (torch := sys.modules.get("torch")) is not None:
             self._pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
         self._file.seek(0)
@@ -139,18 +132,18 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // 64) * 64
 
 
-def _reduced(value: Any) -> Any:
-    """How a tensor is pickled: its bytes as a buffer, where it is a plain one, else torch's own way."""
+def _reduced(value: "torch.Tensor") -> tuple[Any, ...] | str:
+    """Pickle a tensor: its bytes as a buffer, where it is a plain one, else in torch's own way."""
     import torch
 
     is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
     if not is_plain or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
         return value.__reduce_ex__(5)
-    flat = value.contiguous().view(-1).view(torch.uint8).numpy()
+    flat: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
     return _tensor, (pickle.PickleBuffer(flat), str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
-def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
     import torch
 
     data = bytearray(buffer) if memoryview(buffer).readonly else buffer
@@ -176,10 +169,10 @@ def serve(
             if command == "more":
                 credit += server is not None
                 continue
-            generation, credit = command.generation, ahead
+            (generation, start), credit = command, ahead
             try:
                 server = make_server(tell) if server is None else server
-                server.start(*command[1:])
+                server.start(start)
             except Exception as error:
                 put(_failed(generation, error))
                 credit = 0
@@ -204,7 +197,7 @@ def _failed(generation: int, error: Exception) -> Message:
 
 def process_main(
     make_server: MakeServer,
-    connection: Any,
+    connection: Connection,
     to_close: list[Any],
     ahead: int,
     stack_file: str,
@@ -239,10 +232,10 @@ def process_main(
                 return "stop"
         command = connection.recv_bytes()
         told = pickle.loads(command) if command else "more"
-        if isinstance(told, Start):
+        if isinstance(told, tuple):
             # Else forked workers would all draw what their parent was about to.
-            seed, name = salt
-            place = f"{name} pass {told.pass_number} slot {told.slot}"
+            (_, start), (seed, name) = told, salt
+            place = f"{name} pass {start.pass_number} slot {start.slot}"
             seed_generators(salted_seed(seed, place) % 2**32)
         return told
 

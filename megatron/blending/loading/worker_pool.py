@@ -18,15 +18,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.server import END, Server, Start
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import (
     MakeServer,
     Message,
-    Start,
     aligned,
     is_shared,
     process_main,
@@ -34,6 +34,7 @@ from megatron.blending.loading.worker import (
 )
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
@@ -43,15 +44,15 @@ _LEAVE_SECONDS = 3.0
 
 
 class LocalWorker:
-    """A server in the calling process, which works when it is asked. States of shards are asked of the server."""
+    """It is a server in the calling process. It works when it is asked, and is asked for the states of its shards."""
 
     def __init__(self, make_server: MakeServer, tell: Callable[[Failure], None]) -> None:
         self.server = make_server(tell)
         self._generation = -1
 
-    def start(self, start: Start) -> None:
-        self._generation = start.generation
-        self.server.start(*start[1:])
+    def start(self, generation: int, start: Start) -> None:
+        self._generation = generation
+        self.server.start(start)
 
     def next(self) -> Message:
         slot, value = self.server.next()
@@ -63,7 +64,7 @@ class LocalWorker:
 
 
 class WorkerProcess:
-    """A server in a process. It ends when it is closed, when this process ends, and with this object."""
+    """It is a server in a process. It ends when it is closed, when this process ends, and with this object."""
 
     def __init__(
         self, name: str, make_server: MakeServer, ahead: int, config: WorkerConfig, others: "list[WorkerProcess]"
@@ -101,9 +102,9 @@ class WorkerProcess:
         for file in (self._connection.fileno(), self._process.sentinel):
             self._poll.register(file, select.POLLIN)
 
-    def start(self, start: Start) -> None:
-        self._generation = start.generation
-        self._tell(start)
+    def start(self, generation: int, start: Start) -> None:
+        self._generation = generation
+        self._tell((generation, start))
 
     def next(self) -> Message | Failure:
         """Return the next output of the latest generation, or a sample, of any, that failed.
@@ -178,7 +179,7 @@ class WorkerProcess:
         return f"{self._named()} died: {how}{hint}"
 
     def _stack(self) -> str:
-        """Where the process stands, by its own account."""
+        """Return where the process stands, by its own account."""
         try:
             before = self._num_told()
             if not before:
@@ -198,7 +199,7 @@ class WorkerProcess:
         return os.fstat(self._stacks.fileno()).st_size
 
 
-def receive(connection: Any) -> Any:
+def receive(connection: Connection) -> Any:
     """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared memory."""
     pickled = connection.recv_bytes()
     (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
@@ -222,7 +223,7 @@ def receive(connection: Any) -> Any:
 
 
 class WorkerPool:
-    """The workers of a rank, started at once, told to begin anew whenever it is asked for."""
+    """A pool has the workers of a rank, started at once, and tells them to begin anew whenever it is asked to."""
 
     def __init__(self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog) -> None:
         """`log`: of the samples that fail in any of the workers."""
@@ -248,17 +249,17 @@ class WorkerPool:
             self.close()
             raise
 
-    def start(self, pass_number: int, slot: int, shards: dict[int, Any], base: int, since: int) -> None:
+    def start(self, start: Start) -> None:
         self._generation += 1
         for worker in self._workers:
-            worker.start(Start(self._generation, pass_number, slot, shards, base, since))
+            worker.start(self._generation, start)
 
     def next(self, worker: int) -> Message:
         while isinstance(given := self._workers[worker].next(), Failure):
             self._log.tell(given)
         return given
 
-    def shard_states(self) -> dict[int, Any] | None:
+    def shard_states(self) -> dict[int, ShardState] | None:
         """Return where the shards stand that are made in sequence; None if that came with the messages."""
         first = self._workers[0]
         return first.server.shard_states() if isinstance(first, LocalWorker) else None

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.formats.paths import check_exists, is_folder, is_metadataset, read_text, resolve_path
-from megatron.blending.formats.yaml_place import nearest
 from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.metadatasets.metadataset_file import (
     UNSET,
@@ -31,7 +31,7 @@ _FILE_SYSTEM = "filesystem://"
 
 @dataclass(frozen=True)
 class Subset:
-    """Part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
+    """It is part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
 
     start: int = 0
     end: int | None = None
@@ -50,7 +50,7 @@ class Subset:
         return range(self.start + int(count * self.from_share), self.start + int(count * self.to_share))
 
     def __str__(self) -> str:
-        """Nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to 3/4"."""
+        """Return nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to 3/4"."""
         records = f" [{self.start}, {'end' if self.end is None else self.end})"
         shares = f" from {self.from_share} to {self.to_share}" if (self.from_share, self.to_share) != (0, 1) else ""
         return "" if self == Subset() else records + shares
@@ -67,7 +67,7 @@ EVERYTHING = Subset()
 
 @dataclass(frozen=True, kw_only=True)
 class SourceEntry:
-    """One source of records."""
+    """It is one source of records."""
 
     path: str
     split_part: str
@@ -84,7 +84,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Sources in shares. The weights are any numbers of at least 0, not all 0."""
+    """A Blend has sources in shares. The weights are any numbers of at least 0, not all 0."""
 
     children: "tuple[tuple[Node, float], ...]"
     where: str = ""
@@ -92,7 +92,7 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class Epochized:
-    """Sources that are read through, each so many times, per epoch of the whole."""
+    """Its sources are read through, each so many times, per epoch of the whole."""
 
     children: "tuple[tuple[Node, float], ...]"
     where: str = ""
@@ -107,7 +107,7 @@ class JoinLeg:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Sources whose samples of equal key make one sample. The first is the primary, which gives keys and order."""
+    """Samples of equal key make one sample. The first source is the primary, which gives keys and order."""
 
     legs: tuple[JoinLeg, ...]
     joiner: tuple[str, str]
@@ -122,7 +122,7 @@ Node = SourceEntry | Blend | Epochized | Join
 
 @dataclass(frozen=True)
 class _Outer:
-    """What the files on the way here have said."""
+    """It is what the files on the way here have said."""
 
     split: str
     subflavors: Mapping[str, Any] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
 
 
 def _told(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
-    """What holds within `entry`, which says less than what is outside of it does."""
+    """Return what holds within `entry`, which says less than what is outside of it does."""
     return replace(
         outer,
         subflavors={**entry.subflavors, **outer.subflavors},

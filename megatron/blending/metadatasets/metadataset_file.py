@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.arguments import nearest
+from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Table
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
@@ -28,7 +29,7 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)%")
 
 @dataclass(frozen=True)
 class Range:
-    """Part of a source, [start, end): in records, or as fractions of what there is. `end` None: to the end."""
+    """It is part of a source, [start, end): in records, or as fractions of what there is. `end` None: to the end."""
 
     start: int | Fraction
     end: int | Fraction | None
@@ -40,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A path, to data or to another metadataset, with what is to be changed about it. UNSET: the file is silent."""
+    """It names data or another metadataset, with what is to be changed about it. UNSET: the file is silent."""
 
     path: str
     split_part: str | None = None
@@ -68,7 +69,7 @@ class JoinEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`blend` (shares are weights) or `blend_epochized` (shares are repetitions)."""
+    """A Group is a `blend` (shares are weights) or a `blend_epochized` (shares are repetitions)."""
 
     is_epochized: bool
     entries: tuple[tuple[Reference | JoinEntry, float], ...]
@@ -192,14 +193,14 @@ def _parse_common(place: Place, table: Table) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """The value without its lines: what users see of a file are dicts and lists."""
+    """Return the value without its lines: what users see of a file are dicts and lists."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse_aux(place: Place, table: Table) -> dict[str, str]:
-    """Where each named store is; a path into the plain file system as filesystem://PATH."""
+    """Return where each named store is; a path into the plain file system as filesystem://PATH."""
     if table.get("aux") is None:
         return {}
     place = place.at("aux", table)

@@ -19,15 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.arguments import check_whole
+
+Ints = npt.NDArray[np.int64]
+Uints = npt.NDArray[np.uint64]
+Numbers = Any  # int | np.uint64 | Uints: numpy's stubs know no sums of these
+
 
 class Grid(NamedTuple):
-    """Numbers, or arrays that say it per index."""
+    """A Grid has so many rows and columns, and keys: numbers, or arrays that say it per index."""
 
-    num_rows: Any
-    num_columns: Any
-    round_keys: Sequence[Any]
+    num_rows: Numbers
+    num_columns: Numbers
+    round_keys: Sequence[Numbers]
 
-    def at(self, places: Any) -> "Grid":
+    def at(self, places: Ints) -> "Grid":
         round_keys = [_at(key, places) for key in self.round_keys]
         return Grid(_at(self.num_rows, places), _at(self.num_columns, places), round_keys)
 
@@ -37,7 +43,7 @@ def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) ->
 
     `size` may be anything from 1 to 10**12 and beyond. About 0.2 microseconds per index.
     """
-    check_size(size)
+    check_whole("size", size)
     asked = np.asarray(indices, dtype=np.int64)
     outside = asked[(asked < 0) | (asked >= size)]
     if outside.size:
@@ -47,7 +53,7 @@ def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) ->
     return images.astype(np.int64).reshape(asked.shape)
 
 
-def walk(index: Any, size: Any, grid: Grid) -> Any:
+def walk(index: Uints, size: Numbers, grid: Grid) -> Uints:
     """Permute an array of indices, each under a grid of its own, or all under one."""
     images = _permute_array(index, grid)
     beyond = np.flatnonzero(images >= size)
@@ -57,19 +63,14 @@ def walk(index: Any, size: Any, grid: Grid) -> Any:
     return images
 
 
-def _at(value: Any, places: Any) -> Any:
+def _at(value: Numbers, places: Ints) -> Numbers:
     return value[places] if isinstance(value, np.ndarray) else value
 
 
 def grid_sides(size: int) -> tuple[int, int]:
-    """Rows and columns of the smallest grid for a size."""
+    """Return rows and columns of the smallest grid for a size."""
     num_rows = math.isqrt(size - 1) + 1
     return num_rows, -(-size // num_rows)
-
-
-def check_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size must be at least 1, but is {size}")
 
 
 def make_grid(size: int, seed: int, epoch: int) -> Grid:
@@ -77,7 +78,7 @@ def make_grid(size: int, seed: int, epoch: int) -> Grid:
     return Grid(*grid_sides(size), struct.unpack("<8Q", digest))
 
 
-def _permute_array(cell: Any, grid: Grid) -> Any:
+def _permute_array(cell: Uints, grid: Grid) -> Uints:
     """Shift the row by a random number that the column decides, then the column likewise, four times over."""
     num_rows, num_columns = grid.num_rows, grid.num_columns
     row = cell // num_columns
@@ -91,7 +92,7 @@ def _permute_array(cell: Any, grid: Grid) -> Any:
     return row * num_columns + column
 
 
-def mix_array(value: Any, key: Any) -> Any:
+def mix_array(value: Uints, key: Numbers) -> Uints:
     """Return numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each, as uint64."""
     value = value * np.uint64(0x9E3779B97F4A7C15)
     value += key

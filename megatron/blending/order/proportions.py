@@ -42,7 +42,7 @@ _DRAWN_TOGETHER = 2**16
 
 
 class Choices(NamedTuple):
-    """The child of each position, and the number of its output."""
+    """Choices tell the child of each position, and the number of its output."""
 
     children: Ints
     numbers: Ints
@@ -73,7 +73,7 @@ def until_exhausted(weights: Sequence[Weight], sizes: Sequence[int | None]) -> S
 
 
 class _Shares:
-    """Each child's share at any output, and the windows of its outputs that follow from it, in whole numbers.
+    """They tell each child's share at any output, and the windows of its outputs that follow, in whole numbers.
 
     An output that is begun when its child loses its weight for good stands before that, or never: as many do as leave
     the others less than one output more, those that are released first. A pause may have the output that it cuts.
@@ -131,7 +131,7 @@ class _Shares:
 
 
 class _Stretch(NamedTuple):
-    """Consecutive outputs that a table gives, which repeats itself where it is shorter."""
+    """A stretch is consecutive outputs that a table gives, which repeats itself where it is shorter."""
 
     start: int
     end: int
@@ -234,7 +234,7 @@ def _drawn_table(drawn: tuple[int, ...], seed: int, at: int) -> Choices:
 
 
 class Proportions:
-    """The choices of a blend. Stretches are made when asked for, in order; then each position takes 20 nanoseconds."""
+    """They give the choices of a blend. Stretches are made when asked for, in order; then a position takes 20 ns."""
 
     def __init__(self, segments: Segments, seed: int, mode: str = "exact") -> None:
         self._make = partial(_exact_stretches if mode == "exact" else _random_stretches, seed=seed)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.order.permutation import Grid, grid_sides, make_grid, mix_array, walk
+from megatron.blending.order.permutation import Grid, Uints, grid_sides, make_grid, mix_array, walk
 
 _MASK64 = 2**64 - 1
 # Numbers of one page are cheaper than arrays of them from so many positions on.
@@ -28,7 +28,7 @@ def salted_seed(seed: int, place: str) -> int:
 
 
 class ReadingOrder(NamedTuple):
-    """In which order an endless stream reads a source of `num_records`, epoch by epoch."""
+    """It says in which order an endless stream reads a source of `num_records`, epoch by epoch."""
 
     num_records: int
     seed: int
@@ -47,14 +47,11 @@ class ReadingOrder(NamedTuple):
 
     @property
     def window(self) -> int:
-        """The window made of whole slices, and of one more than asked for: 1 where nothing is to be mixed."""
+        """It is made of whole slices, and of one more than asked for; 1 where nothing is to be mixed."""
         if self.slice_length == 1:
             return 1
-        return (
-            (-(-self.window_length // self.slice_length) + 1) * self.slice_length
-            if self.window_length > 1
-            else (self.slice_length)
-        )
+        num_slices = -(-self.window_length // self.slice_length) + 1 if self.window_length > 1 else 1
+        return num_slices * self.slice_length
 
 
 def records_at(
@@ -88,7 +85,7 @@ def records_at(
 
 
 class _Page(NamedTuple):
-    """One epoch of a stream, in numbers, or in arrays that say them per position. Slices that are full are permuted;
+    """A page is one epoch of a stream, in numbers, or arrays that say them per position. Full slices are permuted;
     what is left over at the end of the source, `num_rest` records, is read before full slice number `rest_at`.
     """
 
@@ -125,7 +122,7 @@ def _unshuffled(order: ReadingOrder, asked: npt.NDArray[np.int64]) -> npt.NDArra
 
 
 def _shuffled(pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
-    """The permuted `indices` of each page: of long parts one by one, of all others in one go."""
+    """Permute the `indices` of each page: of long parts one by one, of all others in one go."""
     found: list[Any] = [None] * len(pages)
     short = []
     for at, ((page, keys), part) in enumerate(zip(pages, indices)):
@@ -151,7 +148,7 @@ def _mixed(indices: npt.NDArray[np.int64], page: _Page, keys: Sequence[Any]) -> 
     return _mixed_slices(places, page, keys).astype(np.int64)
 
 
-def _mixed_in_windows(index: Any, page: _Page, keys: Any) -> Any:
+def _mixed_in_windows(index: Uints, page: _Page, keys: Sequence[Any]) -> Uints:
     number = index // page.window
     is_last = (number + 1) * page.window > page.size
     length = np.where(is_last, page.size - number * page.window, page.window)
@@ -161,7 +158,7 @@ def _mixed_in_windows(index: Any, page: _Page, keys: Any) -> Any:
     return number * page.window + walk(index % page.window, length, grid)
 
 
-def _mixed_slices(place: Any, page: _Page, keys: Any) -> Any:
+def _mixed_slices(place: Uints, page: _Page, keys: Sequence[Any]) -> Uints:
     rest_start = page.rest_at * page.slice_length
     num_rest = page.size - page.num_full * page.slice_length
     is_rest = (place >= rest_start) & (place < rest_start + num_rest)

@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral, Rational
+from numbers import Rational
 from typing import Any
+
+from megatron.blending.arguments import check_one_of, check_whole
 
 MAX_PERIOD = 2**20
 """Weights whose common denominator is larger are rounded to it: by at most a sample in a million."""
@@ -48,7 +50,7 @@ def exact_weight(weight: Weight, number: int) -> Fraction:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """Weights that change: from each point on (`kind="step"`), or evenly between points (`"linear"`)."""
+    """It has weights that change: from each point on (`kind="step"`), or evenly between points (`"linear"`)."""
 
     points: tuple[tuple[int, tuple[Weight, ...]], ...]
     """(training step, weights of all children), the first at step 0."""
@@ -65,17 +67,14 @@ class WeightSchedule:
             if not is_pair or isinstance(pair[1], (str, Mapping)) or not hasattr(pair[1], "__len__"):
                 written = "write ((0, (1, 1)), (1000, (1, 3)))"
                 raise ValueError(f"schedule points must be pairs (step, weights), but are {points!r}; {written}")
-        whole = [("outputs_per_step", self.outputs_per_step), ("num_pieces", self.num_pieces)]
-        for name, value in [*(("each step of a schedule", step) for step, _ in points), *whole]:
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a whole number, but is {value!r}; write it as one, such as 1000")
+        for name in ("outputs_per_step", "num_pieces"):
+            check_whole(name, getattr(self, name))
+        for step, _ in points:
+            check_whole("each step of a schedule", step, 0)
         steps = [step for step, _ in self.points]
         if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
             raise ValueError(f"schedule must start at step 0 and its steps increase, but they are {steps}")
-        if self.kind not in ("step", "linear"):
-            raise ValueError(f"schedule kind must be 'step' or 'linear', but is {self.kind!r}")
-        if self.outputs_per_step < 1 or self.num_pieces < 1:
-            raise ValueError("outputs_per_step and num_pieces must be at least 1")
+        check_one_of("schedule kind", self.kind, ("step", "linear"))
         if len({len(weights) for _, weights in self.points}) != 1:
             raise ValueError("each point of a schedule must give as many weights as there are children")
         for _, weights in self.points:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.streams.arguments import check_count, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more, check_whole
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holder import Holder, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
@@ -15,7 +15,7 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class BatchHolder(Holder):
-    """Makes batches of whichever samples come next."""
+    """It makes batches of whichever samples come next."""
 
     node: "BatchDataset"
 
@@ -31,7 +31,7 @@ class BatchHolder(Holder):
 
 
 class BatchDataset(HoldingDataset):
-    """`batcher` of each `batch_size` consecutive outputs; the last batch of finite data may be smaller.
+    """`batcher` makes one of each `batch_size` consecutive outputs; the last batch of finite data may be smaller.
 
     Where a sample is left out, the next one of the shard takes its place; so at the end of finite data each shard that
     left some out ends with a batch that is smaller, or dropped with `drop_last`.
@@ -53,9 +53,9 @@ class BatchDataset(HoldingDataset):
         kind = type(self).__name__
         super().__init__(dataset, worker_config)
         check_no_more(kind, ignored, ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance"))
-        check_count(kind, "batch_size", batch_size)
+        check_whole(f"{kind}: batch_size", batch_size)
         if batcher is not None:
-            check_function(kind, "batcher", batcher)
+            check_function(f"{kind}: batcher", batcher)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.batcher: Any = list if batcher is None else batcher
@@ -70,7 +70,7 @@ class BatchDataset(HoldingDataset):
         return self.batch_size * self.children[0].samples_per_output
 
     @property
-    def make(self) -> Any:
+    def make(self) -> Callable[[list[Any]], object]:
         return self.batcher
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
@@ -103,7 +103,7 @@ class BatchDataset(HoldingDataset):
 
 
 class MixBatchDataset(BatchDataset):
-    """Outputs of several data sets in proportion to weights, mixed inside of each batch.
+    """It mixes outputs of several data sets, in proportion to weights, inside of each batch.
 
     `MixBatchDataset((a, 6), (b, 4), batch_size=32, batch_mix_fn=homogeneous_concat_mix)`, also with one tuple of pairs.
     `batch_mix_fn(list of outputs)` makes the batch: the list itself by default; see `concat_pad` for writing one.

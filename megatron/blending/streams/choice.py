@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.arguments import check_one_of
 from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
 from megatron.blending.order.weights import WeightSchedule, integer_weights
-from megatron.blending.streams.arguments import as_pairs, check_datasets
-from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset
+from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset, as_pairs, check_datasets
 from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = ("exact", "random")
@@ -20,7 +19,7 @@ _ORDER_VERSION = 2
 
 
 class ChoiceDataset(SavableDataset[Any]):
-    """A node that says for each of its positions which child, and which of that child's."""
+    """The node says for each of its positions which child, and which of that child's."""
 
     keeps_place = False
 
@@ -34,7 +33,7 @@ class ChoiceDataset(SavableDataset[Any]):
         return sum(len(child) for child in self.children)
 
     def counts(self, position: int) -> list[int]:
-        """How many of the first outputs are each child's; of a bound node."""
+        """Return how many of the first outputs are each child's; of a bound node."""
         raise NotImplementedError
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
@@ -42,7 +41,7 @@ class ChoiceDataset(SavableDataset[Any]):
 
 
 class BlendDataset(ChoiceDataset):
-    """Children in proportion to weights, of their outputs: of batches, if they give batches.
+    """It gives outputs of its children in proportion to weights: batches, if they give batches.
 
     Endless children keep their weights for ever. Finite ones are read through once per pass, in proportion for as long
     as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of the pairs.
@@ -61,8 +60,7 @@ class BlendDataset(ChoiceDataset):
         the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
-        if mode not in BLEND_MODES:
-            raise ValueError(f"mode of a blend must be one of {', '.join(BLEND_MODES)}; {nearest(mode, BLEND_MODES)}")
+        check_one_of("mode of a blend", mode, BLEND_MODES)
         self.children = tuple(dataset for dataset, _ in pairs)
         self.weights = tuple(weight for _, weight in pairs)
         self.mode = mode
@@ -119,7 +117,7 @@ class BlendDataset(ChoiceDataset):
 
 
 class ConcatDataset(ChoiceDataset):
-    """One data set after the other, each from its start to its end. Weights that come with them are ignored."""
+    """It gives one data set after the other, each from its start to its end, whatever weights come with them."""
 
     def __init__(self, *datasets: Any, worker_config: WorkerConfig | None = None) -> None:
         if len(datasets) == 1 and isinstance(datasets[0], (list, tuple)):
@@ -151,7 +149,7 @@ class ConcatDataset(ChoiceDataset):
 
 
 class ChoicePlan:
-    """A part of a node with several children: which of them, and the place in its plan."""
+    """It tells which child gives each output, and the place in that child's plan."""
 
     def __init__(self, node: ChoiceDataset, positions: Ints, block: Block) -> None:
         chosen = node.choose(positions)
@@ -189,7 +187,7 @@ class ChoicePlan:
 
 
 def _by_child(children: Ints) -> Iterator[tuple[int, Ints]]:
-    """(child, places where it stands), for each child that is there."""
+    """Yield (child, places where it stands), for each child that is there."""
     if not len(children):
         return
     order = np.argsort(children, kind="stable")

@@ -20,7 +20,7 @@ _MOST_IN_SILENCE = 1_000_000
 
 
 class SkipSample(Exception):
-    """Raised by a function that wants no part of the sample: it is left out, silently, and counted."""
+    """A function raises it that wants no part of the sample, which is left out, silently, and counted."""
 
 
 class FatalSampleError(RuntimeError):
@@ -28,7 +28,7 @@ class FatalSampleError(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """A sample that a function failed with: the same one has the same node and place, whoever met it."""
+    """A function failed with a sample: the same one has the same node and place, whoever met it."""
 
     node: int
     place: str
@@ -38,7 +38,7 @@ class Failure(NamedTuple):
 
 
 class FailureLog:
-    """Logs each failing sample once, whichever workers tell of it and however often.
+    """It logs each failing sample once, whichever workers tell of it and however often.
 
     Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a line is how many
     different ones were told of. It remembers 10,000 of them, some 2 MB; those beyond count anew each time.
@@ -59,7 +59,7 @@ class FailureLog:
 
 
 class Failures:
-    """Counts of what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
+    """It counts what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
 
     A row is of one source: what comes of the others does not end it.
     """
@@ -72,21 +72,19 @@ class Failures:
     ):
         """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run.
 
-        `tell` gets each failing sample, at once and once, but for those beyond 10,000 of which it gets ever fewer, and
-        some again; None: they are logged.
+        `tell` gets each failing sample at once, as often as it fails; None: they are logged.
         """
         self._tolerance = tolerance
         self._handler = handler
         self._tell = FailureLog().tell if tell is None else tell
         self._in_a_row: dict[tuple[int, int | None], int] = {}
         """By node, and source where it is but one."""
-        self._told: set[tuple[int, str]] = set()
         self.num_failed = 0
         self.num_skipped = 0
         self._silent_in_a_row = 0
 
     def succeeded(self, sources: Callable[[], Set[int]] | None = None) -> None:
-        """Something came out at the end: failures of its sources (None: of any) are a new row from here on."""
+        """Note that something came out: failures of its sources (None: of any) are a new row from here on."""
         self._silent_in_a_row = 0
         if self._in_a_row:
             ended = None if sources is None else {None, *sources()}
@@ -126,8 +124,7 @@ class Failures:
         if is_fatal:
             reason = "" if isinstance(error, _FATAL) else f"; {in_a_row} samples in a row failed, the limit"
             raise FatalSampleError(f"{_described(error, function, place, sample)}{reason}") from error
-        if self._is_to_tell((node, place)):
-            self._tell(Failure(node, place, _described(error, function, place, sample)))
+        self._tell(Failure(node, place, _described(error, function, place, sample)))
 
     def _skip(self, function: object, where: Callable[[], str]) -> None:
         self.num_skipped += 1
@@ -138,18 +135,9 @@ class Failures:
                 "nothing may be left of the data"
             )
 
-    def _is_to_tell(self, failing: tuple[int, str]) -> bool:
-        """Spares who is told what it knows."""
-        if failing in self._told:
-            return False
-        if len(self._told) == _REMEMBERED:
-            return _is_power_of_two(self.num_failed)
-        self._told.add(failing)
-        return True
-
 
 def failure_tolerance_of(function: object) -> int | None:
-    """What was asked for by `@stateless(failure_tolerance=...)`; None if nothing was."""
+    """Return what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
     return getattr(function, "__failure_tolerance__", None)
 
 

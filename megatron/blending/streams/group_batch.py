@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from megatron.blending.streams.arguments import check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
 from megatron.blending.streams.node import Hole, SavableDataset
@@ -16,7 +16,7 @@ _ABOUT_OPEN = 4
 
 
 class GroupBatchHolder(BufferHolder):
-    """Holds by key (origin, value) of open batches; a state has the origins, values are made again."""
+    """It holds, by key, (origin, value) of open batches; a state has the origins, values are made again."""
 
     node: "GroupBatchDataset"
 
@@ -49,7 +49,7 @@ class GroupBatchHolder(BufferHolder):
         group = self._groups.pop(key)
         return [origin for origin, _ in group], [value for _, value in group]
 
-    def packed(self) -> Any:
+    def packed(self) -> object:
         return packed_origins(origin for group in self._groups.values() for origin, _ in group)
 
     def unpack(self, held: Any) -> None:
@@ -59,7 +59,7 @@ class GroupBatchHolder(BufferHolder):
 
 
 class GroupBatchDataset(BufferDataset):
-    """Batches whose samples have equal keys: `sample_group_key(sample)` is (key, batch size or None for the fixed one).
+    """It makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for the fixed one).
 
     A key's samples are held back until they fill a batch; at the end of finite data the rest makes smaller ones.
     """
@@ -79,7 +79,7 @@ class GroupBatchDataset(BufferDataset):
     ) -> None:
         check_no_more("GroupBatchDataset", ignored, ("batcher_stateless", "batcher_config", "error_handler"))
         super().__init__(dataset, fixed_batch_size or _ABOUT_HELD, worker_config)
-        check_function("GroupBatchDataset", "sample_group_key", sample_group_key)
+        check_function("GroupBatchDataset: sample_group_key", sample_group_key)
         self.sample_group_key: Any = sample_group_key
         self.batcher: Any = list if batcher is None else batcher
         self.fixed_batch_size = fixed_batch_size
@@ -90,7 +90,7 @@ class GroupBatchDataset(BufferDataset):
         return _ABOUT_OPEN * self.num_held
 
     @property
-    def make(self) -> Any:
+    def make(self) -> Callable[[list[Any]], object]:
         return self.batcher
 
     def signature(self) -> list[Any]:

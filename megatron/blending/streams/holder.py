@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from megatron.blending.streams.holding import entries_of, remade, value_again
-from megatron.blending.streams.node import EXHAUSTED, Hole, Ints, Plan, SavableDataset, Several, applied
+from megatron.blending.streams.node import EXHAUSTED, Hole, Ints, Origin, Plan, SavableDataset, Several, applied
 
 _MOST_EMPTY_BLOCKS = 200
 
@@ -14,31 +14,31 @@ class ShardEnd(Exception):
 
 
 class Planned(NamedTuple):
-    """What is asked of a part of the tree in one block of a shard."""
+    """This is asked of a part of the tree in one block of a shard."""
 
     plan: Plan
     positions: Ints
 
 
 class Shard(Protocol):
-    """A shard of a stream, as cursors and holders know it."""
+    """Cursors and holders know a shard of a stream by this."""
 
     inner: Any
     """Where the output of a node that holds samples back came from, for whoever asked for it."""
     asked_position: int
 
-    def evaluate(self, asking: "Cursor", plan: Plan, place: int, position: int) -> Any:
+    def evaluate(self, asking: "Cursor", plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
 
-    def output_of(self, node: Any, plan: Any, place: int) -> Any:
+    def output_of(self, node: Any, plan: Any, place: int) -> object:
         """As `Holders`."""
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Any) -> None:
+    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
 
 
 class Cursor:
-    """Takes the outputs of a part of the tree in a shard one after the other, and passes over holes."""
+    """It takes the outputs of a part of the tree in a shard one after the other, and passes over holes."""
 
     def __init__(self, node: SavableDataset[Any], planned: Callable[[int], Planned | None], shard: Shard) -> None:
         """`planned`: by number of the block; None beyond the end."""
@@ -101,7 +101,7 @@ class Cursor:
 
 
 class Holder:
-    """Makes the outputs of one node in one shard, in order."""
+    """It makes the outputs of one node in one shard, in order."""
 
     num_drawn = 0
     asked_position = 0
@@ -117,7 +117,7 @@ class Holder:
         self._given = 0
         """Of what a generator gave: what it was made from, all of it, and how many were given."""
 
-    def next(self) -> Any:
+    def next(self) -> object:
         """Make the next output; ShardEnd if there is none."""
         while True:
             if self._outputs is None:
@@ -141,15 +141,15 @@ class Holder:
         self.num_drawn += 1
         return found
 
-    def leave_out(self, hole: Hole, origin: Any) -> None:
+    def leave_out(self, hole: Hole, origin: Origin) -> None:
         self.cursor.shard.leave_out(hole, self.node.children[0], origin)
 
-    def described(self, origin: Any) -> str:
+    def described(self, origin: Origin) -> str:
         """Say where the (first) record of a sample stands."""
         source, position = entries_of(self.node.children[0], origin)[0]
         return source.describe(position)
 
-    def try_again(self, origin: Any) -> list[Any]:
+    def try_again(self, origin: Origin) -> list[Any]:
         """Return a sample that was held back: a list of it, or of none if it fails this time."""
         child = self.node.children[0]
         try:
@@ -169,7 +169,7 @@ class Holder:
             self._origins, self._given = pending
         self.restore_held(held)
 
-    def held(self) -> Any:
+    def held(self) -> object:
         return None
 
     def restore_held(self, held: object) -> None:

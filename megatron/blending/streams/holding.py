@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron.blending.streams.arguments import check_datasets
 from megatron.blending.streams.node import (
     ONLY_PLAIN,
     Block,
@@ -24,15 +23,17 @@ from megatron.blending.streams.node import (
     Hole,
     Ints,
     NotPlain,
+    Origin,
     Plan,
     SavableDataset,
     Several,
+    check_datasets,
 )
 from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class HoldingDataset(SavableDataset[Any]):
-    """A node that makes its outputs of several of the child's."""
+    """The node makes its outputs of several of the child's."""
 
     num_held = 0
     """How many samples it holds back, where that does not depend on their failing."""
@@ -47,19 +48,19 @@ class HoldingDataset(SavableDataset[Any]):
     """What makes this node's outputs in a shard of the stream."""
 
     @property
-    def make(self) -> Callable[[list[Any]], Any]:
-        """What makes an output of several of the child's, or is a generator of outputs."""
+    def make(self) -> Callable[[list[Any]], object]:
+        """It makes an output of several of the child's, or is a generator of outputs."""
         raise NotImplementedError
 
-    def values_again(self, origins: list[Any]) -> list[Any]:
+    def values_again(self, origins: list[Origin]) -> list[Any]:
         """Return what `make` is called with, from where it came from."""
         return [remade(self.children[0], origin) for origin in origins]
 
-    def extra(self, holders: Holders) -> Any:
+    def extra(self, holders: Holders) -> object:
         found = holders.output_of(self, None, 0)
         return None if type(found) is Hole else found
 
-    def remade(self, inner: Any) -> Any:
+    def remade(self, inner: list[Any]) -> object:
         """Return an output again, from where it came from."""
         origins, part = inner
         made = self.make(self.values_again(origins))
@@ -71,7 +72,7 @@ class HoldingDataset(SavableDataset[Any]):
         raise ValueError(f"a generator gave {len(values)} values, but more before; it must give the same each time")
 
 
-def remade(node: SavableDataset[Any], origin: Any) -> Any:
+def remade(node: SavableDataset[Any], origin: Origin) -> object:
     """Return an output of a tree again; it raises what the functions raise."""
     value, part = value_again(node, origin), 0 if isinstance(origin, int) else origin[1]
     if type(value) is Several:
@@ -81,7 +82,7 @@ def remade(node: SavableDataset[Any], origin: Any) -> Any:
     return value
 
 
-def value_again(node: SavableDataset[Any], origin: Any) -> Any:
+def value_again(node: SavableDataset[Any], origin: Origin) -> object:
     """Return what stands at the position of an origin, which may be several outputs."""
     position, _, inner = (origin, 0, None) if isinstance(origin, int) else origin
     return node.plan(np.array([position], np.int64), Block()).values(0, 1, _Again(inner))[0]
@@ -91,14 +92,14 @@ class _Again:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> Any:
+    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> object:
         return node.remade(self._inner)
 
 
 class HoldingPlan:
-    """A part of a node that makes one output of several: of the child's outputs, so many each."""
+    """It plans outputs of a node that makes one of several: of the child's outputs, so many each."""
 
-    def __init__(self, node: HoldingDataset, starts: Ints, sizes: Ints, block: Block) -> None:
+    def __init__(self, node: Any, starts: Ints, sizes: Ints, block: Block) -> None:
         """`starts`: positions of the child, of each output; it goes on from there for `sizes`."""
         self.length = len(starts)
         self._node = node
@@ -114,7 +115,7 @@ class HoldingPlan:
             raise NotPlain
         return [self._made(*self.child_range(place)) for place in range(start, end)]
 
-    def _made(self, start: int, end: int) -> Any:
+    def _made(self, start: int, end: int) -> object:
         try:
             made = self._node.make(self._child.values(start, end, ONLY_PLAIN))
         except Exception as error:
@@ -136,24 +137,26 @@ class HoldingPlan:
         return int(self._ends[place - 1]) if place else 0, int(self._ends[place])
 
 
-def entries_of(node: SavableDataset[Any], origin: Any) -> list[tuple[Any, int]]:
+def entries_of(node: SavableDataset[Any], origin: Origin) -> list[tuple[Any, int]]:
     """Return the sources that an output of a tree was made of, with positions."""
     position, _, inner = (origin, 0, None) if isinstance(origin, int) else origin
     return node.plan(np.array([position], np.int64), Block()).entries(0, 1, inner)
 
 
-def packed_origins(origins: Iterable[Any]) -> list[Any]:
+def packed_origins(origins: Iterable[Origin]) -> list[Origin]:
     """Return origins with positions less the one before, as shorter states are made of: `[7, 9, 4] -> [7, 2, -5]`."""
-    packed, last = [], 0
+    packed: list[Origin] = []
+    last = 0
     for origin in origins:
         packed.append(origin - last if isinstance(origin, int) else origin)
         last = origin if isinstance(origin, int) else last
     return packed
 
 
-def unpacked_origins(packed: Iterable[Any]) -> list[Any]:
+def unpacked_origins(packed: Iterable[Origin]) -> list[Origin]:
     """Return what `packed_origins` made shorter."""
-    origins, last = [], 0
+    origins: list[Origin] = []
+    last = 0
     for step in packed:
         last += step if isinstance(step, int) else 0
         origins.append(last if isinstance(step, int) else step)

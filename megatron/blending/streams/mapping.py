@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.streams.arguments import check_datasets, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.node import (
     ONLY_PLAIN,
     Binding,
@@ -17,6 +17,7 @@ from megatron.blending.streams.node import (
     SavableDataset,
     Several,
     applied,
+    check_datasets,
 )
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -25,7 +26,7 @@ _ENERGON_ONLY = ("error_handler", "stateless_map_fn", "map_fn_config", "failure_
 
 
 class SameOutputs(SavableDataset[Any]):
-    """A node whose output k is made of output k of its child."""
+    """Output k of the node is made of output k of its child."""
 
     keeps_outputs = True
 
@@ -50,11 +51,11 @@ class SameOutputs(SavableDataset[Any]):
     def plan(self, positions: Ints, block: Block) -> "MapPlan":
         return MapPlan(self, self.children[0].plan(positions, block))
 
-    def extra(self, holders: Holders) -> Any:
+    def extra(self, holders: Holders) -> object:
         found = super().extra(holders)
         return None if found is None else self.apply(found)
 
-    def apply(self, value: object) -> Any:
+    def apply(self, value: object) -> object:
         """Return what becomes of an output of the child, or what else stands in its place."""
         raise NotImplementedError
 
@@ -64,7 +65,7 @@ class SameOutputs(SavableDataset[Any]):
 
 
 class MapDataset(SameOutputs):
-    """`map_fn` of each output. It may raise SkipSample, and give several outputs by being a generator."""
+    """`map_fn` changes each output. It may raise SkipSample, and give several outputs by being a generator."""
 
     def __init__(
         self,
@@ -72,14 +73,14 @@ class MapDataset(SameOutputs):
         map_fn: Callable[[Any], Any] | None = None,
         *,
         worker_config: WorkerConfig | None = None,
-        **ignored: Any,
+        **ignored: object,
     ) -> None:
         super().__init__(dataset, worker_config)
-        check_function("MapDataset", "map_fn", map_fn)
+        check_function("MapDataset: map_fn", map_fn)
         check_no_more("MapDataset", ignored, _ENERGON_ONLY)
         self.map_fn: Any = map_fn
 
-    def apply(self, value: object) -> Any:
+    def apply(self, value: object) -> object:
         return applied(self.map_fn, value, self.number)
 
     def apply_plainly(self, values: list[Any]) -> list[Any]:
@@ -90,7 +91,7 @@ class MapDataset(SameOutputs):
 
 
 class FilterDataset(SameOutputs):
-    """The outputs for which `filter_fn` is true; the others are left out silently, and counted."""
+    """It keeps the outputs for which `filter_fn` is true; the others are left out silently, and counted."""
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class FilterDataset(SameOutputs):
         worker_config: WorkerConfig | None = None,
     ) -> None:
         super().__init__(dataset, worker_config)
-        check_function("FilterDataset", "filter_fn", filter_fn)
+        check_function("FilterDataset: filter_fn", filter_fn)
         self.filter_fn: Any = filter_fn
 
-    def apply(self, value: object) -> Any:
+    def apply(self, value: object) -> object:
         if type(value) is Hole:
             return value
         if type(value) is Several:
@@ -120,7 +121,7 @@ class FilterDataset(SameOutputs):
 
 
 class MapPlan:
-    """A part of a node that changes single outputs."""
+    """It plans outputs of a node that changes single ones."""
 
     def __init__(self, node: SameOutputs, child: Plan) -> None:
         self.length = child.length

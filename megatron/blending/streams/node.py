@@ -10,7 +10,7 @@ follows: see holding.py.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import GeneratorType
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
+from megatron.blending.order.weights import Weight
 from megatron.blending.streams.worker_config import WorkerConfig
 
 Ints = npt.NDArray[np.int64]
@@ -27,7 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Hole(NamedTuple):
-    """The place of a sample that makes no output."""
+    """It stands in the place of a sample that makes no output."""
 
     node: int
     function: Any
@@ -42,14 +43,18 @@ EXHAUSTED = Hole(-1, None, None)
 
 
 class Several(list[Any]):
-    """What a generator gave for one sample: outputs, and a Hole in the end if it failed."""
+    """A generator gave these for one sample: outputs, and a Hole in the end if it failed."""
+
+
+Origin = int | list[Any]
+"""Where an output came from, so that it can be made again: a position, or a list with what is held back: holding.py."""
 
 
 class NotPlain(Exception):
     """This output is not made of as many others as planned: it must be made in sequence."""
 
 
-def applied(function: Callable[[Any], Any], value: object, node: int) -> Any:
+def applied(function: Callable[[Any], object], value: object, node: int) -> object:
     """Return what a function makes of a value, or of each of several; a hole where it fails."""
     if type(value) is Hole:
         return value
@@ -66,7 +71,7 @@ def applied(function: Callable[[Any], Any], value: object, node: int) -> Any:
     return _values_of(found, function, value, node) if type(found) is GeneratorType else found
 
 
-def _values_of(generator: Any, function: Any, value: object, node: int) -> Several:
+def _values_of(generator: Iterator[object], function: object, value: object, node: int) -> Several:
     made = Several()
     try:
         made.extend(generator)
@@ -76,14 +81,14 @@ def _values_of(generator: Any, function: Any, value: object, node: int) -> Sever
 
 
 class Holders(Protocol):
-    """What makes the outputs of nodes that hold samples back, wherever they stand in a tree."""
+    """They make the outputs of nodes that hold samples back, wherever these stand in a tree."""
 
-    def output_of(self, node: Any, plan: Any, place: int) -> Any:
+    def output_of(self, node: Any, plan: Any, place: int) -> object:
         """Return the next output of such a node; a Hole if it has no more."""
 
 
 class _NoHolders:
-    def output_of(self, node: Any, plan: Any, place: int) -> Any:
+    def output_of(self, node: Any, plan: Any, place: int) -> object:
         raise NotPlain
 
 
@@ -92,7 +97,7 @@ ONLY_PLAIN: Holders = _NoHolders()
 
 
 class Plan(Protocol):
-    """A part of a node's outputs."""
+    """A Plan tells how a part of a node's outputs is made."""
 
     length: int
 
@@ -120,7 +125,7 @@ class SourceOrder(Protocol):
 
 
 class Block:
-    """Plans made together: the sources of all of them are put in order at once, when the first is read."""
+    """Plans of a block are made together: all their sources are put in order at once, when the first is read."""
 
     def __init__(self) -> None:
         self._pending: list[SourceOrder] = []
@@ -137,7 +142,7 @@ class Block:
 
 @dataclass
 class Binding:
-    """What a tree is told when it becomes a stream."""
+    """A tree is told this when it becomes a stream."""
 
     seed: int
     world_size: int = 1
@@ -160,7 +165,7 @@ class Binding:
 
 
 class SavableDataset(Generic[T_co]):
-    """A node. It is a description, and may stand in several trees; a loader works on a copy that is bound to its place.
+    """A node is a description, and may stand in several trees; a loader works on a copy that is bound to its place.
 
     Iterating over it iterates over a loader of its own.
     """
@@ -187,7 +192,7 @@ class SavableDataset(Generic[T_co]):
     """Numbers of the children on the way from the root, where there are several: "0.2"."""
 
     def __len__(self) -> int:
-        """Outputs of one pass over the data, also where it is repeated for ever."""
+        """Return the outputs of one pass over the data, also where it is repeated for ever."""
         return len(self.children[0])
 
     def __iter__(self) -> Iterator[T_co]:
@@ -200,12 +205,12 @@ class SavableDataset(Generic[T_co]):
 
     @property
     def num_positions(self) -> int | None:
-        """Positions of one pass, of which the first `size` are given if no sample is left out."""
+        """It counts the positions of one pass, of which the first `size` are given if no sample is left out."""
         return self.size
 
     @cached_property
     def samples_per_output(self) -> int:
-        """About how many records an output is made of."""
+        """It is about how many records an output is made of."""
         return max((child.samples_per_output for child in self.children), default=1)
 
     def bind(self, binding: Binding, place: str = "", is_outermost: bool = True) -> "SavableDataset[T_co]":
@@ -227,7 +232,7 @@ class SavableDataset(Generic[T_co]):
         twin.on_bound(binding, is_outermost)
         return twin
 
-    def found_config(self) -> Any:
+    def found_config(self) -> WorkerConfig | None:
         """Return the first worker_config in the tree, from here down; None if there is none."""
         if self.worker_config is not None:
             return self.worker_config
@@ -243,7 +248,7 @@ class SavableDataset(Generic[T_co]):
     def plan(self, positions: Ints, block: Block) -> Plan:
         raise NotImplementedError
 
-    def extra(self, holders: Holders) -> Any:
+    def extra(self, holders: Holders) -> object:
         """Return an output beyond the planned ones: what nodes that hold samples back still have; else None."""
         found = (child.extra(holders) for child in self.children)
         return next((value for value in found if value is not None), None)
@@ -258,3 +263,22 @@ class SavableDataset(Generic[T_co]):
     def signature(self) -> list[Any]:
         """Return what must be equal for a saved state to mean the same, apart from the children."""
         return [type(self).__name__]
+
+
+def as_pairs(kind: str, given: tuple[Any, ...]) -> list[tuple[Any, Weight]]:
+    """Return pairs of (data set, weight), given one by one or as one tuple of them; ValueError for anything else."""
+    if len(given) == 1 and isinstance(given[0], (list, tuple)) and given[0] and isinstance(given[0][0], (list, tuple)):
+        given = tuple(given[0])
+    for number, pair in enumerate(given):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(f"{kind} takes pairs (data set, weight), but argument {number} is {type(pair).__name__}")
+    check_datasets(kind, [pair[0] for pair in given])
+    return [(pair[0], pair[1]) for pair in given]
+
+
+def check_datasets(kind: str, datasets: Sequence[object]) -> None:
+    if not datasets:
+        raise ValueError(f"{kind} needs at least one data set")
+    for number, dataset in enumerate(datasets):
+        if not isinstance(dataset, SavableDataset):
+            raise ValueError(f"{kind}: data set {number} must be a data set of megatron.blending, but is {dataset!r}")

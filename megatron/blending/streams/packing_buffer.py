@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron.blending.streams.arguments import check_count, check_function, check_no_more
+from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
 from megatron.blending.streams.failures import FatalSampleError
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
-from megatron.blending.streams.node import Hole, SavableDataset
+from megatron.blending.streams.node import Hole, Origin, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -21,7 +21,7 @@ _MOST_COPIES = 20_000
 
 
 class PackingHolder(BufferHolder):
-    """Holds (origin, value, how often it was offered), and groups of (origin, value) that were chosen."""
+    """It holds (origin, value, how often it was offered), and groups of (origin, value) that were chosen."""
 
     node: "PackingDataset"
 
@@ -80,7 +80,7 @@ class PackingHolder(BufferHolder):
         return offers > 1 and offers & (offers - 1) == 0 and id(value) not in self._fit([value])
 
     def _end_with(self, left: list[tuple[Any, Any, int]]) -> None:
-        """The data is at its end, and nothing more is chosen of these."""
+        """Make packs of what is left at the end of the data, of which nothing more is chosen."""
         self._buffer = []
         fitting = self._fit([value for _, value, _ in left])
         for origin, value, _ in left:
@@ -90,7 +90,7 @@ class PackingHolder(BufferHolder):
                 self._over_long(origin, value)
 
     def _fit(self, values: list[Any]) -> set[int]:
-        """The ids of those that fit in a pack. Most often one call for all of them."""
+        """Return the ids of those that fit in a pack. Most often one call does for all of them."""
         if self.node.over_long == "alone":
             return set(map(id, values))
         fitting = self._chosen_of_copies(values)
@@ -131,7 +131,7 @@ class PackingHolder(BufferHolder):
             self._buffer.append((origin, value, 0))
         return True
 
-    def _over_long(self, origin: object, value: object) -> None:
+    def _over_long(self, origin: Origin, value: object) -> None:
         if self.node.over_long == "alone":
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
@@ -154,7 +154,7 @@ class PackingHolder(BufferHolder):
                 self.leave_out(Hole(self.node.number, encode, error, value), origin)
         return done
 
-    def packed(self) -> Any:
+    def packed(self) -> object:
         origins = [held[0] for held in itertools.chain(self._buffer, *self._groups)]
         offers = [offers for _, _, offers in self._buffer]
         return [packed_origins(origins), offers, list(map(len, self._groups))]
@@ -169,7 +169,7 @@ class PackingHolder(BufferHolder):
 
 
 class PackingDataset(BufferDataset):
-    """Packs made of `buffer_size` samples at a time.
+    """It makes packs of `buffer_size` samples at a time.
 
     `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
     `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
@@ -194,12 +194,11 @@ class PackingDataset(BufferDataset):
         **ignored: object,
     ) -> None:
         check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
-        check_count("PackingDataset", "buffer_size", buffer_size)
-        if over_long not in OVER_LONG:
-            raise ValueError(f"PackingDataset: over_long must be one of {', '.join(OVER_LONG)}, but is {over_long!r}")
+        check_whole("PackingDataset: buffer_size", buffer_size)
+        check_one_of("PackingDataset: over_long", over_long, OVER_LONG)
         super().__init__(dataset, buffer_size, worker_config)
         for name, function in (("pre_packer", pre_packer), ("final_packer", final_packer)):
-            check_function("PackingDataset", name, function)
+            check_function(f"PackingDataset: {name}", function)
         self.buffer_size = buffer_size
         self.over_long = over_long
         self.pre_packer: Any = pre_packer
@@ -207,9 +206,9 @@ class PackingDataset(BufferDataset):
         self.sample_encoder: Any = sample_encoder
 
     @property
-    def make(self) -> Any:
+    def make(self) -> Callable[[list[Any]], object]:
         return self.final_packer
 
-    def values_again(self, origins: list[Any]) -> list[Any]:
+    def values_again(self, origins: list[Origin]) -> list[Any]:
         values = super().values_again(origins)
         return values if self.sample_encoder is None else list(map(self.sample_encoder, values))

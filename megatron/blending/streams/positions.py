@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.arguments import check_whole
 from megatron.blending.order.reading import ReadingOrder, records_at
-from megatron.blending.streams.arguments import check_count, check_datasets
-from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset
+from megatron.blending.order.weights import Weight
+from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset, check_datasets
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENDLESS = 2**40
 
 
 class PositionsDataset(SavableDataset[Any]):
-    """A node whose outputs are those of its child at other positions."""
+    """Its outputs are those of its child at other positions."""
 
     only_chooses_positions = True
 
@@ -33,10 +34,10 @@ class PositionsDataset(SavableDataset[Any]):
 
 
 class RepeatDataset(PositionsDataset):
-    """A finite data set again and again; shuffled ones in another order each time."""
+    """It gives a finite data set again and again; shuffled ones in another order each time."""
 
     def __init__(
-        self, dataset: SavableDataset[Any], repeats: float | None = None, *, worker_config: WorkerConfig | None = None
+        self, dataset: SavableDataset[Any], repeats: Weight | None = None, *, worker_config: WorkerConfig | None = None
     ) -> None:
         """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
         super().__init__(dataset, worker_config)
@@ -57,7 +58,7 @@ class RepeatDataset(PositionsDataset):
 
 
 class LimitDataset(PositionsDataset):
-    """The first `length` outputs: of each rank where only maps are above (as in energon), else of the whole stream.
+    """It gives the first `length` outputs: of each rank with only maps above (as energon), else of the whole stream.
 
     Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same ones again.
     """
@@ -65,11 +66,16 @@ class LimitDataset(PositionsDataset):
     keeps_outputs = True
 
     def __init__(
-        self, dataset: Any, length: int, *, reset_after_epoch: bool = False, worker_config: WorkerConfig | None = None
+        self,
+        dataset: SavableDataset[Any],
+        length: int,
+        *,
+        reset_after_epoch: bool = False,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
         super().__init__(dataset, worker_config)
-        check_count("LimitDataset", "length", length)
+        check_whole("LimitDataset: length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
         goes_on = dataset.size is None or dataset.goes_on
@@ -112,7 +118,7 @@ class LimitDataset(PositionsDataset):
 
 
 class EpochizeDataset(PositionsDataset):
-    """An epoch of `length` outputs, or of `num_epochs` times the data's own length; the next pass goes on from there.
+    """Its epoch has `length` outputs, or `num_epochs` times the data's own length; the next pass goes on from there.
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
     virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long. Every rank gets
@@ -124,7 +130,7 @@ class EpochizeDataset(PositionsDataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         length: int | None = None,
         num_epochs: int | None = None,
         *,
@@ -132,8 +138,7 @@ class EpochizeDataset(PositionsDataset):
     ) -> None:
         super().__init__(dataset, worker_config)
         for name, value in (("length", length), ("num_epochs", num_epochs)):
-            if value is not None:
-                check_count("EpochizeDataset", name, value)
+            check_whole(f"EpochizeDataset: {name}", value, may_be_none=True)
         if length is None and num_epochs is None:
             raise ValueError("EpochizeDataset: length or num_epochs must be given")
         self.length = length
@@ -156,11 +161,11 @@ class EpochizeDataset(PositionsDataset):
 
 
 class ShuffleBufferDataset(PositionsDataset):
-    """Outputs mixed within windows of `size`, one window after the other. Nothing is held back for it."""
+    """It mixes outputs within windows of `size`, one window after the other. Nothing is held back for it."""
 
     def __init__(self, dataset: SavableDataset[Any], size: int, *, worker_config: WorkerConfig | None = None) -> None:
         super().__init__(dataset, worker_config)
-        check_count("ShuffleBufferDataset", "size", size)
+        check_whole("ShuffleBufferDataset: size", size)
         self.window = size
         self.size = dataset.size
         self._seed = 0

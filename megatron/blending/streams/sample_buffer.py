@@ -14,7 +14,7 @@ _MOST_CONSECUTIVE = 128
 
 
 class BufferDataset(HoldingDataset):
-    """A node whose outputs take as many of the child's as it turns out. Each shard holds samples of its own."""
+    """Its outputs take as many of the child's as it turns out. Each shard holds samples of its own."""
 
     def __init__(self, dataset: SavableDataset[Any], num_held: int, worker_config: WorkerConfig | None) -> None:
         super().__init__(dataset, worker_config)
@@ -22,13 +22,13 @@ class BufferDataset(HoldingDataset):
 
     @property
     def num_under_way(self) -> int:
-        """About how many samples a shard holds back."""
+        """It is about how many samples a shard holds back."""
         return self.num_held
 
     @property
     def num_consecutive(self) -> int:
-        """How many consecutive outputs of the child belong to one shard: neighbours, for the sake of reading, where
-        there is no end; of finite data each shard must get its share.
+        """It is how many consecutive outputs of the child belong to one shard: neighbours, for the sake of reading,
+        where there is no end; of finite data each shard must get its share.
         """
         return min(self.num_held, _MOST_CONSECUTIVE) if self.children[0].size is None else 1
 
@@ -51,11 +51,11 @@ class BufferDataset(HoldingDataset):
 
 
 class BufferHolder(Holder):
-    """Holds samples back in a shard. Those of a state are made again when the next output is."""
+    """It holds samples back in a shard. Those of a state are made again when the next output is."""
 
     _saved: Any = None
 
-    def held(self) -> Any:
+    def held(self) -> object:
         return self.packed() if self._saved is None else self._saved
 
     def restore_held(self, held: object) -> None:
@@ -67,7 +67,7 @@ class BufferHolder(Holder):
         if saved is not None:
             self.unpack(saved)
 
-    def packed(self) -> Any:
+    def packed(self) -> object:
         """Return the origins of what is held back, and in which groups it is."""
         raise NotImplementedError
 

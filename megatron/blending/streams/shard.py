@@ -7,13 +7,16 @@ import numpy as np
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.holder import Cursor, Holder, Planned, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, entries_of
-from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Plan, SavableDataset
+from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Origin, Plan, SavableDataset
 
 _SAMPLES_PER_BLOCK = 512
+ShardState = list[Any]
+"""Nested lists of ints: next index, whether it is over, the cursor, then (node, its state) of each node that holds."""
+_NOWHERE = np.zeros(0, np.int64)
 
 
 class StreamShard:
-    """A shard of a bound tree, from its output `index` on: `next()` makes the next one."""
+    """It is a shard of a bound tree, from its output `index` on: `next()` makes the next one."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class StreamShard:
         self._origin: Any = None
         """Of the last output."""
 
-    def next(self) -> Any:
+    def next(self) -> object:
         """Make the next output; ShardEnd after the last."""
         # A limit counts what comes out, also where samples make several.
         is_done = self.root.is_limit and self.index * self.num_shards + self.number >= (self._size or 0)
@@ -64,7 +67,7 @@ class StreamShard:
         """Return the numbers of the sources that the last output is made of."""
         return {source.number for source, _ in entries_of(self.root, self._origin)}
 
-    def evaluate(self, asking: Cursor, plan: Plan, place: int, position: int) -> Any:
+    def evaluate(self, asking: Cursor, plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
         before, self._asking, self.asked_position = self._asking, asking, position
         self.inner = None
@@ -73,7 +76,7 @@ class StreamShard:
         finally:
             self._asking, self.asked_position = before, position
 
-    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> Any:
+    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> object:
         holder = self._holders.get(node.number)
         if holder is None:
             if plan is None:
@@ -89,7 +92,7 @@ class StreamShard:
         self.inner, self.asked_position = holder.inner, holder.asked_position
         return found
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: object) -> None:
+    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
         if hole is EXHAUSTED:
             return
@@ -103,12 +106,11 @@ class StreamShard:
 
         self.failures.leave_out(hole.error, hole.node, hole.function, where, hole.value, sources)
 
-    def state(self) -> list[Any]:
-        """Return nested lists of ints: [next index, is over, cursor, [node number, its state], ...]."""
+    def state(self) -> ShardState:
         held = [[number, holder.state()] for number, holder in sorted(self._holders.items())]
         return [self.index, int(self.is_over), list(self._cursor.at), *held]
 
-    def restore(self, state: list[Any]) -> None:
+    def restore(self, state: ShardState) -> None:
         self.index, self.is_over, self._cursor.at = state[0], bool(state[1]), list(state[2])
         for number, held in state[3:]:
             self._holder(_node_at(self.root, number)).restore(held)
@@ -126,7 +128,9 @@ class StreamShard:
             if found is None:
                 return None
             plan: Any = _plan_of(above.node, found.plan, node.number)
-            return _NOTHING if plan is None else Planned(plan.child(0), plan.positions)
+            if plan is None:
+                return Planned(node.children[0].plan(_NOWHERE, Block()), _NOWHERE)
+            return Planned(plan.child(0), plan.positions)
 
         holder = self._holders[node.number] = node.holder(node, self, planned)
         return holder
@@ -164,19 +168,3 @@ def _plan_of(node: SavableDataset[Any], plan: Plan | None, number: int) -> Plan 
             plan = plan.child(node.children.index(child))
         node = child
     return plan
-
-
-class _Nothing:
-    length = 0
-
-    def values(self, start: int, end: int, holders: object) -> list[Any]:
-        return []
-
-    def child(self, number: int) -> None:
-        return None
-
-    def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
-        return []
-
-
-_NOTHING = Planned(_Nothing(), np.zeros(0, np.int64))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.blending.arguments import check_whole
 from megatron.blending.formats.record import Record, RecordError, RecordSource
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.node import (
@@ -24,7 +25,7 @@ Load = Callable[[Record, tuple[str, int, int]], Any]
 
 
 class SourceDataset(SavableDataset[Any]):
-    """The records of a source, each once per pass, in an order of its own that changes from pass to pass.
+    """It gives the records of a source, each once per pass, in an order of its own that changes from pass to pass.
 
     About 0.5 microseconds per record over reading and `load`.
     """
@@ -53,8 +54,7 @@ class SourceDataset(SavableDataset[Any]):
             raise ValueError(f"{label}: has no records; leave it out of the data")
         if multiplier is not None and multiplier != -1 and multiplier < 1:
             raise ValueError(f"{label}: multiplier must be at least 1, or -1 or None, but is {multiplier}")
-        if slice_length is not None and slice_length < 1:
-            raise ValueError(f"{label}: slice_length must be at least 1 or None, but is {slice_length}")
+        check_whole(f"{label}: slice_length", slice_length, may_be_none=True)
         self.source = source
         self.load = load
         self.name = name
@@ -96,7 +96,7 @@ class SourceDataset(SavableDataset[Any]):
 
 
 class SourcePlan:
-    """Positions in the endless stream of a source, and the records that stand there."""
+    """It plans positions in the endless stream of a source, and knows the records that stand there."""
 
     def __init__(self, node: SourceDataset, positions: Ints, block: Block) -> None:
         self.length = len(positions)
@@ -140,7 +140,7 @@ class SourcePlan:
             return [node.load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
         return [self._loaded(record, key) for record, key in zip(records, keys)]
 
-    def _loaded(self, record: Any, key: tuple[str, int, int]) -> Any:
+    def _loaded(self, record: Record | RecordError, key: tuple[str, int, int]) -> object:
         node = self._node
         if isinstance(record, RecordError):
             return Hole(node.number, node.load or node.source, record)

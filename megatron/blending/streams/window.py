@@ -4,13 +4,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.blending.streams.arguments import check_count, check_datasets
+from megatron.blending.arguments import check_whole
 from megatron.blending.streams.failures import SkipSample
-from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset, Several
+from megatron.blending.streams.holding import HoldingPlan
+from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset, Several, check_datasets
+from megatron.blending.streams.worker_config import WorkerConfig
 
 
 class LeftOut(NamedTuple):
-    """Stands in a window for a sample that makes no output."""
+    """It stands in a window for a sample that makes no output."""
 
     source: int
     """Number of its source among those of the tree, from 0."""
@@ -31,18 +33,18 @@ class WindowDataset(SavableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SavableDataset[Any],
         length: int,
         *,
         first: int = 0,
         num_outputs: int | None = None,
-        worker_config: Any = None,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
         """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last empty; None: pass
         after pass, for ever.
         """
         check_datasets("WindowDataset", [dataset])
-        check_count("WindowDataset", "length", length)
+        check_whole("WindowDataset: length", length)
         self.children = (dataset,)
         self.length = length
         self.first = first
@@ -59,7 +61,10 @@ class WindowDataset(SavableDataset[Any]):
         self.numbers = {number: at for at, number in enumerate(sources)}
 
     def plan(self, positions: Ints, block: Block) -> "WindowPlan":
-        return WindowPlan(self, positions, block)
+        starts, sizes = self.first + positions * self.length, np.full_like(positions, self.length)
+        if self.size is not None:
+            sizes = np.clip(len(self.children[0]) - starts, 0, self.length)
+        return WindowPlan(self, starts, sizes, block)
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return [self.first + position * self.length]
@@ -68,21 +73,11 @@ class WindowDataset(SavableDataset[Any]):
         return [type(self).__name__, self.length, self.first]
 
 
-class WindowPlan:
-    """Some windows, and where each begins in the plan of the child."""
-
-    def __init__(self, node: WindowDataset, positions: Ints, block: Block) -> None:
-        self.length = len(positions)
-        self._node = node
-        inside = node.first + positions[:, None] * node.length + np.arange(node.length)
-        is_there = np.ones_like(inside, np.bool_)
-        if node.size is not None:
-            is_there = inside < len(node.children[0])
-        self._ends = [0, *np.cumsum(is_there.sum(1)).tolist()]
-        self._child = node.children[0].plan(inside[is_there], block)
+class WindowPlan(HoldingPlan):
+    """It plans some windows, and gives whatever stands there, as it is."""
 
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
-        return [self._window(*self._ends[at : at + 2]) for at in range(start, end)]
+        return [self._window(*self.child_range(place)) for place in range(start, end)]
 
     def _window(self, start: int, end: int) -> list[Any]:
         try:
@@ -94,16 +89,16 @@ class WindowPlan:
             for number, value in enumerate(values)
         ]
 
-    def _value(self, at: int) -> Any:
-        """One by one it is found out which of them fail."""
+    def _value(self, at: int) -> object:
+        """Make one of them: one by one it is found out which fail."""
         try:
             return self._child.values(at, at + 1, None)[0]
         except Exception as error:
             return Hole(-1, None, error)
 
-    def _left_out(self, hole: Any, at: int) -> LeftOut:
+    def _left_out(self, hole: object, at: int) -> LeftOut:
         source, position = self._child.entries(at, at + 1)[0]
-        error: Any = TypeError("several outputs of one sample; a window has one of each")
+        error: Exception = TypeError("several outputs of one sample; a window has one of each")
         if type(hole) is Hole:
             error = hole.error if hole.error is not None else SkipSample("filtered")
         found = self._node.numbers[source.number], source.describe(position)
@@ -111,9 +106,3 @@ class WindowPlan:
             return LeftOut(*found, reason=str(error))
         is_said = isinstance(error, ValueError) and str(error)
         return LeftOut(*found, reason=None, fault=str(error) if is_said else f"{type(error).__name__}: {error}")
-
-    def child(self, number: int) -> Any:
-        return self._child
-
-    def entries(self, start: int, end: int, inner: Any = None) -> list[tuple[Any, int]]:
-        return self._child.entries(self._ends[start], self._ends[end])

@@ -1,15 +1,16 @@
 """pure. A WorkerConfig says which part of the stream this process takes, and how it is worked on."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
-from megatron.blending.formats.yaml_place import nearest
+from megatron.blending.arguments import check_function, check_one_of, check_whole
 from megatron.blending.streams.failures import DEFAULT_TOLERANCE
 
 START_METHODS = ("fork", "spawn", "forkserver")
+_LEAST = {"num_workers": 0, "num_shards": 1, "failure_tolerance": 0}
 
 
 @dataclass(frozen=True)
@@ -53,26 +54,17 @@ class WorkerConfig:
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
         for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_shards", "failure_tolerance"):
-            value = getattr(self, name)
-            if value is None and name == "num_shards":
-                continue
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a whole number, but is {value!r}")
-        if self.global_error_handler is not None and not callable(self.global_error_handler):
-            raise ValueError(f"global_error_handler must be a function, but is {self.global_error_handler!r}")
+            check_whole(name, getattr(self, name), _LEAST.get(name, -math.inf), may_be_none=name == "num_shards")
+        if self.rank not in range(self.num_ranks):
+            raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
+        if self.global_error_handler is not None:
+            check_function("global_error_handler", self.global_error_handler)
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a number above 0, but is {value!r}")
-        if not 0 <= self.this_rank < self.num_ranks:
-            raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
-        for name, least in (("num_workers", 0), ("num_shards", 1), ("failure_tolerance", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, but is {value}")
-        if self.start_method is not None and self.start_method not in START_METHODS:
-            told = f"but is {self.start_method!r}; {nearest(self.start_method, START_METHODS)}"
-            raise ValueError(f"start_method must be one of {', '.join(START_METHODS)}, {told}")
+        if self.start_method is not None:
+            check_one_of("start_method", self.start_method, START_METHODS)
 
     @classmethod
     def default_worker_config(cls, num_workers: int = 4, data_parallel_group: object = None) -> "WorkerConfig":
@@ -88,7 +80,7 @@ class WorkerConfig:
 
     @property
     def num_workers_of_all(self) -> int:
-        """Workers of all ranks together."""
+        """It counts the workers of all ranks together."""
         return self.num_ranks * max(1, self.num_workers)
 
     def worker_of_all(self, worker: int) -> int:
@@ -102,7 +94,7 @@ def check_worker_config(value: object) -> None:
 
 
 def _distributed(group: object) -> tuple[int, int]:
-    """(rank, world size) of torch.distributed, which is not imported for it."""
+    """Return (rank, world size) of torch.distributed, which is not imported for it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

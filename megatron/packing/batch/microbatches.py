@@ -1,8 +1,9 @@
 """tensor. Samples -> the microbatches of a step. The one place that pads.
 
 A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32), `max_seqlen` (int),
-and where the stage has tokens `tokens`, `labels`, `position_ids` (int64 [T]), `loss_mask` (float32 [T]) and `sources`
-(int64 [segments]). All of it is on the host, pinned where there is CUDA. Padding is token 0, masked.
+`padding_mask` (bool [T], True at padding), and where the stage has tokens `tokens`, `labels`, `position_ids` (int64
+[T]), `loss_mask` (float32 [T]) and `sources` (int64 [segments]). All of it is on the host, pinned where there is CUDA.
+Padding is token 0, masked.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.samples import IntArray, Samples, spread
+from megatron.packing.batch.samples import IntArray, Samples
 
 Microbatch = dict[str, Any]
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+"""One entry per token."""
 
 
 def layouts_of(lengths: IntArray, num_sequences: IntArray, alignment: Alignment) -> list[PackLayout]:
@@ -29,36 +31,24 @@ def layouts_of(lengths: IntArray, num_sequences: IntArray, alignment: Alignment)
     return [PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])]
 
 
-def layout_microbatch(layout: PackLayout) -> Microbatch:
-    """Return the microbatch of a stage without tokens."""
-    return {
-        "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
-        "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded),
-        "max_seqlen": layout.max_seqlen,
-    }
+def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
+    """Return the microbatches of a stage without tokens."""
+    return _microbatches(layouts, _padding_mask(layouts))
 
 
 def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout]) -> list[Microbatch]:
     """Return the microbatches of `samples`, which are in the order of the packs; `layouts` is `layouts_of` them."""
-    sizes = [layout.num_tokens for layout in layouts]
-    starts = np.cumsum([0, *sizes])
-    index = None
-    if samples.tokens.size != starts[-1]:
-        firsts = [
-            start + layout.cu_seqlens_padded[:count].astype(np.int64)
-            for start, layout, count in zip(starts, layouts, num_sequences.tolist())
-        ]
-        index = spread(np.concatenate(firsts), samples.lengths)
-    padded = {name: _padded(values, index, int(starts[-1])) for name, values in samples.fields()._asdict().items()}
-    columns = {name: values.split(sizes) for name, values in padded.items()}
+    padding_mask = _padding_mask(layouts)
+    is_real = ~padding_mask
+    columns = {name: _split(_padded(values, is_real), layouts) for name, values in samples.fields()._asdict().items()}
     sources = np.split(samples.sources, np.cumsum(num_sequences)[:-1])
     return [
         {
-            **layout_microbatch(layout),
+            **microbatch,
             **{name: column[number] for name, column in columns.items()},
-            "sources": _sources_of(sources[number], layout),
+            "sources": _sources_of(sources[number], layouts[number]),
         }
-        for number, layout in enumerate(layouts)
+        for number, microbatch in enumerate(_microbatches(layouts, padding_mask))
     ]
 
 
@@ -87,14 +77,42 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
         copied = upcoming
 
 
-def _padded(values: npt.NDArray[Any], index: IntArray | None, size: int) -> Tensor:
-    """`values` at the places `index` of `size` tokens, zero elsewhere; None: there is no padding."""
-    if index is not None:
-        padded = np.zeros(size, values.dtype)
-        padded[index] = values
-        values = padded
+def _microbatches(layouts: Sequence[PackLayout], padding_mask: npt.NDArray[np.bool_]) -> list[Microbatch]:
+    return [
+        {
+            "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
+            "cu_seqlens_padded": torch.from_numpy(layout.cu_seqlens_padded),
+            "max_seqlen": layout.max_seqlen,
+            "padding_mask": mask,
+        }
+        for layout, mask in zip(layouts, _split(padding_mask, layouts))
+    ]
+
+
+def _padding_mask(layouts: Sequence[PackLayout]) -> npt.NDArray[np.bool_]:
+    """True at padding, for all microbatches: lengths [2, 1] in [3, 2] -> [F, F, T, F, T]."""
+    real = np.concatenate([layout.lengths for layout in layouts])
+    padding = np.concatenate([layout.padded_lengths for layout in layouts]) - real
+    if not padding.any():
+        return np.zeros(int(real.sum()), np.bool_)
+    return np.repeat(np.tile([False, True], real.size), np.column_stack((real, padding)).ravel())
+
+
+def _padded(values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """`values` where tokens are real, zero elsewhere; ids as int64."""
+    dtype = values.dtype if values.dtype.kind == "f" else np.dtype(np.int64)
+    if values.size == is_real.size:
+        return values.astype(dtype, copy=False)
+    padded = np.zeros(is_real.size, dtype)
+    padded[is_real] = values
+    return padded
+
+
+def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[Tensor]:
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+    if torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.split([layout.num_tokens for layout in layouts])
 
 
 def _sources_of(sources: npt.NDArray[np.int32], layout: PackLayout) -> Tensor:

@@ -167,6 +167,8 @@ def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        return values
     if hasattr(values, "detach"):  # a tensor, without importing torch
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()

@@ -29,10 +29,10 @@ LABELS, MASK, POSITIONS = 1, 2, 4
 class Fields(NamedTuple):
     """What a model is trained on, in full; one entry per token each."""
 
-    tokens: IntArray
-    labels: IntArray
+    tokens: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.float32]
-    position_ids: IntArray
+    position_ids: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,12 +124,12 @@ class Samples:
         return np.add.reduceat(self.flags, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
 
     def fields(self) -> Fields:
-        """Return all of it in full: tokens, labels and position_ids int64 [T], loss_mask float32 [T]."""
+        """Return all of it in full."""
         full = self.in_form(LABELS | MASK | POSITIONS)
-        tokens, labels, position_ids = (
-            np.asarray(ids, np.int64) for ids in (full.tokens, full.labels, full.position_ids)
-        )
-        return Fields(tokens, labels, np.asarray(full.loss_mask, np.float32), position_ids)
+        assert full.labels is not None
+        assert full.loss_mask is not None
+        assert full.position_ids is not None
+        return Fields(full.tokens, full.labels, full.loss_mask, full.position_ids)
 
     def in_form(self, form: int) -> Samples:
         """Return the same sequences with at least what `form` says kept in full."""
@@ -137,9 +137,10 @@ class Samples:
         if form & LABELS and labels is None:
             labels = next_tokens(self.tokens, self.last_labels, np.cumsum(self.lengths))
         if form & MASK and loss_mask is None:
-            loss_mask = np.where(self.flags, np.repeat(self.weights, self.lengths), np.float32(0))
+            loss_mask = np.repeat(self.weights, self.lengths)
+            loss_mask *= self.flags
         if form & POSITIONS and position_ids is None:
-            position_ids = counted(self.lengths).astype(np.int32)
+            position_ids = counted(self.lengths)
         return replace(self, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
 
     def take(self, ids: IntArray) -> Samples:
@@ -244,15 +245,22 @@ def joined(parts: Sequence[Samples]) -> Samples:
     return Samples(**columns)
 
 
-def spread(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return start, start + 1, ... for each length: [5, 0], [2, 3] -> [5, 6, 0, 1, 2]."""
+def spread(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
+    """Return start, start + 1, ... for each length, at least 1: [5, 0], [2, 3] -> [5, 6, 0, 1, 2]."""
     ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if ends.size else 0)
+    steps = np.ones(ends[-1] if ends.size else 0, np.int64)
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
+    steps[:1] = starts[:1]
+    return np.cumsum(steps, out=steps)
 
 
-def counted(lengths: IntArray) -> IntArray:
-    """Return positions that count from zero: [2, 3] -> [0, 1, 0, 1, 2]."""
-    return spread(np.zeros(lengths.size, np.int64), lengths)
+def counted(lengths: IntArray) -> npt.NDArray[np.int32]:
+    """Return positions that count from zero, lengths at least 1: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(lengths)
+    steps = np.ones(ends[-1] if ends.size else 0, np.int32)
+    steps[ends[:-1]] = 1 - lengths[:-1]
+    steps[:1] = 0
+    return np.cumsum(steps, out=steps)
 
 
 def next_tokens(

@@ -39,7 +39,7 @@ class TokenCounts:
         attach = router.TopKRouter.attach_and_log_load_balancing_loss
         self.is_multiplied_by_ranks = "size" in attach.__code__.co_names
 
-    def __call__(self, routing_map: Tensor, reduce_group: Any, **options: Any) -> tuple[Any, Any, Any]:
+    def __call__(self, routing_map: Tensor, reduce_group: Any, **options: object) -> tuple[Any, Any, Any]:
         """See megatron-core; the number of all is a divisor only. Ints, which no padding mask gives, stay ints."""
         per_expert, weight, num_all = self.plain(routing_map=routing_map, reduce_group=reduce_group, **options)
         if isinstance(num_all, int):
@@ -60,7 +60,7 @@ class PredictionLoss:
         update_wrapper(self, plain)
         self.plain = plain
 
-    def __call__(self, *, config: Any, **options: Any) -> Tensor:
+    def __call__(self, *, config: Any, **options: object) -> Tensor:
         """See megatron-core; where each microbatch is a mean anyway, it is left alone."""
         if not config.calculate_per_token_loss:
             return self.plain(config=config, **options)
@@ -68,7 +68,7 @@ class PredictionLoss:
         roll, scaler = names["roll_tensor"], names["MTPLossAutoScaler"]
         num_predicted = torch.zeros(())
 
-        def counted_roll(*arguments: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        def counted_roll(*arguments: object, **settings: object) -> tuple[Tensor, Tensor]:
             nonlocal num_predicted  # of the mask in the end, which is rolled last
             rolled, num_predicted = roll(*arguments, **settings)
             return rolled, num_predicted

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -60,9 +61,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
     microbatch = next(data_iterator)
     device = device_of(groups.tp)
-    lengths = microbatch["cu_seqlens"].diff()
-    padded_lengths = microbatch["cu_seqlens_padded"].diff()
-    index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
+    index = _shard_index(microbatch, groups.cp)
 
     def shard(values: Tensor) -> Tensor:
         shard = values if index is None else values[_sent(index, values.device)]
@@ -79,7 +78,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         **fields,
         attention_mask=None,
         packed_seq_params=packed_seq_params(microbatch, device),
-        padding_mask=shard(_padding_mask(lengths, padded_lengths)),
+        padding_mask=shard(microbatch["padding_mask"]),
     )
 
 
@@ -87,11 +86,17 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size]; padding is from 0 or
     from its sequence's, and masked. No collective.
     """
-    padded_lengths = microbatch["cu_seqlens_padded"].diff()
-    index = shard_index(tuple(padded_lengths.tolist()), groups.cp.size(), groups.cp.rank())
-    sources = microbatch["sources"].repeat_interleave(padded_lengths.long())
+    index = _shard_index(microbatch, groups.cp)
+    sources = microbatch["sources"].repeat_interleave(microbatch["cu_seqlens_padded"].diff().long())
     shard = sources if index is None else sources[index]
     return _sent(shard, device_of(groups.tp)).unsqueeze(0)
+
+
+def _shard_index(microbatch: dict[str, Any], cp: dist.ProcessGroup) -> Tensor | None:
+    """Which tokens of the pack are this rank's; None for all of them."""
+    if cp.size() == 1:
+        return None
+    return shard_index(tuple(microbatch["cu_seqlens_padded"].diff().tolist()), cp.size(), cp.rank())
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
@@ -120,9 +125,3 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Packe
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )
-
-
-def _padding_mask(lengths: Tensor, padded_lengths: Tensor) -> Tensor:
-    """bool [T], True at padding. Lengths [2, 1] in [3, 2] -> [F, F, T, F, T]."""
-    counts = torch.stack((lengths, padded_lengths - lengths), dim=1).flatten().long()
-    return torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(counts)

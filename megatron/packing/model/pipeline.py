@@ -46,7 +46,7 @@ class PackedPasses:
     def __call__(
         self,
         *,
-        data_iterator: Any,
+        data_iterator: object,
         model: Any,
         num_microbatches: int,
         pg_collection: ProcessGroupCollection | None = None,
@@ -88,7 +88,7 @@ class _Training:
     """The global batches of the training steps of a model, each as its step finds it."""
 
     def __init__(
-        self, data_iterator: Any, config: TransformerConfig, num_draws: int, groups: ProcessGroupCollection
+        self, data_iterator: object, config: TransformerConfig, num_draws: int, groups: ProcessGroupCollection
     ) -> None:
         options = PackingOptions.of(config)
         self._ahead = options.prefetch_global_batches
@@ -104,7 +104,7 @@ class _Training:
         self._last: GlobalBatch | None = None
         self.batches = Prefetcher(self._prepare, self._ahead)
 
-    def next(self, data_iterator: Any, num_draws: int) -> GlobalBatch:
+    def next(self, data_iterator: object, num_draws: int) -> GlobalBatch:
         if not self._ahead:
             self._iterator, self._num_draws = _only(data_iterator), num_draws
             self._step -= getattr(self._iterator, "replaying", False)
@@ -134,7 +134,7 @@ class _Training:
         return batch
 
 
-def _only(data_iterator: Any) -> Any:
+def _only(data_iterator: object) -> Any:
     """The iterator that is drawn from: with interleaving the first of a list."""
     return data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
 

@@ -76,11 +76,8 @@ def spread(
     pack = np.full(length.size, -1, np.int64) if begun is None else begun.copy()
     loads = np.zeros(packs.num_ranks) if loads is None else loads
     if compiled.CORE is not None:
-        return (
-            pack
-            if compiled.CORE.call("spread", length.size, cost, length, *packs, float(limit), loads, pack) >= 0
-            else None
-        )
+        done = compiled.CORE.call("spread", length.size, cost, length, *packs, float(limit), loads, pack)
+        return pack if done >= 0 else None
     per_rank = packs.num_microbatches
     is_begun = pack >= 0
     tokens = np.bincount(pack[is_begun], weights=length[is_begun], minlength=packs.size).reshape(-1, per_rank)
@@ -168,11 +165,8 @@ def complete_packs(length: IntArray, capacity: int, num_packs: int) -> IntArray 
     if compiled.CORE is None:
         return None
     pack = np.empty(length.size, np.int64)
-    return (
-        pack
-        if compiled.CORE.call("complete_packs", length.size, length, capacity, num_packs, _SWERVES, _STEPS, pack)
-        else None
-    )
+    found = compiled.CORE.call("complete_packs", length.size, length, capacity, num_packs, _SWERVES, _STEPS, pack)
+    return pack if found else None
 
 
 def trade(
@@ -261,9 +255,8 @@ def split_ranks(
     weights = np.ones(packs.num_microbatches) if weights is None else weights
     split = pack.copy()
     if compiled.CORE is not None:
-        compiled.CORE.call(
-            "split_ranks", length.size, cost, length, pack, *packs, weights, int(only_where_lower), split
-        )
+        switch = int(only_where_lower)
+        compiled.CORE.call("split_ranks", length.size, cost, length, pack, *packs, weights, switch, split)
         return split
     alone = Packs(packs.num_microbatches, 1, packs.capacity)
     for rank in range(packs.num_ranks):
@@ -272,9 +265,8 @@ def split_ranks(
         found = spread(length[mine], cost[mine], alone, loads=loads)
         if found is None or mine.size == 0:
             continue
-        before, after = (
-            np.bincount(each, weights=cost[mine]).max() for each in (pack[mine] % packs.num_microbatches, found)
-        )
+        placements = pack[mine] % packs.num_microbatches, found
+        before, after = (np.bincount(each, weights=cost[mine]).max() for each in placements)
         if not only_where_lower or after < before:
             split[mine] = rank * packs.num_microbatches + found
     return split

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatch, layouts_of, pack
+from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
 from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
@@ -35,6 +35,8 @@ from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
 GROUPS = ["tp", "pp", "cp", "dp", "mp"]
+
+T = TypeVar("T")
 
 
 class PackedIterator(Iterator[Microbatch]):
@@ -130,9 +132,7 @@ def schedule_global_batch(
     layouts = layouts_of(plan.lengths, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
-        microbatches=pack(samples, plan.num_sequences, layouts)
-        if has_tokens
-        else [layout_microbatch(layout) for layout in layouts],
+        microbatches=pack(samples, plan.num_sequences, layouts) if has_tokens else layout_microbatches(layouts),
         stats=plan.stats,
         settings=settings,
         decision=part.decision,
@@ -196,7 +196,7 @@ def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:
     return offers
 
 
-def _broadcast(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
     """`value` of group rank `source`, on every rank of the group."""
     if group.size() == 1:
         return value

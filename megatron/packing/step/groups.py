@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def _made(
     return RoadGroups(drawing=drawing, replica=mine[1, tuple(sorted(members))], drawing_rank=drawing_rank)
 
 
-def _all_gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _all_gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -13,7 +13,7 @@ The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.blending.encoding.samples import TextSample
 from megatron.blending.encoding.source_entries import Reading, open_entry
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.formats.decode import decode_part
+from megatron.blending.formats.record import Record
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
@@ -31,7 +32,7 @@ SAMPLE_WEIGHT = "sample_weight"
 _TEXT_PARTS = ("txt", "text", "json", "jsn")
 
 
-def _decode_text(name: str, content: bytes) -> Any:
+def _decode_text(name: str, content: bytes) -> object:
     """Parts that are no text, such as images, stay bytes."""
     return decode_part(name, content) if name.rpartition(".")[2] in _TEXT_PARTS else content
 
@@ -62,13 +63,13 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
 class ChatLoad:
     """Makes sequences of a source's records, where they are read."""
 
-    def __init__(self, load: Any, task: ChatTask, source: int) -> None:
+    def __init__(self, load: Callable[..., Any], task: ChatTask, source: int) -> None:
         """`load`: what makes samples of them; `source`: its number among those of the run."""
         self._load = load
         self._task = task
         self._source = source
 
-    def __call__(self, record: Any, key: tuple[Any, ...]) -> tuple[int, EncodedSample]:
+    def __call__(self, record: Record, key: tuple[Any, ...]) -> tuple[int, EncodedSample]:
         """Return the number of the source and the sequence."""
         return self._source, self._task.encode_sample(self._load(record, key))
 

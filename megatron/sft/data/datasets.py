@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from megatron.blending.encoding.source_part import SourcePart
-from megatron.blending.formats.sources import SOURCES
+from megatron.blending.formats.sources import SOURCES, Record
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     LoadedDatasetList,
@@ -261,11 +261,12 @@ def _build_mock(config: SFTConfig) -> Datasets:
     training = config.training
 
     def made_up(seed: int, num_samples: int, order: int | None = None) -> SampleSet:
+        if not num_samples:
+            return concatenated([], [])
         lengths = config.data.sft_mock_dataset_config_json
-        samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=_MOCK_SAMPLES)
-        records = MockRecords(samples, num_samples, f"{lengths} {config.model.seq_length} {vocab_size} {seed}")
-        sources = [SourceDataset(records, load=mock_sample, shuffle=False, name="mock")] if num_samples else []
-        return concatenated(["mock"] * len(sources), sources, order)
+        samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=num_samples)
+        source = SourceDataset(samples, load=mock_sample, shuffle=False, name="mock")
+        return concatenated(["mock"], [source], order)
 
     return Datasets(
         made_up(training.seed, _MOCK_SAMPLES, training.seed),
@@ -275,30 +276,6 @@ def _build_mock(config: SFTConfig) -> Datasets:
     )
 
 
-class MockRecords:
-    """Made-up samples as records."""
-
-    def __init__(self, samples: MockSFTDataset, size: int, fingerprint: str) -> None:
-        self._samples = samples
-        self._size = size
-        self._fingerprint = fingerprint
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._samples[index]
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        return list(map(self._samples.__getitem__, indices))
-
-    def describe(self, index: int) -> str:
-        return f"mock sample {index}"
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-
-def mock_sample(record: Any, key: Any) -> tuple[int, EncodedSample]:
+def mock_sample(record: Record, key: object) -> tuple[int, EncodedSample]:
     """Returns a made-up sample as `ChatLoad` returns others; all its tokens count in the loss."""
     return 0, EncodedSample(**record, is_cut=False)

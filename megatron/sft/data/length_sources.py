@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.sources import SOURCES, RecordError, open_source
-from megatron.planner.lengths import Lengths, RunSource, Tokenization
+from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.step_record import StepRecord
 from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
 from megatron.sft.data.layouts import parse_columns
@@ -34,13 +34,15 @@ LONGEST = 2**24
 """Tokens of a sequence that is taken for a mistake."""
 
 
-def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None, seed: int, needed: int) -> Lengths:
-    """Returns the lengths that `source` names (see the module); mock data gives `needed` of them.
+def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths:
+    """Returns the lengths that `options.source` names (see the module); mock data gives `needed` of them.
 
     ValueError, naming file and line, for what cannot be read.
     """
+    source = options.source
+    assert source is not None, "checked by LengthOptions"
     if source.lstrip().startswith("{"):
-        return _mock(source, seq_length, seed, needed)
+        return _mock(source, options, needed)
     path = Path(source)
     if path.is_dir() or path.name in (METRICS_FILE, PACKS_FILE):
         return _run(path if path.is_dir() else path.parent)
@@ -48,7 +50,7 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
         raise ValueError(f"{path}: no such file; give lengths, chats, a mock config, the folder of a run or a schedule")
     if path.suffix == ".json" and (found := _json_object(path)) is not None:
         if "mode" in found:
-            return _mock(source, seq_length, seed, needed)
+            return _mock(source, options, needed)
         if found.get("kind") == "schedule":
             return _schedule(path, found)
         raise ValueError(
@@ -56,11 +58,12 @@ def lengths_from(source: str, tokenization: Tokenization, seq_length: int | None
             f"but has the keys {', '.join(map(repr, list(found)[:5])) or '(none)'}"
         )
     if path.suffix in SOURCES:
-        return _chats(path, tokenization)
+        return _chats(path, options, vocab_size)
     return Lengths(lengths=_in_own_words(lambda: read_lengths(path, LONGEST)), described=str(path))
 
 
-def _mock(config: str, seq_length: int | None, seed: int, needed: int) -> Lengths:
+def _mock(config: str, options: LengthOptions, needed: int) -> Lengths:
+    seq_length, seed = options.seq_length, options.seed
     found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
     if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
         raise ValueError('a mock config without "type" follows --seq-length; pass it')
@@ -125,19 +128,17 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
     return Lengths(lengths=record.lengths, described=str(path), record=record)
 
 
-def _chats(path: Path, tokenization: Tokenization) -> Lengths:
+def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Lengths:
     source = open_source(path)
-    tokenizer_type = tokenizer_type_of(tokenization.tokenizer_type, tokenization.tokenizer_model)
-    tokenizer = build_tokenizer(
-        tokenizer_type, tokenization.tokenizer_model, tokenization.vocab_size, tokenization.chat_template
-    )
-    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(tokenization.data_columns))
+    tokenizer_type = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
+    tokenizer = build_tokenizer(tokenizer_type, options.tokenizer_model, vocab_size, options.chat_template)
+    encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(options.data_columns))
     lengths, dropped = [], 0
     for index in range(len(source)):
         try:
             sample = encoder.encode(source[index])
         except (RecordError, SampleError) as error:
-            if not tokenization.skip_bad_samples:
+            if not options.skip_bad_samples:
                 where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
                 raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1

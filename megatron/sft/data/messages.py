@@ -62,7 +62,7 @@ class Turns(NamedTuple):
     """Keys of turns that hold something and that were not read."""
 
 
-def read_turns(turns: Any, where: str, role_key: str | None = None, content_key: str | None = None) -> Turns:
+def read_turns(turns: object, where: str, role_key: str | None = None, content_key: str | None = None) -> Turns:
     """Read a list of turns; SampleError, beginning with `where` it stands, for what is none.
 
     `role_key`, `content_key`: the names of these keys where they are not among those above.
@@ -85,12 +85,12 @@ def read_turns(turns: Any, where: str, role_key: str | None = None, content_key:
     return Turns(messages, unread)
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Whether a field says nothing: null, "", [] or {}."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
-def text_of(text: Any, where: str) -> str:
+def text_of(text: object, where: str) -> str:
     """`text`, which must be a string that can be written as UTF-8; SampleError else."""
     if not isinstance(text, str):
         raise SampleError(f"{where} must be a string, but is {text!r:.60}")
@@ -101,7 +101,7 @@ def text_of(text: Any, where: str) -> str:
     return text
 
 
-def weight_of(weight: Any, where: str) -> float:
+def weight_of(weight: object, where: str) -> float:
     """A factor of the loss; SampleError for what is none."""
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= _LARGEST_FLOAT32:
         raise SampleError(f"{where} must be a finite float32 of at least 0, but is {weight!r:.60}")
@@ -111,7 +111,7 @@ def weight_of(weight: Any, where: str) -> float:
 _LARGEST_FLOAT32 = math.ldexp(2 - 2**-23, 127)
 
 
-def read_tools(tools: Any) -> list[Any]:
+def read_tools(tools: object) -> list[Any]:
     """The tools that a conversation may call: a list of JSON schemas, or its JSON text."""
     if isinstance(tools, str):
         tools = _json(tools, "tools")
@@ -174,7 +174,7 @@ def _only_calls(message: Message) -> bool:
     return message.role == "assistant" and not message.content and message.fields.keys() == {"tool_calls"}
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: object, where: str) -> str:
     if not isinstance(content, list):
         return text_of(content, where)
     for part in content:

@@ -1,7 +1,5 @@
 """pure. Samples with lengths as asked for and no meaning, to train and to measure without data.
 
-Mode `verification` reads Megatron's indexed data sets through megatron-core, which is imported only then.
-
 Invariant: sample i is a function of (configuration, seed, i) alone, whatever was read before.
 """
 
@@ -16,6 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.blending.formats.indexed import IndexedSource
+from megatron.blending.formats.record import RecordSource, check_index
+from megatron.blending.order.permutation import mix_array
 from megatron.sft.data.mock_lengths import (
     DISTRIBUTIONS,
     FLAG,
@@ -46,7 +47,7 @@ class TokenSource(Protocol):
     def __call__(self, seed: int, index: int, count: int) -> IntArray: ...
 
 
-class MockSFTDataset:
+class MockSFTDataset(RecordSource):
     """Map-style data set of `num_samples` mock samples of at most `seq_length` tokens, in a vocabulary of `vocab_size`.
 
     `config_json` is a JSON object or the path of a file that holds one. By "mode":
@@ -87,6 +88,7 @@ class MockSFTDataset:
             raise config_error(f"mode must be file, distribution or verification, but is {mode!r}{hint}")
         self._seed = seed
         self._num_samples = num_samples
+        self._fingerprint = f"{config_json} {seq_length} {vocab_size} {seed}"
 
     def __len__(self) -> int:
         return self._num_samples
@@ -96,12 +98,17 @@ class MockSFTDataset:
         return self._lengths(self._seed, indices)
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample index must be 0 to {self._num_samples - 1}, but is {index}")
+        check_index(index, self)
         length = int(self.lengths(np.array([index]))[0])
         stream = self._tokens(self._seed, index, length + 1)
         labels = stream[1:].copy()  # else writing to tokens would change labels
         return {"tokens": stream[:-1], "labels": labels, "loss_mask": np.ones(length, np.float32)}
+
+    def describe(self, index: int) -> str:
+        return f"mock sample {index}"
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
 @dataclass(frozen=True)
@@ -142,15 +149,13 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).is_file():
-                raise config_error(f"prefix must name a .bin/.idx pair, but there is no {prefix}{suffix}")
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
         self._prefix = prefix
         self._vocab_size = vocab_size
-        self._documents = IndexedDataset(prefix)
-        if not np.any(self._documents.sequence_lengths):
+        try:
+            self._documents = IndexedSource(prefix)
+        except ValueError as error:
+            raise config_error(f"prefix must name a .bin/.idx pair, but {error}") from None
+        if not self._documents.lengths.any():
             raise config_error(f"prefix must hold tokens, but {prefix}.bin is empty")
 
     def __call__(self, seed: int, index: int, count: int) -> IntArray:
@@ -159,7 +164,7 @@ class IndexedTokens:
         parts: list[IntArray] = []
         missing = count
         while missing:
-            part = self._documents[document][:missing].astype(np.int64)
+            part = self._documents[document]["tokens"][:missing].astype(np.int64)
             self._check(part, document)
             parts.append(part)
             missing -= part.size
@@ -243,18 +248,12 @@ def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribut
 def _random_bits(seed: int, indices: IntArray, streams: UintArray | np.uint64) -> UintArray:
     """Returns 64 random bits as a function of (seed, index, stream); indices and streams broadcast.
 
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), chained over the three.
+    SplitMix64 chained over the three.
     """
-    state = _mixed(np.array([seed % 2**64], np.uint64))
-    state = _mixed(state + indices.astype(np.uint64))
-    return _mixed(state + streams)
-
-
-def _mixed(state: UintArray) -> UintArray:
-    bits = state + np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    state = mix_array(np.ones(1, np.uint64), np.array([seed % 2**64], np.uint64))
+    state = state + indices.astype(np.uint64)
+    state = mix_array(np.ones_like(state), state) + streams
+    return mix_array(np.ones_like(state), state)
 
 
 def _uniform(bits: UintArray) -> npt.NDArray[np.float64]:

@@ -8,15 +8,16 @@ not clipped).
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.blending.arguments import nearest
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -148,9 +149,7 @@ def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistr
     """
     name, keys = take_key(config, "type", str, path)
     if name not in DISTRIBUTIONS:
-        raise config_error(
-            f"{path}type must be one of {', '.join(DISTRIBUTIONS)}, but is {name!r}{_nearest(name, DISTRIBUTIONS)}"
-        )
+        raise config_error(f"{path}type must be one of {', '.join(DISTRIBUTIONS)}, but is {name!r}")
     return DISTRIBUTIONS[name](keys, path)
 
 
@@ -164,7 +163,7 @@ def read_keys(
     known = {**required, **(optional or {})}
     for key in config:
         if key not in known:
-            raise config_error(f"unknown key {path}{key}{_nearest(key, known)}; known here: {', '.join(known)}")
+            raise config_error(f"unknown key {path}{key}; {nearest(key, known, 'known here')}")
     for key in required:
         take_key(config, key, known[key], path)
     for key, value in config.items():
@@ -175,7 +174,7 @@ def read_keys(
 def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") -> tuple[Any, dict[str, Any]]:
     """Returns the value of `key`, and the other keys; ValueError if it is missing or of another type."""
     if key not in config:
-        raise config_error(f"key {path}{key} is missing" + _nearest(key, config, "; is it"))
+        raise config_error(f"key {path}{key} is missing; {nearest(key, config, 'given here')}")
     rest = dict(config)
     value = rest.pop(key)
     _check_value(value, kind, path + key)
@@ -192,11 +191,6 @@ def _check_value(value: object, kind: type, name: str) -> None:
         raise config_error(f"{name} must be {_JSON_NAMES[kind]}, but is {value!r}")
     if isinstance(value, (int, float)) and not 0 < value < math.inf:
         raise config_error(f"{name} must be above 0 and finite, but is {value!r}")
-
-
-def _nearest(word: str, known: Collection[str], question: str = "; did you mean") -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"{question} {close[0]}?" if close else ""
 
 
 def _check_order(values: Mapping[str, Any], path: str) -> None:

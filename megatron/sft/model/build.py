@@ -29,7 +29,7 @@ from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.distributed import gathered
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
-from megatron.sft.model.hf_read import Pretrained, read_weights
+from megatron.sft.model.huggingface.read import Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.options.config import SFTConfig
 
@@ -213,18 +213,25 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
-    training = config.training
+    training, batch = config.training, config.training.global_batch_size
+    decay_steps = (training.lr_decay_iters or training.train_iters) * batch
+    warmup_steps = training.lr_warmup_iters * batch
+    if training.lr_warmup_fraction is not None:
+        warmup_steps = int(training.lr_warmup_fraction * decay_steps)
+    wsd_steps = None if training.lr_wsd_decay_iters is None else training.lr_wsd_decay_iters * batch
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=training.lr,
         min_lr=training.min_lr,
-        lr_warmup_steps=training.lr_warmup_iters * training.global_batch_size,
-        lr_decay_steps=(training.lr_decay_iters or training.train_iters) * training.global_batch_size,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
         lr_decay_style=training.lr_decay_style,
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=training.lr_wsd_decay_style,
         start_wd=training.weight_decay,
         end_wd=training.weight_decay,
-        wd_incr_steps=training.train_iters * training.global_batch_size,
+        wd_incr_steps=training.train_iters * batch,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run follows its own options

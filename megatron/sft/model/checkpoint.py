@@ -37,7 +37,7 @@ from megatron.sft.model.checkpoint_folder import (
     unfinished_path,
     write_checksums,
 )
-from megatron.sft.model.hf_companions import COMPANIONS, Companions
+from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
 from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig

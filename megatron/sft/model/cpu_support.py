@@ -136,7 +136,7 @@ def _rewritten(
     """`code` with literals and names replaced, nested functions included; and what was replaced."""
     changed: list[str] = []
 
-    def constant(value: Any) -> Any:
+    def constant(value: object) -> object:
         if isinstance(value, types.CodeType):
             inner, inner_changed = _rewritten(value, literals, names)
             changed.extend(inner_changed)
@@ -160,7 +160,7 @@ def _use_cpu_generator() -> list[Change]:
     """The tensor-parallel random states are states of the CPU generator."""
     from megatron.core.tensor_parallel import random as tracked
 
-    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
@@ -216,7 +216,7 @@ def _slice_rope_without_pinned_memory() -> Change:
 class _CpuStream(torch.cpu.Stream):
     """A stream whose events are over when they are recorded; torch's own returns None for one."""
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: object = None) -> Any:
         return torch.cpu.Event()
 
 
@@ -224,7 +224,7 @@ def _dispatch_tokens_without_copies() -> list[Change]:
     """The experts' all-to-all takes sizes as numpy arrays, made where tensors leave the GPU; on CPU they never do."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

@@ -132,11 +132,11 @@ def padded_batches(
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
         samples = read_samples(draw)
-        real = torch.from_numpy(spread(np.arange(samples.lengths.size) * seq_length, samples.lengths))
+        real = spread(np.arange(samples.lengths.size) * seq_length, samples.lengths)
         whole = (tokens, labels, loss_mask, position_ids)
         for padded, values in zip(whole, samples.fields()):
-            padded.view(-1)[real] = torch.from_numpy(values)
-        padding_mask.view(-1)[real] = False
+            padded.view(-1).numpy()[real] = values
+        padding_mask.view(-1).numpy()[real] = False
         sources[: samples.sources.size] = torch.from_numpy(samples.sources.astype(np.int64)).unsqueeze(1)
         yield PaddedBatch(
             tokens=shard(tokens),

@@ -32,7 +32,7 @@ def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
         gpt.output_layer.register_forward_hook(_Hide(vocab_size))
 
 
-def _scale_by_root_of_width(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _scale_by_root_of_width(module: object, inputs: object, output: Tensor) -> Tensor:
     return output * torch.tensor(output.shape[-1] ** 0.5, dtype=output.dtype)  # rounded first, as Gemma's
 
 
@@ -42,7 +42,7 @@ class _Hide:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def __call__(self, layer: Any, inputs: Any, output: tuple[Tensor, Any]) -> None:
+    def __call__(self, layer: Any, inputs: object, output: tuple[Tensor, Any]) -> None:
         logits = output[0]
         num_real = max(self._vocab_size - layer.tp_group.rank() * logits.shape[-1], 0)
         if num_real < logits.shape[-1]:

@@ -49,7 +49,7 @@ def _load_distributed_adam() -> None:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
 
-    def set_states_but_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def set_states_but_step(self: Any, model_param: object, tensors: dict[str, Any]) -> None:
         if not self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             group_index, group_order = self.model_param_group_index_map[model_param]
             main_param = self.optimizer.param_groups[group_index]["params"][group_order]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
 from megatron.sft.options.lora import LoraConfig
+from megatron.sft.options.megatron_flags import without_megatrons
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
@@ -184,9 +185,15 @@ class SFTConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
+def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    packs = given.get("sequence_packing_scheduler") is not None
+    return implied_options(given) | ({"sequence_packing": True} if packs else {})
+
+
 def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
     """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
     about = "Fine-tune a GPT on packed sequences with Megatron-Core."
-    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=implied_options))
+    arguments = without_megatrons(arguments)
+    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=_implied))
     config.check(world_size)
     return config

@@ -76,7 +76,7 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     return scaling
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 

@@ -25,12 +25,18 @@ class TrainingConfig:
     """Sequences of a microbatch without packing; with packing, samples drawn at a time."""
     min_lr: float = 0.0
     """Lowest learning rate."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
-    """How the learning rate falls."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """How the learning rate falls; WSD: it stays highest until the last --lr-wsd-decay-iters."""
     lr_decay_iters: int | None = None
     """Steps until it is lowest (default: --train-iters)."""
     lr_warmup_iters: int = 0
     """Steps in which it rises from zero."""
+    lr_warmup_fraction: float | None = None
+    """Share of the steps of decay in which it rises, in place of --lr-warmup-iters."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """How the learning rate of WSD falls at the end."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps in which the learning rate of WSD falls."""
     weight_decay: float = 0.01
     """Of weight matrices."""
     clip_grad: float = 1.0
@@ -71,6 +77,13 @@ class TrainingConfig:
                 raise ValueError(f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
+        if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_iters is not None):
+            raise ValueError("--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none")
+        check_range(self, 1, None, "lr_wsd_decay_iters")
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            raise ValueError("pass either --lr-warmup-iters or --lr-warmup-fraction, not both")
+        if not 0 <= (self.lr_warmup_fraction or 0) < 1:
+            raise ValueError(f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}")
         decay_iters = self.lr_decay_iters or self.train_iters
         if not 0 <= self.lr_warmup_iters < (decay_iters or math.inf):
             raise ValueError(

@@ -85,7 +85,7 @@ class MetricsWriter:
         else:
             print(evaluation.to_line(), flush=True)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Writes something that happened, `event("run", iteration=0, seq_length=1024, global_batch_size=16)`.
 
         With an `iteration` the line lasts or falls with that step when the run is resumed.
@@ -143,15 +143,15 @@ def from_record(kind: type[T], record: dict[str, Any]) -> T:
     return kind(**{**read(kind, record), "sources": sources})
 
 
-def json_line(kind: str, **values: Any) -> str:
+def json_line(kind: str, **values: object) -> str:
     """Returns a line of JSON, its newline included; a number that JSON doesn't have becomes null."""
 
-    def valid(value: Any) -> Any:
+    def valid(value: object) -> object:
         if isinstance(value, dict):
             return {name: valid(part) for name, part in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({"kind": kind, **valid(values)}, allow_nan=False) + "\n"
+    return json.dumps({"kind": kind, **{name: valid(value) for name, value in values.items()}}, allow_nan=False) + "\n"
 
 
 def truncate_after(path: Path, iteration: int) -> None:

@@ -101,14 +101,14 @@ class WorkerHere:
         self._server: Any = None
         self._error: Any = None
 
-    def start(self, start):
+    def start(self, generation, start):
         start = pickle.loads(pickle.dumps(start))
         self._told: deque[bytes] = deque()
         self._messages: deque[bytes] = deque()
         self._error, self._is_over = None, False
-        self._generation = start.generation
+        self._generation = generation
         self._server = self._server or self._make(lambda failure: self._told.append(pickle.dumps(failure)))
-        self._server.start(*start[1:])
+        self._server.start(start)
 
     def next(self):
         while not self._is_over and not self._error and len(self._messages) < self._ahead:

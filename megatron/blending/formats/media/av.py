@@ -9,11 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 Range = tuple[float, float]
 Clips = tuple[list[torch.Tensor], list[Range]]
 
@@ -23,7 +24,7 @@ _EVERYTHING: Sequence[Range] = ((0.0, math.inf),)
 
 @dataclass(frozen=True)
 class AVData:
-    """Clips and where they start and end, in seconds. What was not asked for is empty."""
+    """It holds clips, and where they start and end, in seconds. What was not asked for is empty."""
 
     video_clips: list[torch.Tensor]
     video_timestamps: list[Range]
@@ -32,7 +33,7 @@ class AVData:
 
 
 class AVDecoder:
-    """One file, opened anew by each call, without threads of its own: it may be used in forked workers."""
+    """It opens its file anew for each call, without threads of its own: it may be used in forked workers."""
 
     def __init__(self, stream: BinaryIO) -> None:
         import_module("av")
@@ -125,7 +126,7 @@ class AVDecoder:
         return container
 
 
-def _first(streams: Sequence[Any], kind: str) -> Any:
+def _first(streams: Sequence[T], kind: str) -> T:
     if not streams:
         raise ValueError(f"the file has no {kind}")
     return streams[0]

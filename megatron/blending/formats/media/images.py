@@ -2,7 +2,6 @@
 
 import io
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ IMAGE_MODES: dict[str, tuple[str, bool, str]] = {
 }
 
 
-def decode_image(content: bytes, mode: str) -> Any:
+def decode_image(content: bytes, mode: str) -> object:
     """Decode as one of IMAGE_MODES: "torchrgb" is a float32 tensor of shape [3, height, width] in [0, 1]."""
     kind, is_float, channels = IMAGE_MODES[mode]
     with import_module("PIL.Image").open(io.BytesIO(content)) as image:

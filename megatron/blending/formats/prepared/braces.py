@@ -65,7 +65,7 @@ def _range(text: str) -> list[str] | None:
 
 
 class _Run(NamedTuple):
-    """Names `prefix + number + suffix`, for the numbers from first to last."""
+    """A run is the names `prefix + number + suffix`, for the numbers from first to last."""
 
     prefix: str
     first: str

@@ -24,7 +24,7 @@ class _Option(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """What a field would come from and is not there: a part of the record, or a key in what a part holds."""
+    """This is what a field would come from and is not there: a part of the record, or a key in what a part holds."""
 
     name: str
     within: str
@@ -130,7 +130,7 @@ def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str,
     return None
 
 
-def _value_at(value: object, keys: tuple[str, ...]) -> Any:
+def _value_at(value: object, keys: tuple[str, ...]) -> object:
     for key in keys:
         if isinstance(value, dict):
             value = value.get(key, _MISSING)

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.blending.arguments import nearest
 from megatron.blending.formats.files import is_file, join_location, read_file
 from megatron.blending.formats.prepared.braces import expand_braces
-from megatron.blending.formats.yaml_place import Place, described, nearest
+from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
 
 FOLDER = ".nv-meta"

@@ -12,7 +12,7 @@ import random
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron.blending.arguments import check_one_of
 from megatron.blending.formats.files import list_names, open_file
-from megatron.blending.formats.jsonl import INDEX_SUFFIX, index_lines
+from megatron.blending.formats.jsonl import INDEX_SUFFIX, Progress, index_lines, unseen
 from megatron.blending.formats.prepared.braces import collapse_numbers, expand_braces
 from megatron.blending.formats.prepared.field_map import FieldMap
 from megatron.blending.formats.prepared.nv_meta import CRUDE, FOLDER, SQLITE, read_info
 from megatron.blending.formats.prepared.sample_index import DuplicateKeyError, SampleIndexWriter
 from megatron.blending.formats.prepared.tar import TarError, TarScan, scan_tar
-from megatron.blending.formats.yaml_place import nearest
 
 SAMPLE_TYPES = (
     "CaptioningSample ImageClassificationSample ImageSample InterleavedSample MultiChoiceVQASample OCRSample "
@@ -40,13 +40,10 @@ _SHUFFLE_SEED = 42
 _SHARDS_AHEAD_PER_WORKER = 2
 _LOADER_FILE = "sample_loader.py"
 
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Passes steps on, of which there are so many."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is asked for, in the words of `energon prepare`."""
+    """A Preparation says what is asked for, in the words of `energon prepare`."""
 
     split_ratio: tuple[float, ...] = (1.0, 0.0, 0.0)
     """Shares of the shards for train, val and test, which are cut in order."""
@@ -72,8 +69,8 @@ class Preparation:
             if ":" not in part:
                 raise ValueError(f"--split-parts must be like 'train:train/.*', but is {part!r}")
         known = (*SAMPLE_TYPES, CRUDE)
-        if self.sample_type is not None and self.sample_type not in known:
-            raise ValueError(f"--sample-type {self.sample_type} is not known; {nearest(self.sample_type, known)}")
+        if self.sample_type is not None:
+            check_one_of("--sample-type", self.sample_type, known)
         if self.field_map and self.sample_type in (None, CRUDE):
             raise ValueError("--field-map needs --sample-type, the class whose fields it names")
         FieldMap(self.field_map, "--field-map")
@@ -81,7 +78,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was found and written."""
+    """It says what was found and written."""
 
     counts: Mapping[str, int]
     """Samples of each shard."""
@@ -91,11 +88,7 @@ class Prepared:
     part_names: Sequence[str]
 
 
-def _unseen(steps: Iterable[Any], total: int) -> Iterable[Any]:
-    return steps
-
-
-def prepare_jsonl(path: str, progress: Progress = _unseen) -> int:
+def prepare_jsonl(path: str, progress: Progress = unseen) -> int:
     """Write the index of a JSONL file beside it and return the number of records. About 1 GB/s."""
     offsets = index_lines(open_file(path), progress)
     if len(offsets) < 2:
@@ -104,7 +97,7 @@ def prepare_jsonl(path: str, progress: Progress = _unseen) -> int:
     return len(offsets) - 1
 
 
-def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = _unseen) -> Prepared:
+def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = unseen) -> Prepared:
     """Prepare a folder of tar shards; ValueError if it cannot be, naming shard and byte, or the key of two samples.
 
     Reads all headers, and no contents, at about 10 microseconds per sample.

@@ -17,7 +17,7 @@ _REMOTE_SHARDS = 512
 
 
 class Shard(NamedTuple):
-    """One archive, opened."""
+    """A Shard is one archive, opened."""
 
     file: File
     content: Any

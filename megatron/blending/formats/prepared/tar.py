@@ -28,7 +28,7 @@ _PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
 
 
 class TarError(ValueError):
-    """An archive, or a sample of one, that cannot be read. The message says at which byte and why."""
+    """An archive, or a sample of one, cannot be read. The message says at which byte and why."""
 
 
 class Readable(Protocol):
@@ -139,7 +139,7 @@ def _parse_by_walking(raw: bytes, parts: dict[str, Any]) -> str:
 
 
 class Buffer:
-    """An archive, or a piece of one, in memory."""
+    """A Buffer is an archive, or a piece of one, in memory."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -59,7 +59,7 @@ def open_webdataset(
 
 
 class WebDataset(RecordSource):
-    """One part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name: bytes, ...}.
+    """It is one part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name: bytes, ...}.
 
     Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds per part over the
     copy of its bytes.
@@ -161,7 +161,7 @@ class WebDataset(RecordSource):
         return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
-        """Made of names, numbers and exclusions, and of the files of 8 evenly spread shards."""
+        """It is made of names, numbers and exclusions, and of the files of 8 evenly spread shards."""
         digest = hashlib.blake2b(repr((self._shards, self._skipped.tolist())).encode(), digest_size=16)
         last = len(self._shards) - 1
         for number in sorted({probe * last // (_FINGERPRINT_SHARDS - 1) for probe in range(_FINGERPRINT_SHARDS)}):

@@ -31,8 +31,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from megatron.sft.model.hf_read import global_name
-from megatron.sft.model.hf_weights import Part, Weight, copies
+from megatron.sft.model.huggingface.read import global_name
+from megatron.sft.model.huggingface.weights import Part, Weight, copies
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
 
@@ -197,7 +197,7 @@ class Adapter(torch.nn.Module):
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """The rows of a layer as `hf_weights` describes them; a row-parallel rank has them all."""
+    """The rows of a layer as `huggingface.weights` describes them; a row-parallel rank has them all."""
     if linear_name == "linear_qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.sft.model.hf_weights import Layout, Part, Weight, Weights, is_of_adapter
+from megatron.sft.model.huggingface.weights import Layout, Part, Weight, Weights, is_of_adapter
 from megatron.sft.options.lora import LoraConfig
 
 _PREFIX = "base_model.model."

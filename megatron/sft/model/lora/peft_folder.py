@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.sft.model.hf_folder import Folder, Stored, read_header
+from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.lora import LoraConfig
 

@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.sft.distributed import gathered
-from megatron.sft.model.hf_read import Placed
-from megatron.sft.model.hf_write import (
+from megatron.sft.model.huggingface.read import Placed
+from megatron.sft.model.huggingface.write import (
     bytes_of,
     finished_folder,
     header_of,

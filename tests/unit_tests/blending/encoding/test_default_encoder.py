@@ -58,7 +58,7 @@ def test_overridden_steps_are_used():
 
 
 def test_batch_without_types_is_of_the_samples_type():
-    batch = DefaultTaskEncoder().batch(texts("a", "b"))
+    batch: Any = DefaultTaskEncoder().batch(texts("a", "b"))
     assert type(batch) is TextSample
     assert (batch.text, batch.__key__) == (["a", "b"], ["0", "1"])
 
@@ -102,7 +102,7 @@ def test_encoded_sample_type():
 
     assert DefaultTaskEncoder(encoded_sample_type=Short).encode_sample(texts("a")[0]) == Short("a")
     with pytest.raises(ValueError, match="encoded_sample_type must be a class, but is 'Short'"):
-        DefaultTaskEncoder(encoded_sample_type="Short")
+        DefaultTaskEncoder(encoded_sample_type="Short")  # type: ignore[arg-type]
 
 
 def test_an_encoder_need_not_call_super_init():

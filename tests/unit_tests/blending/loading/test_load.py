@@ -236,7 +236,7 @@ def test_what_a_hook_does_not_take_is_not_lost(data):
         get_train_dataset(data / "a", weight_schedule=schedule)
     with pytest.raises(ValueError, match="option 'subflavors' is for a path; give it to load_dataset"):
         get_train_dataset(load_dataset(data / "a"), subflavors={})
-    with pytest.raises(ValueError, match="virtual_epoch_length must be a whole number of at least 0, but is -1"):
+    with pytest.raises(ValueError, match="virtual_epoch_length must be at least 0, but is -1"):
         get_train_dataset(data / "a", virtual_epoch_length=-1)
 
 
@@ -254,8 +254,8 @@ def test_repetitions_that_come_to_nothing_are_named(data):
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"limit": "5"}, "limit must be a whole number of batches, or None, but is '5'"),
-        ({"limit": True}, "limit must be a whole number of batches, or None, but is True"),
+        ({"limit": "5"}, "limit must be a whole number, but is '5'"),
+        ({"limit": True}, "limit must be a whole number, but is True"),
         ({"batch_drop_last": "no"}, "batch_drop_last must be True or False, but is 'no'"),
         ({"allow_code": "no"}, "allow_code must be True or False, but is 'no'"),
     ],

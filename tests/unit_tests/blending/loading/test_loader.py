@@ -503,7 +503,7 @@ def test_remap_is_refused_for_finite_data():
     state = loaders(source_of("a"))[0].state_dict()
     with pytest.raises(ValueError, match="is for endless data"):
         loaders(source_of("b"))[0].load_state_dict(state, on_change="remap")
-    with pytest.raises(ValueError, match="on_change must be 'error' or 'remap', but is 'remaps'"):
+    with pytest.raises(ValueError, match="on_change must be one of error, remap, but is 'remaps'"):
         loaders(source_of("a"))[0].load_state_dict(state, on_change="remaps")
 
 
@@ -775,7 +775,7 @@ def test_shards_that_are_shared_are_told(caplog):
         ({"prefetch_factor": "x"}, "prefetch_factor must be a whole number, but is 'x'"),
         ({"prefetch_factor": 0}, "prefetch_factor must be at least 1, but is 0"),
         ({"prefetch_factor": 1.5}, "prefetch_factor must be a whole number, but is 1.5"),
-        ({"pin_memory": "yes"}, "pin_memory must be True, False or None, but is 'yes'"),
+        ({"pin_memory": "yes"}, "pin_memory must be True or False, but is 'yes'"),
     ],
 )
 def test_options_of_other_types_are_refused(options, fault):

@@ -73,7 +73,7 @@ def test_schedules():
     [
         ({"points": ((5, (1,)),)}, "must start at step 0"),
         ({"points": ((0, (1,)), (0, (1,)))}, "its steps increase"),
-        ({"points": ((0, (1,)),), "kind": "cosine"}, "'step' or 'linear'"),
+        ({"points": ((0, (1,)),), "kind": "cosine"}, "kind must be one of step, linear"),
         ({"points": ((0, (1, 1)), (5, (1,)))}, "as many weights"),
         ({"points": ((0, (0, 0)),)}, "must not all be 0"),
         ({"points": {0: (1, 1)}}, r"must be pairs \(step, weights\), but are {0: \(1, 1\)}; write"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.batch.layout import Alignment
-from megatron.packing.batch.microbatches import FIELDS, layout_microbatch, layouts_of, pack
+from megatron.packing.batch.microbatches import FIELDS, layout_microbatches, layouts_of, pack
 from megatron.packing.batch.samples import Samples
 from tests.unit_tests.packing.batch.test_samples import samples_of
 
@@ -36,11 +36,12 @@ def test_literal_packs() -> None:
         "labels": [11, 12, 13, 0, 21, 22, 0, 0],
         "loss_mask": [0.125, 0.25, 0.375, 0, 0.125, 0.25, 0, 0],
         "position_ids": [1, 2, 3, 0, 1, 2, 0, 0],
+        "padding_mask": [False, False, False, True, False, False, True, True],
     }
     assert last["tokens"].tolist() == [30, 0, 0, 0, 0, 0, 0, 0]
     assert last["sources"].tolist() == [5, 0]
     dtypes = [first[name].dtype for name in FIELDS]
-    assert dtypes == [torch.int64, torch.int64, torch.float32, torch.int64]
+    assert dtypes == [torch.int64, torch.int64, torch.float32, torch.int64, torch.bool]
     # A dummy pack that adds anything to loss or token count makes the loss depend on the layout.
     assert empty["tokens"].tolist() == empty["loss_mask"].tolist() == [0] * 8
     assert empty["cu_seqlens"].tolist() == [0, 0]
@@ -63,18 +64,19 @@ def test_content_in_place_and_padding_masked(lengths: list[list[int]], sequence_
         for start, length in zip(microbatch["cu_seqlens_padded"].tolist(), inside):
             is_padding[start : start + length] = False
             wanted = next(remaining)
-            assert tuple(microbatch[name][start : start + length].tolist() for name in FIELDS) == wanted
+            assert tuple(microbatch[name][start : start + length].tolist() for name in FIELDS[:4]) == wanted
+        assert microbatch["padding_mask"].tolist() == is_padding.tolist()
         assert is_padding.sum() == len(is_padding) - sum(inside)
         assert not microbatch["loss_mask"][torch.from_numpy(is_padding)].any()
         assert not microbatch["tokens"][torch.from_numpy(is_padding)].any()
 
 
-def test_layout_microbatch_has_no_tokens() -> None:
+def test_layout_microbatches_have_no_tokens() -> None:
     """Stages in the middle must not receive tokens that they don't need, and have the same layout as the others."""
     samples = samples_of([sequence(3, 1)])
     (layout,) = layouts_of(samples.lengths, np.array([1]), Alignment(sequence=4, pack=4))
-    microbatch = layout_microbatch(layout)
-    assert sorted(microbatch) == ["cu_seqlens", "cu_seqlens_padded", "max_seqlen"]
+    (microbatch,) = layout_microbatches([layout])
+    assert sorted(microbatch) == ["cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask"]
     (whole,) = pack(samples, np.array([1]), [layout])
     assert all(torch.equal(torch.as_tensor(whole[name]), torch.as_tensor(microbatch[name])) for name in microbatch)
     assert type(microbatch["max_seqlen"]) is int

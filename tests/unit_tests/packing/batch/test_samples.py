@@ -11,7 +11,7 @@ from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Samples, joi
 
 IDS = st.integers(0, 2**31 - 1)
 WEIGHTS = st.floats(-8, 8, width=32, allow_subnormal=False)
-DTYPES = (np.int64, np.int64, np.float32, np.int64)
+DTYPES = (np.int32, np.int32, np.float32, np.int32)
 Sequence = tuple[list[int], list[int], list[float], list[int]]
 """tokens, labels, loss_mask, position_ids"""
 
@@ -119,5 +119,5 @@ def test_first_cuts_all_fields(parts: list[Sequence], limit: int) -> None:
 
 def test_spread() -> None:
     """Every gather and every padded place is made of it."""
-    assert spread(np.array([5, 0, 9]), np.array([2, 3, 0])).tolist() == [5, 6, 0, 1, 2]
+    assert spread(np.array([5, 0, 9]), np.array([2, 3, 1])).tolist() == [5, 6, 0, 1, 2, 9]
     assert spread(np.array([], np.int64), np.array([], np.int64)).tolist() == []

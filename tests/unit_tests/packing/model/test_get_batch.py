@@ -8,7 +8,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.microbatches import layout_microbatch, pack
+from megatron.packing.batch.microbatches import layout_microbatches, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
@@ -94,7 +94,7 @@ def test_sources_stand_where_their_tokens_do(cp):
 def test_middle_stage_needs_no_tokens():
     """Stages in the middle get layouts only, and must find all they need there."""
     layout = PackLayout.of((3, 5), Alignment(sequence=4, pack=8))
-    batch = get_batch(layout_microbatch(layout), pp=Ranks(3, 1))
+    batch = get_batch(layout_microbatches([layout])[0], pp=Ranks(3, 1))
     expected = get_batch(microbatch(), pp=Ranks(3, 1))
     assert has(batch) == ()
     assert torch.equal(batch.padding_mask, expected.padding_mask)

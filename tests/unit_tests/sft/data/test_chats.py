@@ -29,6 +29,7 @@ def chats(task, path, max_bad=None, batch=1):
     """The samples of a path, pass after pass, in the order of the file."""
     (entry,) = source_entries(load_metadataset(path, "train"))
     opened = open_chats(entry, task)
+    assert opened.load is not None
     load = ChatLoad(opened.load, task, 0)
     samples = concatenated(["some"], [SourceDataset(opened.source, load=load, shuffle=False, name="some")])
     return SampleStream(samples, Share(0, 1, batch, batch), max_bad_samples_in_a_row=max_bad)

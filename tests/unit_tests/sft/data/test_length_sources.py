@@ -1,7 +1,6 @@
 """The lengths that a plan is made of must be those that training would see."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,18 +8,14 @@ import pytest
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.planner.lengths import Tokenization
+from megatron.planner.lengths import LengthOptions
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.data.length_sources import lengths_from
 from tests.unit_tests.blending.folders import write_jsonl
 
-BYTES = Tokenization(
-    tokenizer_type="ByteLevelTokenizer", tokenizer_model=None, vocab_size=None, skip_bad_samples=False
-)  # fmt: skip
 
-
-def read(source, tokenization=BYTES, seq_length=None, needed=4):
-    return lengths_from(str(source), tokenization, seq_length, 1, needed)
+def read(source, needed=4, vocab_size=None, **options):
+    return lengths_from(LengthOptions(source=str(source), seed=1, **options), vocab_size, needed)
 
 
 @pytest.mark.parametrize("text", ["5\n7\n", "length\n5\n7\n\n", "\ufeff5\r\n7\r\n"])
@@ -69,10 +64,7 @@ def test_broken_chats_are_named_or_counted(tmp_path):
     path.write_text('{"text": "abc"}\n{"txt": 1}\n{\n')
     with pytest.raises(ValueError, match=r"chats.jsonl:2: record has keys 'txt'"):
         read(path)
-    skipping = Tokenization(
-        tokenizer_type="ByteLevelTokenizer", tokenizer_model=None, vocab_size=None, skip_bad_samples=True
-    )  # fmt: skip
-    found = read(path, skipping)
+    found = read(path, skip_bad_samples=True)
     assert (found.lengths.tolist(), found.dropped) == ([3], 2)
 
 
@@ -80,7 +72,7 @@ def test_chats_of_odd_columns(tmp_path):
     """A plan would need the data rewritten, although training does not."""
     path = tmp_path / "chats.jsonl"
     path.write_text('{"body": "abc", "text": "x"}\n')
-    assert read(path, replace(BYTES, data_columns="text=body,none=text")).lengths.tolist() == [3]
+    assert read(path, data_columns="text=body,none=text").lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("as_file", [True, False])

@@ -15,7 +15,11 @@ CONTRADICTIONS = [
     ),
     ("--pack-cost cost.json", 1, ["--pack-cost", "--sequence-packing"]),
     ("--sequence-packing --pack-cost absent.json", 1, ["--pack-cost absent.json cannot be read", "calibrate"]),
-    ("--sequence-packing-scheduler empty", 1, ["--sequence-packing-scheduler", "--sequence-packing"]),
+    (
+        "--sequence-packing-scheduler empty --no-sequence-packing",
+        1,
+        ["--sequence-packing-scheduler", "--sequence-packing"],
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.planner.lengths import Tokenization
+from megatron.planner.lengths import LengthOptions
 from megatron.planner.plan import plan
 from megatron.planner.step_record import StepLayout, StepRecord
 from megatron.sft.data.length_sources import lengths_from
@@ -92,7 +92,4 @@ def test_a_dumped_step_is_read_by_the_planner(tmp_path):
     plotted = importlib.util.find_spec("matplotlib") is not None
     assert names == ["schedule_7.json", "schedule_7.html", *["schedule_7.png"] * plotted]
     assert all((tmp_path / name).stat().st_size > 100 for name in names)
-    tokenization = Tokenization(
-        tokenizer_type="ByteLevelTokenizer", tokenizer_model=None, vocab_size=None, skip_bad_samples=False
-    )  # fmt: skip
-    assert lengths_from(str(tmp_path / "schedule_7.json"), tokenization, None, 0, 1).record == record
+    assert lengths_from(LengthOptions(source=str(tmp_path / "schedule_7.json")), None, 1).record == record

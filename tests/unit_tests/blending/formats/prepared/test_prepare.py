@@ -154,7 +154,7 @@ def test_splits(tmp_path, asked, parts):
         ({"split_ratio": (0, 0, 0)}, "--split-ratio must be three shares"),
         ({"split_ratio": (2, -1, 0)}, "--split-ratio must be three shares"),
         ({"split_parts": ["train"]}, "--split-parts must be like 'train:train/.*'"),
-        ({"sample_type": "TextSampel"}, "--sample-type TextSampel is not known; did you mean 'TextSample'?"),
+        ({"sample_type": "TextSampel"}, "but is 'TextSampel'; did you mean 'TextSample'?"),
         ({"field_map": {"text": "txt"}}, "--field-map needs --sample-type"),
         ({"sample_type": "TextSample", "field_map": {"text": "txt["}}, "--field-map: text must be like txt"),
     ],

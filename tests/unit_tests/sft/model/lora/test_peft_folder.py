@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.hf_folder import check_folder
+from megatron.sft.model.huggingface.folder import check_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import CONFIG, WEIGHTS, open_adapter, options_of_adapter, write_adapter_config
 from megatron.sft.options.lora import LoraConfig
 from tests.unit_tests.sft.command_line import parse
-from tests.unit_tests.sft.model.test_hf_folder import weights
+from tests.unit_tests.sft.model.huggingface.test_folder import weights
 
 LORA = LoraConfig(lora=True, lora_rank=3, lora_alpha=6, lora_target_modules=("q_proj", "v_proj", "down_proj"))
 

@@ -7,10 +7,10 @@ import pytest
 
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.tokenizer import build_tokenizer
-from megatron.sft.model.hf_companions import Companions, end_of_turn
+from megatron.sft.model.huggingface.companions import Companions, end_of_turn
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.data.test_tokenizer import CONVERSATION, MARKED, PLAIN, save_tokenizer
-from tests.unit_tests.sft.model.test_hf_config import LLAMA, STEPS
+from tests.unit_tests.sft.model.huggingface.test_config import LLAMA, STEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -23,9 +23,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.sft.distributed import gathered
-from megatron.sft.model.hf_folder import DTYPES, INDEX, SINGLE
-from megatron.sft.model.hf_read import Placed, placed_parameters, weights_bar
-from megatron.sft.model.hf_weights import Part, Tensors, copies
+from megatron.sft.model.huggingface.folder import DTYPES, INDEX, SINGLE
+from megatron.sft.model.huggingface.read import Placed, placed_parameters, weights_bar
+from megatron.sft.model.huggingface.weights import Part, Tensors, copies
 
 MOST_BYTES_PER_FILE = 5 * 10**9
 

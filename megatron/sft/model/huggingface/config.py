@@ -218,14 +218,12 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """The options of a model as `options_of` would tell them, defaults resolved: equal for equal models."""
     options = {name: getattr(model, name) for name in _COMMON}
-    has_experts = model.num_experts is not None
     groups = model.num_query_groups
-    if has_experts:
-        pre_softmax, width = model.moe_router_pre_softmax, model.moe_ffn_hidden_size
+    if model.num_experts is not None:
         options |= {
             "moe_router_topk": model.moe_router_topk,
-            "moe_router_pre_softmax": pre_softmax,
-            "moe_ffn_hidden_size": width or model.resolved_ffn_hidden_size,
+            "moe_router_pre_softmax": model.moe_router_pre_softmax,
+            "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size,
             "moe_layer_freq": () if all(model.moe_layer_freq) else model.moe_layer_freq,
         }
     return options | {
@@ -266,6 +264,7 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _as_family(kind: str, family: Family, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    expert_width = model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": kind,
@@ -288,17 +287,16 @@ def _as_family(kind: str, family: Family, model: ModelConfig, vocab_size: int) -
     if kind == "llama":
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
     if family.num_experts_key is not None:
-        width = model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size
         config |= {
             family.num_experts_key: model.num_experts or 1,
             "num_experts_per_tok": model.moe_router_topk,
-            "moe_intermediate_size": width,
+            "moe_intermediate_size": expert_width,
             "norm_topk_prob": not model.moe_router_pre_softmax,
             "mlp_only_layers": [i for i, has_experts in enumerate(model.moe_layer_freq) if not has_experts],
             "decoder_sparse_step": 1,
         }
     if kind == "mixtral":
-        config["intermediate_size"] = model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size
+        config["intermediate_size"] = expert_width
     if kind == "qwen2_moe":
         config["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size or 1
     return config

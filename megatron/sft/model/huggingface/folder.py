@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.sft.model.hf_weights import Tensors
+from megatron.sft.model.huggingface.weights import Tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.sft.model.hf_folder import INDEX, SINGLE, check_folder, fingerprint, open_folder
-from megatron.sft.model.hf_weights import Weights
+from megatron.sft.model.huggingface.folder import INDEX, SINGLE, check_folder, fingerprint, open_folder
+from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.options.model import ModelConfig
 
 VOCAB_SIZE = 40

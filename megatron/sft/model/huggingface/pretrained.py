@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.sft.model.checkpoint_folder import latest_iteration
-from megatron.sft.model.hf_companions import weights_of
-from megatron.sft.model.hf_config import config_of, read_config
-from megatron.sft.model.hf_folder import check_folder, open_folder
-from megatron.sft.model.hf_read import Pretrained, PretrainedAdapter
-from megatron.sft.model.hf_write import check_target
+from megatron.sft.model.huggingface.companions import weights_of
+from megatron.sft.model.huggingface.config import config_of, read_config
+from megatron.sft.model.huggingface.folder import check_folder, open_folder
+from megatron.sft.model.huggingface.read import Pretrained, PretrainedAdapter
+from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import open_adapter

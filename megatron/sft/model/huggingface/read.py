@@ -17,8 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 from tqdm import tqdm
 
-from megatron.sft.model.hf_folder import Folder
-from megatron.sft.model.hf_weights import Copy, Tensors, Weight, Weights, copies
+from megatron.sft.model.huggingface.folder import Folder
+from megatron.sft.model.huggingface.weights import Copy, Tensors, Weight, Weights, copies
 
 
 class PretrainedAdapter(NamedTuple):

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.hf_config import FAMILIES, config_of, identity_of, options_of, window_of
+from megatron.sft.model.huggingface.config import FAMILIES, config_of, identity_of, options_of, window_of
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.sft.model.hf_weights import Weights, copies
+from megatron.sft.model.huggingface.weights import Weights, copies
 from megatron.sft.options.model import ModelConfig
 
 VOCAB_SIZE = 37

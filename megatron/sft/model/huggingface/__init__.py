@@ -1,0 +1,1 @@
+"""A HuggingFace folder <-> options and parameters of the model, in any layout."""

@@ -1,0 +1,75 @@
+"""A recipe of Megatron-LM: each of its options works, is said to be so anyway, or is refused with a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.packing.flags import FlagError, parse_flags
+from megatron.sft.options.config import GROUPS
+from megatron.sft.options.megatron_flags import ACCEPTED, REFUSED, told, without_megatrons
+from tests.unit_tests.sft.command_line import parse
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "megatron-lm.md"
+
+
+def table() -> str:
+    """The options in docs/megatron-lm.md, which is written by this."""
+    lines = ["| option | here |", "|---|---|"]
+    for flag, accepted in ACCEPTED.items():
+        what = "always so" if accepted.always_so else "without effect"
+        values = f", as {' or '.join(accepted.values)}" if accepted.values else ""
+        lines.append(f"| `{flag}` | {what}{values} |")
+    return "\n".join([*lines, *(f"| `{flag}` | refused: {way} |" for flag, way in REFUSED.items())])
+
+
+def test_document_lists_all() -> None:
+    """A table that is kept by hand lies after the next change."""
+    assert table() in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("flag", [*ACCEPTED, *REFUSED])
+def test_no_option_of_ours_is_hidden(flag: str) -> None:
+    """One that becomes ours must leave the table, or it would be dropped before it is read."""
+    with pytest.raises(FlagError, match=f"unknown option {flag}"):
+        parse_flags(GROUPS, [flag], "")
+
+
+def test_recipe_trains_as_if_they_were_not_there() -> None:
+    """Values of accepted options must go with them, and those of ours must stay."""
+    recipe = "--sft --transformer-impl local --lr-decay-style cosine --timing-log-level 0 --ckpt-format=torch_dist"
+    assert without_megatrons(recipe.split()) == ["--lr-decay-style", "cosine"]
+    assert parse(recipe) == parse("--lr-decay-style cosine")
+    assert told(recipe.split()) == [
+        "options of Megatron-LM, as it always is here: --sft --ckpt-format",
+        "options of Megatron-LM, without effect here: --transformer-impl --timing-log-level",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ckpt-format zarr", "--ckpt-format must be torch_dist here, but is zarr; drop it"),
+        ("--sft yes", "--sft must have no value here, but is yes; drop it"),
+        ("--fp16", "--fp16 is an option of Megatron-LM that is none here: pass --bf16"),
+        ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"),
+        ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be from 0 to below 1, but is 1.0"),
+        (
+            "--lr-warmup-fraction .1 --lr-warmup-iters 1",
+            "pass either --lr-warmup-iters or --lr-warmup-fraction, not both",
+        ),
+    ],
+)
+def test_what_is_not_so_here_is_refused(arguments: str, message: str) -> None:
+    """Dropped in silence, a recipe would train something else."""
+    with pytest.raises(FlagError) as failure:
+        parse(arguments)
+    assert str(failure.value) == message
+
+
+def test_a_scheduler_alone_switches_packing_on() -> None:
+    """As in Megatron-LM, whose recipes have no --sequence-packing."""
+    assert parse("--sequence-packing-scheduler dp_balanced").packing.sequence_packing
+    with pytest.raises(FlagError, match="needs --sequence-packing"):
+        parse("--sequence-packing-scheduler dp_balanced --no-sequence-packing")
