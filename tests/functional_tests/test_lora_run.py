@@ -27,7 +27,7 @@ from tests.functional_tests.test_hf_run import COMMON
 
 SHARED = "--use-distributed-optimizer --expert-model-parallel-size 2"
 FIRST = f"{SHARED} --tensor-model-parallel-size 2 --sequence-parallel"
-LORA = "--lora --lora-rank 2 --lora-dropout 0.1 --lora-modules-to-save lm_head --bf16"
+LORA = "--lora --lora-rank 2 --lora-modules-to-save lm_head"
 
 
 def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base") -> str:
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 0.02)])
+@pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 1e-3)])
 def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str, apart: float) -> None:
     """A shard of an adapter that is saved as a replica, or an expert's under another's name, is lost on the way."""
     whole = read_folder(folder / "run-adapter")
@@ -88,7 +88,6 @@ def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert (found[name] - tensor).abs().max() <= apart, name
-    assert apart == 0.0 or any(not torch.equal(found[name], whole[name]) for name in whole)  # dropout goes on otherwise
 
 
 def test_a_checkpoint_holds_adapters_only(folder: Path) -> None:

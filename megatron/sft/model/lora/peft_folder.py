@@ -12,19 +12,13 @@ from megatron.sft.options.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What changes the computation, and the value that leaves it at what is computed here.
-_MUST_BE = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": [],
-    "trainable_token_indices": [],
-    "layer_replication": [],
-}
+# What says that something else is computed, or beside other weights than the base's, unless it is empty.
+_MUST_BE_EMPTY = (
+    *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern"),
+    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
+)
+_STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def open_adapter(folder: str | Path) -> Folder:
@@ -48,10 +42,12 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
         config = json.loads(where.read_text(encoding="utf-8"))
     except (OSError, ValueError) as failure:
         raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG}, but {failure}") from None
-    for name, value in _MUST_BE.items():
-        found = config.get(name)
-        if (name == "peft_type" or found) and found != value:
-            raise ValueError(f"{where} has {name} {found!r}, but only {value!r} is supported")
+    is_other = {name: bool(config.get(name)) for name in _MUST_BE_EMPTY}
+    is_other["peft_type"] = config.get("peft_type") != "LORA"
+    is_other["bias"] = config.get("bias", "none") != "none"
+    is_other["init_lora_weights"] = config.get("init_lora_weights") not in _STARTS_BESIDE_THE_BASE
+    for name in (name for name, is_it in is_other.items() if is_it):
+        raise ValueError(f"{where} has {name} {config.get(name)!r}, but only plain LoRA is supported")
     modules = {
         name.split(".lora_A.")[0].rsplit(".", 1)[-1] for name in open_adapter(folder).tensors if "lora_A" in name
     }
@@ -60,7 +56,7 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
         "lora_alpha": float(config["lora_alpha"]),
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
-        "lora_modules_to_save": sorted(config.get("modules_to_save") or []),
+        "lora_modules_to_save": sorted({name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}),
     }
 
 

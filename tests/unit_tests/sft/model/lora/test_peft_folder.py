@@ -42,10 +42,12 @@ def test_it_decides_the_options(adapter):
         parse(f"--lora-adapter {adapter}")
 
 
-def test_target_modules_may_be_a_pattern(adapter):
+def test_modules_may_be_a_pattern_or_whole_names(adapter):
     """PEFT takes a regular expression there; the names of the tensors say what it matched."""
-    change(adapter, target_modules=".*(q_proj|v_proj|down_proj)")
-    assert options_of_adapter(adapter)["lora_target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    change(adapter, target_modules=".*(q_proj|v_proj|down_proj)", modules_to_save=["lm_head", "model.lm_head"])
+    found = options_of_adapter(adapter)
+    assert found["lora_target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    assert found["lora_modules_to_save"] == ["lm_head"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_target_modules_may_be_a_pattern(adapter):
         {"alpha_pattern": {"q_proj": 8}},
         {"target_parameters": ["mlp.experts.gate_up_proj"]},
         {"layer_replication": [[0, 2]]},
+        {"init_lora_weights": "pissa"},
     ],
     ids=str,
 )
