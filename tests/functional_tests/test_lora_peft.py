@@ -58,7 +58,11 @@ def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: i
     )
     assert_equal(read_folder(ours), {n: tensor.double() for n, tensor in read_folder(source).items()}, 0.0)
     (theirs,) = run_ranks(train_by_transformers, 1, base, BATCHES[:num_steps], torch.float64, 1e-3, ours)
-    assert_equal(read_folder(gradients), theirs.gradients, 1e-12)
+    expected_gradients = dict(theirs.gradients)
+    if "ensure_weight_tying" in options:  # one weight, which is written by both names
+        head, embedding = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+        expected_gradients[head] = expected_gradients[embedding]
+    assert_equal(read_folder(gradients), expected_gradients, 1e-12)
     assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.2
     for losses, _ in per_rank:
         assert largest(losses, theirs.losses) <= 1e-10
