@@ -9,6 +9,7 @@ bytes of the optimizer's state, tokens per second of one core's time.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,13 +30,16 @@ NUM_STEPS, NUM_WARM_UP = 8, 2
 
 def main() -> None:
     """Print both tables."""
-    print("| model | adapters | loss of peft | " + " | ".join(LAYOUTS) + " |\n|---|---|---|" + "---|" * len(LAYOUTS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    layouts = parser.parse_args().layouts
+    print(f"| model | adapters | loss of peft | {' | '.join(layouts)} |\n|---|---|---|{'---|' * len(layouts)}")
     with tempfile.TemporaryDirectory() as name:
         for model, options in (("llama3", ALL), ("qwen2", SOME)):
             folder, adapter = Path(name) / model, Path(name) / f"{model}-adapter"
             run_ranks(write_model, 1, model, folder)
             run_ranks(write_peft, 1, folder, adapter, options)
-            columns = compare(model, folder, batches(20), torch.float64, list(LAYOUTS), adapter)
+            columns = compare(model, folder, batches(20), torch.float64, layouts, adapter)
             print(f"| {model} | {options['target_modules']} | {' | '.join(columns)} |", flush=True)
         print("\n| training | weights trained | optimizer bytes | tokens/s of a core |\n|---|---|---|---|")
         folder, adapter = Path(name) / "larger", Path(name) / "larger-adapter"
