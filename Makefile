@@ -3,6 +3,8 @@
 # make test   unit and functional tests
 # make unit   unit tests alone
 # make layouts  every layout against the oracle, in all precisions (make test: a part that covers each pair of features)
+# make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
+# make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make check  format, lint, types
 # make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune test unit layouts test-cpus test-core core-python check format clean
+.PHONY: run finetune test unit layouts faults fuzz test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -46,7 +48,7 @@ UNIT_WORKERS ?= logical
 # Tests of a file stay together: what they share are whole runs. The files that take longest begin.
 FUNCTIONAL_WORKERS ?= 2
 SPREAD = --dist loadfile --no-loadscope-reorder -n $(FUNCTIONAL_WORKERS)
-LONG = $(addprefix tests/functional_tests/test_,run.py delay.py blend.py hf_run.py hf_training.py)
+LONG = $(addprefix tests/functional_tests/test_,run.py fault_matrix.py delay.py blend.py hf_run.py hf_training.py)
 FUNCTIONAL = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/functional_tests/test_*.py)))
 
 # Apart: functional tests fork their ranks, which a process full of other libraries' threads is no good parent for.
@@ -58,6 +60,14 @@ unit: $(VENV)/.dev
 
 layouts: $(VENV)/.dev
 	LAYOUTS=all $(VENV)/bin/pytest --dist worksteal -n $(FUNCTIONAL_WORKERS) tests/functional_tests/test_layouts.py tests/functional_tests/test_precision.py
+
+faults: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.functional_tests.faults
+	$(VENV)/bin/python -m tests.functional_tests.interruptions
+
+FUZZ_INPUTS ?= 20000
+fuzz: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --write examples/benchmarks/results/fuzz.md
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads. `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.

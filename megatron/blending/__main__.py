@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from megatron.blending.formats.jsonl import Progress
@@ -32,12 +33,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = prepare.add_argument
     add("path", help="folder of .tar shards, at any depth; or a .jsonl file")
-    add("--split-ratio", metavar="8,1,1", help="shares of the shards for train, val and test; default: all for train")
+    add(
+        "--split-ratio",
+        default="1,0,0",
+        metavar="8,1,1",
+        help="shares of the shards for train, val and test; default: all for train",
+    )
     add("--split-parts", action="append", default=[], metavar="PART:REGEX", help="shards of a part, instead of shares")
     add("--exclude", metavar="REGEX", help="leave out shards in whose name this is found")
     add("--shuffle-tars", action="store_true", help="deal the shards to the parts in a random order")
     add("--sample-type", help="class of the samples, such as TextSample, or CrudeWebdataset")
-    add("--field-map", metavar="JSON", help="""field -> part, such as '{"text": "txt", "label": "json[class]"}'""")
+    add(
+        "--field-map",
+        default="{}",
+        metavar="JSON",
+        help="""field -> part, such as '{"text": "txt", "label": "json[class]"}'""",
+    )
     add("--dataset-yaml-name", default="dataset.yaml")
     add("--skip-dataset-yaml", action="store_true", help="leave dataset.yaml as it is")
     add("--tar-index-only", action="store_true", help="write the indexes of a prepared folder anew, and nothing else")
@@ -70,32 +81,20 @@ def _prepare(options: argparse.Namespace) -> str:
 
 
 def _preparation(options: argparse.Namespace) -> Preparation:
-    field_map = {}
-    if options.field_map is not None:
-        try:
-            field_map = json.loads(options.field_map)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--field-map is not JSON: {error}") from None
-        if not isinstance(field_map, dict) or not all(isinstance(part, str) for part in field_map.values()):
-            raise ValueError(f"--field-map must map fields to parts, but is {options.field_map}")
-    ratio: tuple[float, ...] = (1.0, 0.0, 0.0)
-    if options.split_ratio is not None:
-        try:
-            ratio = tuple(float(share) for share in options.split_ratio.split(","))
-        except ValueError:
-            raise ValueError(f"--split-ratio must be three shares like 8,1,1, but is {options.split_ratio}") from None
-    return Preparation(
-        split_ratio=ratio,
-        split_parts=options.split_parts,
-        exclude=options.exclude,
-        shuffle_tars=options.shuffle_tars,
-        sample_type=None if options.skip_dataset_yaml else options.sample_type,
-        field_map={} if options.skip_dataset_yaml else field_map,
-        dataset_yaml_name=options.dataset_yaml_name,
-        tar_index_only=options.tar_index_only,
-        force_overwrite=options.force_overwrite,
-        num_workers=options.num_workers,
-    )
+    asked = {field.name: getattr(options, field.name) for field in fields(Preparation)}
+    try:
+        asked["field_map"] = json.loads(options.field_map)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--field-map is not JSON: {error}") from None
+    if not isinstance(asked["field_map"], dict) or not all(
+        isinstance(part, str) for part in asked["field_map"].values()
+    ):
+        raise ValueError(f"--field-map must map fields to parts, but is {options.field_map}")
+    try:
+        asked["split_ratio"] = tuple(float(share) for share in options.split_ratio.split(","))
+    except ValueError:
+        raise ValueError(f"--split-ratio must be three shares like 8,1,1, but is {options.split_ratio}") from None
+    return Preparation(**{**asked, **({"sample_type": None, "field_map": {}} if options.skip_dataset_yaml else {})})
 
 
 def _progress_bar(is_shown: bool, unit: str) -> Progress:

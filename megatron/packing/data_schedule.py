@@ -1,4 +1,6 @@
-"""mcore. What Megatron's own code calls: one global batch drawn, scheduled, moved and packed, behind an iterator."""
+"""mcore. What Megatron's own code calls: one global batch drawn, scheduled, moved and packed, behind an iterator, and
+`get_batch_on_this_rank_for_sequence_packing`, which takes the next microbatch from there.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from typing import Any, NamedTuple
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.packing.model.get_batch import (
+    get_batch_on_this_rank_for_sequence_packing as get_batch_on_this_rank_for_sequence_packing,
+)
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, PackedIterator, schedule_global_batch
 
@@ -34,8 +39,9 @@ def wrap_dataloader(
     `batch.reading`), or a list of such iterators with interleaving; not read elsewhere. num_microbatches: how many
     times each drawing rank calls `next`. config: `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may
     hold that many times the context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
-    `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` where it has any. queue: lets outliers wait
-    for company (see `step.delay`); the same one at every step of a run, on every rank or on none.
+    `virtual_pipeline_model_parallel_size`, `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` where
+    it has any; a namespace of these alone will do. queue: lets outliers wait for company (see `step.delay`); the same
+    one at every step of a run, on every rank or on none.
 
     Returns an iterator over the microbatches (see `batch.microbatches`; one per virtual stage in a list with
     interleaving) on every rank: stages in the middle get layouts. The number of microbatches is equal on all ranks.

@@ -18,16 +18,21 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
+from megatron.packing.user_files import read_yaml, shortened, shown
 
+_type_hints = cache(typing.get_type_hints)
 _NOT_IN_YAML = ("help", "version", "config")
 
 
 class FlagError(ValueError):
     """A wrong option; the message is one line that says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +81,10 @@ def parse_flags(
 
 def _values(parser: _Parser, arguments: Sequence[str]) -> dict[str, Any]:
     values = vars(parser.parse_args(arguments))
+    for name, value in values.items():
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                raise FlagError(f"{flag_of(name)} must fit 64 bits, but is {shown(number)}")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
@@ -119,7 +128,7 @@ def _build_parser(groups: Sequence[type], description: str, program: str | None)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
-        helps, hints = _field_docstrings(group), typing.get_type_hints(group)
+        helps, hints = _field_docstrings(group), _type_hints(group)
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")
@@ -163,6 +172,7 @@ def _field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
+@cache
 def _own_docstrings(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -187,28 +197,13 @@ def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(found.config[0]), rest
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice; YAML itself lets the last one win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(self.construct_object(key)).replace("_", "-")
-            if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
 def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> Iterator[tuple[argparse.Action, Any]]:
     """Each option that a YAML file gives, with its value as the command line would make it."""
     try:
-        options = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.MarkedYAMLError as failure:
-        line = "" if failure.problem_mark is None else f":{failure.problem_mark.line + 1}"
-        raise FlagError(f"--config {path}{line}: {failure.problem}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as failure:
-        raise FlagError(f"--config {path}: {' '.join(str(failure).split())}") from None
+        options = read_yaml(path)
+    except ValueError as failure:
+        told = str(failure)
+        raise FlagError(f"--config {path}{told if told.startswith(':') else f': {told}'}") from None
     if not isinstance(options, dict):
         raise FlagError(f"--config {path} must map options to values, but holds {type(options).__name__}")
     actions = {action.dest.replace("_", "-"): action for action in parser._actions if action.dest not in _NOT_IN_YAML}
@@ -217,13 +212,13 @@ def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> I
         if name not in actions and passes_over_unknown:
             continue
         if name not in actions:
-            raise FlagError(f"--config {path}: unknown option '{key}'{_nearest(name, actions)}")
+            raise FlagError(f"--config {path}: unknown option {shown(str(key))}{_nearest(name, actions)}")
         if value is not None:
             try:
                 yield actions[name], _value_of_yaml(actions[name], value)
             except (TypeError, ValueError):
                 wanted = _wanted(actions[name])
-                raise FlagError(f"--config {path}: '{key}' must be {wanted}, but is {value!r}") from None
+                raise FlagError(f"--config {path}: '{key}' must be {wanted}, but is {shown(value)}") from None
 
 
 def _value_of_yaml(action: argparse.Action, value: Any) -> Any:
@@ -258,7 +253,7 @@ def _wanted(action: argparse.Action) -> str:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
+    close = difflib.get_close_matches(name[:100], list(names), n=1)
     return f"; did you mean {close[0]}?" if close else "; see --help"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.user_files import read_json, shown
 from megatron.planner.step_record import StepLayout, read_cost
 
 DEFAULT_MODEL = ModelShape(
@@ -227,10 +227,10 @@ def scheduler_of(name: str) -> Scheduler:
 def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
     """Reads the cost in a file, and what it says of the model, which may be nothing."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = read_json(path)
         if not isinstance(found, dict):
-            raise ValueError(f"must be a JSON object, but is {found!s:.40}")
+            raise ValueError(f"must be a JSON object, but is {shown(found)}")
         model = found.get("model")
         return read_cost(found), model if isinstance(model, dict) else {}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"--pack-cost {path}: {error}; give a file of megatron.planner.calibrate") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from megatron.packing.flags import flag_of
+from megatron.packing.user_files import read_json
 from megatron.planner.lengths import RunSource
 from megatron.planner.plan_options import LayoutOptions, ModelOptions, read_pack_cost
 
@@ -37,10 +37,10 @@ def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given:
     if not path.is_file():
         return Planned(model, layout, [f"note      there is no {path}: model and layout are those of the flags"])
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
+        options = read_json(path)
         model = _model_of(options) if takes["model"] else model
         layout = _layout_of(options, run) if takes["layout"] else layout
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and layout by flags"
         ) from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,29 +52,6 @@ class StepPicture:
     busy: FloatArray
     """Share of all devices that compute in each of `_BINS` equal parts of the step."""
     notes: list[str]
-
-
-class _Pack(NamedTuple):
-    """What is told of a pack."""
-
-    rank: int
-    microbatch: int
-    lengths: list[int]
-    capacity: int
-
-    @property
-    def fill(self) -> float:
-        return sum(self.lengths) / self.capacity
-
-    def text(self) -> str:
-        what = f"rank {self.rank}, microbatch {self.microbatch}: "
-        if not self.lengths:
-            return what + "empty"
-        sequences = "1 sequence" if len(self.lengths) == 1 else f"{len(self.lengths):,} sequences"
-        return (
-            f"{what}{sequences}, {sum(self.lengths):,} of {self.capacity:,} tokens ({self.fill:.0%}), "
-            f"longest {max(self.lengths):,}"
-        )
 
 
 def picture_of(record: StepRecord) -> StepPicture:
@@ -227,12 +203,13 @@ class _Scene:
     def _block(self, rank: int, microbatch: int, start: float, end: float) -> Block:
         record = self._record
         lengths = record.packs[rank][microbatch]
-        pack = _Pack(rank, microbatch, lengths, record.layout.capacity)
+        capacity = record.layout.capacity
         cuts: tuple[float, ...] = ()
         if 1 < len(lengths) <= _MAX_CUTS and end - start > _WIDE:
             parts = np.cumsum(record.layout.cost.of_sequences(np.array(lengths, np.int64)))
             cuts = tuple((parts[:-1] / parts[-1]).tolist())
-        return Block(start, end, "pack", pack.fill, pack.text(), cuts)
+        text = f"rank {rank}, microbatch {microbatch}: {_pack_in_words(lengths, capacity)}"
+        return Block(start, end, "pack", sum(lengths) / capacity, text, cuts)
 
     def _finest(self, num_lines: int) -> float:
         return max(_FINEST, num_lines / _MAX_BLOCKS)
@@ -242,6 +219,13 @@ class _Scene:
         drawn = list(merged(blocks, finest))
         self._merged += len(blocks) - len(drawn)
         return drawn
+
+
+def _pack_in_words(lengths: Sequence[int], capacity: int) -> str:
+    if not lengths:
+        return "empty"
+    sequences, total = "1 sequence" if len(lengths) == 1 else f"{len(lengths):,} sequences", sum(lengths)
+    return f"{sequences}, {total:,} of {capacity:,} tokens ({total / capacity:.0%}), longest {max(lengths):,}"
 
 
 def _spread(ends: FloatArray, number: int) -> list[int]:

@@ -20,6 +20,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
 
 IntArray = npt.NDArray[np.int64]
+_MOST, _MOST_STAGES = 1 << 62, 4096
 Packs = list[list[list[int]]]
 """[rank][microbatch] -> real lengths of its sequences."""
 
@@ -124,20 +125,23 @@ class StepRecord:
         """Reads the object that `to_json` wrote; ValueError for what cannot be one."""
         try:
             packs = _checked_packs(values["packs"])
+            alignment, cost, model = (_checked_numbers(values[name]) for name in ("alignment", "cost", "model"))
             layout = StepLayout(
                 num_ranks=len(packs),
-                capacity=values["capacity"],
-                alignment=Alignment(**values["alignment"]),
-                cost=PackCost(**values["cost"]),
-                microbatch_multiple=values["microbatch_multiple"],
-                model=StepModel(**values["model"]),
+                **_checked_numbers({name: values[name] for name in ("capacity", "microbatch_multiple")}),
+                alignment=Alignment(**alignment),
+                cost=PackCost(**cost),
+                model=StepModel(**model),
                 seconds_per_unit=values.get("seconds_per_unit"),
             )
+            if model.get("num_stages", 1) * model.get("num_virtual_stages", 1) > _MOST_STAGES:
+                raise ValueError(f"model must have at most {_MOST_STAGES} stages in all")
             record = cls(title=str(values["title"]), scheduler=str(values["scheduler"]), layout=layout, packs=packs)
             check_schedule(record.request, record.schedule)
+            _ = record.stats
         except KeyError as error:
             raise ValueError(f"a schedule must have the key {error}; write it anew with --dump-schedule") from error
-        except TypeError as error:
+        except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
             raise ValueError(f"not a schedule as --dump-schedule writes them: {error}; write it anew") from error
         return record
 
@@ -153,6 +157,18 @@ def read_cost(values: Mapping[str, Any]) -> PackCost:
             raise ValueError(f'a pack cost must have a number under "{name}", but has {number!r}')
         numbers[name] = float(number)
     return PackCost(**numbers)
+
+
+def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in values.items():
+        if isinstance(value, bool) and name == "ranks_meet":
+            continue
+        is_cost = name in ("linear", "quadratic", "fixed")
+        if type(value) not in ((int, float) if is_cost else (int,)) or not 0 <= value < _MOST or value < (not is_cost):
+            raise ValueError(
+                f"{name} must be {'a number' if is_cost else 'a whole number above 0'}, but is {value!s:.60}"
+            )
+    return values
 
 
 def _checked_packs(packs: object) -> Packs:

@@ -10,10 +10,11 @@ import faulthandler
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.packing.flags import FlagError
-from megatron.sft.environment import end_with_launcher, exit_with, local_rank, program, quiet, world_from_environment
+from megatron.sft.environment import end_with_launcher, exit_with, program, quiet, world_from_environment
 from megatron.sft.options.config import SFTConfig, parse_config
 from megatron.sft.options.megatron_flags import told
 
@@ -36,35 +37,36 @@ def main() -> None:
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.packing.step.decide import GlobalBatchError
     from megatron.sft.data.datasets import build_datasets
-    from megatron.sft.distributed import AgreedError, process_groups
+    from megatron.sft.distributed import process_groups
     from megatron.sft.model.huggingface.pretrained import open_pretrained
+    from megatron.sft.peers import Peers, end_after
     from megatron.sft.report.report import report
     from megatron.sft.report.run_folder import prepare_output
+    from megatron.sft.stop import StopSignals
     from megatron.sft.train import Trainer
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
-    try:
-        prepare_output(config.output)
-        datasets = build_datasets(config)
-        config = config.for_records(len(datasets.train))
-        pretrained = open_pretrained(config, datasets.vocab_size)
-    except ValueError as failure:
-        exit_with(str(failure), local_rank())  # once per machine: files may be missing on one of them
-    try:
-        with process_groups(config) as device:
-            trainer = Trainer(config, datasets, device, run_dir, pretrained)
-            trainer.train()
-    except (GlobalBatchError, AgreedError) as failure:
-        exit_with(str(failure), rank, is_agreed=True)
-    except ValueError as failure:
-        exit_with(f"rank {rank}: {failure}" if world_size > 1 else str(failure), 0)
-    if rank == 0 and trainer.num_steps_done:
-        report(run_dir)
-    elif rank == 0:
-        print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
+    peers = None
+    with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
+        try:
+            prepare_output(config.output)
+            datasets = build_datasets(config)
+            config = config.for_records(len(datasets.train))
+            pretrained = open_pretrained(config, datasets.vocab_size)
+            with process_groups(config) as (device, store):
+                peers = Peers(store)
+                trainer = Trainer(config, datasets, device, run_dir, pretrained)
+                trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
+        except Exception as failure:
+            if world_size == 1 and not isinstance(failure, ValueError):
+                raise
+            end_after(failure, peers)
+        if rank == 0 and trainer.num_steps_done:
+            report(run_dir)
+        elif rank == 0:
+            print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
 
 
 if __name__ == "__main__":

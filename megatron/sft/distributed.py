@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.packing.flags import flag_of
 from megatron.sft.environment import world_from_environment
@@ -21,30 +22,38 @@ from megatron.sft.options.config import SFTConfig
 
 
 @contextmanager
-def process_groups(config: SFTConfig) -> Iterator[torch.device]:
-    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device."""
+def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store]]:
+    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device, and the store at
+    which all ranks met.
+    """
     rank, world_size = world_from_environment()
     device = _device()
     mcore_fixes.install()
     cpu_support.install()
-    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world_size,
-        store=store,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
-    )
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    store = _store(rank, world_size, timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
     check_agreement(_options_and_versions(config))  # before groups, which would not match
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    yield device
+    yield device, store
     # Not after an error: others may be in a collective, and this rank would wait for them instead of ending the job.
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    store: dist.Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps it over --max-restarts, with the addresses of ranks that are gone.
+        return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store
 
 
 def make_groups(config: SFTConfig) -> None:

@@ -59,16 +59,21 @@ def program() -> str:
     return "python -m megatron.sft" if name == "__main__.py" else name
 
 
-def exit_with(message: str, rank: int, *, is_agreed: bool = False) -> NoReturn:
+def exit_with(message: str, rank: int) -> NoReturn:
     """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the last thing on the
-    terminal: of every rank that has something to say, but once where `is_agreed`, so that all have the same.
+    terminal, of every rank that has something to say.
     """
+    tell_torchrun(message, is_shown=rank == 0)
+    raise SystemExit(2)
+
+
+def tell_torchrun(message: str, *, is_shown: bool) -> None:
+    """Let torchrun's summary say why this process ends; `is_shown`: and this process itself."""
     line = f"{program()}: error: {' '.join(message.split())}"
-    if rank == 0:
+    if is_shown:
         print(line, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and (rank == 0 or not is_agreed):
+    if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # what was printed must do
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
-    raise SystemExit(2)

@@ -12,14 +12,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint import (
-    Progress,
-    gather_delayed,
-    load_checkpoint,
-    save_checkpoint,
-    whole_parameters,
-)
+from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpoint, whole_parameters
 from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
+from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.folder import fingerprint, open_folder
 from megatron.sft.model.huggingface.write import write_folder
@@ -56,6 +51,8 @@ class SavedRun:
         dtype = str(get_model_config(training.model[0]).params_dtype).removeprefix("torch.")
         self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         self._saved_iteration: int | None = None
+        self._best_iteration: int | None = None
+        self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
         """Returns that of the newest checkpoint of --load; None without one."""
@@ -71,27 +68,47 @@ class SavedRun:
         return loaded
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
-        """Writes a checkpoint to --save, unless that step is there; then removes those that are not to be kept."""
+        """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish` completes it."""
         folder = self._output.save
         if folder is None or self._saved_iteration == progress.iteration:
             return
-        save_checkpoint(
+        self.finish(log)
+        self._save = CheckpointSave(
             folder,
             self._training,
             progress._replace(waiting=gather_delayed(queue)),
             self._model_options,
             self._identity,
             self._companions if not self._lora.lora and self._companions.has_family() else None,
+            in_background=self._output.async_save,
         )
         self._saved_iteration = progress.iteration
+        if not self._output.async_save:
+            self.finish(log)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` would not wait for this rank."""
+        return self._save is not None and self._save.is_written
+
+    def finish(self, log: RunLog | None) -> None:
+        """Puts the checkpoint that is being written in its place; then removes those that are not to be kept."""
+        folder, save = self._output.save, self._save
+        if folder is None or save is None:
+            return
+        self._save = None
+        save.finish()
         if log is not None:
+            if self._best_iteration == save.iteration:
+                track(folder, BEST, save.iteration)
             if self._output.keep_checkpoints is not None:
                 remove_old(folder, self._output.keep_checkpoints)
-            log.say(f"saved step {progress.iteration} to {folder}")
+            log.say(f"saved step {save.iteration} to {folder}")
 
     def note_best(self, progress: Progress) -> None:
-        """Lets the tracker of the best checkpoint name the one of `progress`, which is saved."""
-        if self._output.save is not None and dist.get_rank() == 0:
+        """Lets the tracker of the best checkpoint name the one of `progress`, once it is in its place."""
+        self._best_iteration = progress.iteration
+        if self._output.save is not None and self._save is None and dist.get_rank() == 0:
             track(self._output.save, BEST, progress.iteration)
 
     def write_hf(self, log: RunLog | None) -> None:

@@ -33,7 +33,9 @@ class Reduced(NamedTuple):
     stop: bool
     counts: Counts
     source_losses: npt.NDArray[np.float64]
-    """[2, sources]: loss sum and number of loss tokens of each; [2, 0] where there is one source."""
+    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there is one source."""
+    all_written: bool = False
+    """Whether every rank has written its part of the checkpoint that is on its way."""
 
     @property
     def loss(self) -> float:
@@ -72,19 +74,22 @@ def counts_samples() -> bool:
 
 class Reduction:
     """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop
-    signal. One all-reduce of 8 bytes per number: 24, and per source 64, and 16 more where there are several.
+    signal, and whether its part of a checkpoint is written. One all-reduce of 8 bytes per number: 32, and per source
+    64, and 16 more where there are several.
 
     It begins when it is made; `result` waits for it, and for all that the device was given to do before.
     """
 
-    def __init__(self, losses: list[Any], stop: bool, counts: Counts, device: torch.device) -> None:
+    def __init__(
+        self, losses: list[Any], stop: bool, counts: Counts, device: torch.device, is_written: bool = False
+    ) -> None:
         self._shape = counts.table.shape
         num_sources = len(counts.table)
         self._num_split = num_split = 2 * num_sources if num_sources > 1 else 0
-        own = torch.zeros(3 + num_split + counts.table.size, dtype=torch.float64)
-        own[2] = float(stop)
+        own = torch.zeros(4 + num_split + counts.table.size, dtype=torch.float64)
+        own[2], own[3] = float(stop), float(is_written)
         if counts_samples():
-            own[3 + num_split :] = torch.from_numpy(counts.table).double().flatten()
+            own[4 + num_split :] = torch.from_numpy(counts.table).double().flatten()
         self._is_there: torch.cuda.Event | None = None
         if device.type == "cuda":
             own = own.pin_memory()
@@ -93,7 +98,7 @@ class Reduction:
             numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
             numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
             if num_split:
-                numbers[3 : 3 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
+                numbers[4 : 4 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
         dist.all_reduce(numbers)
         self._numbers = numbers
         if device.type == "cuda":
@@ -105,10 +110,11 @@ class Reduction:
         """Returns what all ranks know then."""
         if self._is_there is not None:
             self._is_there.synchronize()
-        loss_sum, num_tokens, stops, *rest = self._numbers.tolist()
+        loss_sum, num_tokens, stops, written, *rest = self._numbers.tolist()
         table = np.array(rest[self._num_split :]).astype(np.int64).reshape(self._shape)
         source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
-        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses)
+        all_written = written == dist.get_world_size()
+        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses, all_written)
 
 
 class Stopwatch:

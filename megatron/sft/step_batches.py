@@ -7,12 +7,14 @@ that takes it: checkpoints are the same however far ahead batches are prepared.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
@@ -87,7 +89,10 @@ class StepBatches(Iterator[StepBatch]):
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
             reads = is_drawing_rank(self._groups)
-            road_groups(self._groups)  # made by this thread: that is collective over the world
+            road = road_groups(self._groups)  # made by this thread: that is collective over the world
+            for group in (road.drawing, road.replica):
+                if group is not None:  # else torch's own 30 minutes
+                    _set_pg_timeout(timedelta(minutes=config.parallel.distributed_timeout_minutes), group)
         self._source = self._stream if reads else None
         if reads and num_batches > 0:
             self._stream.start()

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
 class StopSignals:
     """While entered, SIGINT and SIGTERM only set `requested`. A second SIGINT interrupts at once, as usual."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_sigterm: Callable[[threading.Event], None] | None = None) -> None:
+        """on_sigterm: called in a thread at the first SIGTERM, even while the main thread waits for another rank, with
+        the event `agreed`.
+        """
         self.requested = False
+        self.agreed = threading.Event()
+        """Set once all ranks know that they end."""
         self._interrupted = False
+        self._on_sigterm = on_sigterm
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        if self._on_sigterm is not None:
+            self._written, read = socket.socketpair()
+            self._written.setblocking(False)
+            threading.Thread(target=self._listen, args=(read,), name="stop signals", daemon=True).start()
+            signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._on_sigterm is not None:
+            signal.set_wakeup_fd(-1)
+            self._written.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -28,3 +45,12 @@ class StopSignals:
             raise KeyboardInterrupt
         self._interrupted |= number == signal.SIGINT
         self.requested = True
+
+    def _listen(self, read: socket.socket) -> None:
+        # Python runs a handler in the main thread alone, once that is back from where it waits; this is told at once.
+        with read:
+            while numbers := read.recv(1):
+                if numbers[0] == signal.SIGTERM:
+                    assert self._on_sigterm is not None
+                    self._on_sigterm(self.agreed)
+                    return

@@ -38,8 +38,10 @@ from megatron.sft.stop import StopSignals
 
 _STARTED = time.monotonic()
 """When this process was started, but for its first imports."""
-_LONGEST_CLOSING_SECONDS = 5.0
-"""Of the thread that prepares batches, after an error that other ranks may not have."""
+
+
+class _Stopped(Exception):
+    """Some rank was asked to stop. Raised alike on every rank."""
 
 
 class Trainer:
@@ -101,60 +103,59 @@ class Trainer:
         """By this process, after what it loaded."""
         return self._progress.iteration - self._first_iteration
 
-    def train(self) -> None:
+    def train(self, signals: StopSignals) -> None:
         """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data error is raised.
 
-        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite.
+        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite. After an error that other
+        ranks may not have, nothing is saved or closed: they would be waited for.
         """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
-        is_agreed = False
+        failure: Exception | None = None
         try:
-            with StopSignals() as signals:
-                try:
-                    self._run_steps(signals, log)
-                except (GlobalBatchError, NonFiniteError) as failure:  # raised alike on every rank
-                    is_agreed = True
-                    if isinstance(failure, NonFiniteError):
-                        raise
-                    self._save(log)  # the failed step has changed nothing
-                    # Who stops a job may stop the processes that read for it, too: that is then no error.
-                    if not self._is_stopped(signals):
-                        raise
-                    self._say_stopped(log)
-                    return
-                self._save(log)
-                if self._progress.iteration >= self._config.training.train_iters or self._stops_early():
-                    self._saved.write_hf(log)
-                is_agreed = True
-        finally:
-            self._batches.close(None if is_agreed else _LONGEST_CLOSING_SECONDS)
-            if log is not None:
-                log.close()
-            self._saved.close()
+            self._run_steps(signals, log)
+        except (_Stopped, GlobalBatchError, NonFiniteError) as raised:  # alike on every rank
+            failure = raised
+        if not isinstance(failure, NonFiniteError):
+            self._save(log)  # the failed step has changed nothing
+        self._saved.finish(log)
+        # Who stops a job may stop the processes that read for it, too: that is then no error.
+        if isinstance(failure, _Stopped) or (isinstance(failure, GlobalBatchError) and self._is_stopped(signals)):
+            self._say_stopped(log)
+            failure = None
+        elif failure is None and (self._progress.iteration >= self._config.training.train_iters or self._stops_early()):
+            self._saved.write_hf(log)
+        signals.agreed.set()  # all that is to stay is written
+        self._batches.close()
+        if log is not None:
+            log.close()
+        self._saved.close()
+        if failure is not None:
+            raise failure
 
     def _run_steps(self, signals: StopSignals, log: RunLog | None) -> None:
         config = self._config
         last = config.training.train_iters
         ends_here = self._progress.iteration < last or self._progress.evaluation_due
-        self._evaluate_if_due(log)
+        self._evaluate_if_due(signals, log)
         while self._progress.iteration < last and not self._stops_early():
-            stop = self._step(signals, log)
+            if self._step(signals, log):
+                raise _Stopped
             iteration = self._progress.iteration
-            if stop:
-                self._say_stopped(log)
-                return
-            self._evaluate_if_due(log)
+            self._evaluate_if_due(signals, log)
             if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
                 self._save(log)
         if log is not None and self._stops_early():
             log.say(f"stopped early: no lower validation loss in {self._progress.evaluations_since_best} evaluations")
         if ends_here:
-            self._evaluate(self._datasets.test, "test", log)
+            self._evaluate(self._datasets.test, "test", signals, log)
 
     def _is_stopped(self, signals: StopSignals) -> bool:
         """Returns whether any rank was asked to stop; collective."""
         counts = Counts.none(len(self._names))
-        return Reduction([], signals.requested, counts, self._device).result().stop
+        stops = Reduction([], signals.requested or self._is_out_of_time(), counts, self._device).result().stop
+        if stops:
+            signals.agreed.set()
+        return stops
 
     def _say_stopped(self, log: RunLog | None) -> None:
         folder = self._config.output.save
@@ -171,10 +172,10 @@ class Trainer:
         minutes = self._config.training.exit_duration_in_mins
         return minutes is not None and time.monotonic() - _STARTED > 60 * minutes
 
-    def _evaluate_if_due(self, log: RunLog | None) -> None:
+    def _evaluate_if_due(self, signals: StopSignals, log: RunLog | None) -> None:
         if not self._progress.evaluation_due:
             return
-        loss = self._evaluate(self._datasets.valid, "valid", log)
+        loss = self._evaluate(self._datasets.valid, "valid", signals, log)
         self._progress = self._progress._replace(evaluation_due=False)
         if loss is None:
             return
@@ -201,7 +202,7 @@ class Trainer:
         self._losses = self._run(taken, len(self._names), forward_only=False)
         watch.stop()
         stops = signals.requested or self._is_out_of_time()
-        self._reduction = Reduction(self._losses, stops, taken.counts, self._device)
+        self._reduction = Reduction(self._losses, stops, taken.counts, self._device, self._saved.is_written)
         try:
             lr, grad_norm, succeeded = self._update()
         except NonFiniteError as failure:
@@ -219,6 +220,10 @@ class Trainer:
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
+        if reduced.all_written:
+            self._saved.finish(log)
+        if reduced.stop:
+            signals.agreed.set()
         return reduced.stop
 
     def _skip(self, failure: NonFiniteError, log: RunLog | None) -> tuple[float, float, bool]:
@@ -246,9 +251,9 @@ class Trainer:
             scheduler.step(increment=self._config.training.global_batch_size)
         return lr, float(grad_norm or 0.0), succeeded
 
-    def _evaluate(self, dataset: SampleSet, split: str, log: RunLog | None) -> float | None:
+    def _evaluate(self, dataset: SampleSet, split: str, signals: StopSignals, log: RunLog | None) -> float | None:
         """Returns the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same; None
-        where there are none.
+        where there are none. Raises _Stopped after a batch in which some rank was asked to stop.
         """
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
@@ -260,12 +265,16 @@ class Trainer:
         for chunk in self._training.model:
             chunk.eval()
         losses: list[Any] = []
-        try:
-            with torch.no_grad():
-                for _ in range(num_batches):
-                    losses.extend(self._run(next(batches), len(names), forward_only=True))
-        finally:
-            batches.close(_LONGEST_CLOSING_SECONDS)
+        is_stopped = False
+        with torch.no_grad():
+            while not is_stopped and num_batches:
+                losses.extend(self._run(next(batches), len(names), forward_only=True))
+                num_batches -= 1
+                is_stopped = num_batches > 0 and self._is_stopped(signals)
+        batches.close()
+        if is_stopped:
+            self._progress = self._progress._replace(evaluation_due=True)
+            raise _Stopped
         for chunk in self._training.model:
             chunk.train()
         reduced = Reduction(losses, False, batches.counts, self._device).result()

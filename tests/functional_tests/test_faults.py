@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron.sft.distributed import AgreedError, check_agreement
-from megatron.sft.model.checkpoint_files import check_folder, check_sound, sums_of_all, written_or_refused
+from megatron.sft.distributed import AgreedError, check_agreement, gathered
+from megatron.sft.model.checkpoint_files import check_folder, check_sound, sums_of_own, written_or_refused
 from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path, write_checksums
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_run import MODEL, Run, chats, options, steps_of, wait_for_step
@@ -63,9 +63,9 @@ def checked(folder: Path, damaged: str) -> list[str]:
         with written_or_refused(path):
             path.mkdir(exist_ok=True)
             (path / f"__{dist.get_rank()}_0.distcp").write_bytes(b"tensors" * 1000)
-        sums = sums_of_all(path)
+        sums = gathered(sums_of_own(path))
         if dist.get_rank() == 0:
-            write_checksums(path, sums)
+            write_checksums(path, {name: found for of_rank in sums for name, found in of_rank.items()})
     dist.barrier()
     check_sound(folder, 10)
     dist.barrier()

@@ -20,6 +20,7 @@ from megatron.sft.model.checkpoint_folder import TRACKER
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.options.config import parse_config
 from megatron.sft.report.run_folder import prepare_output
+from megatron.sft.stop import StopSignals
 from megatron.sft.train import Trainer
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
@@ -51,11 +52,11 @@ def _train(text: str, port: int) -> str:
     refused = ""
     try:
         prepare_output(config.output)
-        with process_groups(config) as device:
+        with process_groups(config) as (device, _):
             datasets = build_datasets(config)
             pretrained = open_pretrained(config, datasets.vocab_size)
             assert config.output.run_dir is not None
-            Trainer(config, datasets, device, Path(config.output.run_dir), pretrained).train()
+            Trainer(config, datasets, device, Path(config.output.run_dir), pretrained).train(StopSignals())
     except AgreedError as failure:
         refused = str(failure)
         dist.destroy_process_group()

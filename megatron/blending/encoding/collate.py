@@ -6,10 +6,12 @@ Torch is imported only where a tensor is met: a stream of text never imports it.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
@@ -87,6 +89,13 @@ def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]")
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in names})
     return value
+
+
+def pinned(value: T) -> T:
+    """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    return map_tensors(value, lambda tensor: tensor.pin_memory())
 
 
 def is_tensor(value: object) -> "TypeGuard[torch.Tensor]":

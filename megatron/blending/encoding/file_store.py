@@ -72,8 +72,8 @@ class WebdatasetFileStore(FileStore):
         sample_key = f"{folder}/{base}" if folder else base
         index = self.dataset.find([sample_key]).get(sample_key)
         record = {} if index is None else self.dataset[index]
-        if part not in record:
-            raise KeyError(f"{self.path} has no file {key!r}")
+        if part not in record or record["__key__"] != sample_key:
+            raise ValueError(f"{self.path}: has no file {key!r}; correct the record that names it")
         return record[part], SourceInfo(self.path, sample_key, record["__shard__"], (key,))
 
 

@@ -43,8 +43,13 @@ class JoinSource(RecordSource):
 
     def _found(self, number: int, keys: Sequence[str]) -> dict[str, tuple[int, Record | RecordError]]:
         """Return index and record of each key that source `number` has."""
-        found = self._sources[number].find(keys)
-        return dict(zip(found, zip(found.values(), self._sources[number].read(list(found.values())))))
+        source = self._sources[number]
+        found = source.find(keys)
+        records = source.read(list(found.values()))
+        for key, record in zip(found, records):
+            if not isinstance(record, RecordError) and record["__key__"] != key:
+                raise ValueError(f"{source.path}: its index says that {key!r} is where {record['__key__']!r} is")
+        return dict(zip(found, zip(found.values(), records)))
 
     def _joined(self, index: int, primary: Record, legs: Sequence[dict[str, Any]]) -> Record | RecordError:
         key = primary["__key__"]

@@ -75,7 +75,7 @@ def open_records(entry: SourceEntry | Join, reading: Reading) -> tuple[RecordSou
     try:
         return _open_join(entry, reading) if isinstance(entry, Join) else _open(entry, reading)
     except ValueError as error:
-        fault = str(error)
+        fault = f"{error!s:.2000}"
         raise ValueError(fault if fault.startswith(entry.where) else f"{entry.where}: {fault}") from None
 
 

@@ -33,7 +33,7 @@ class IndexedSource(FileSource):
             if not is_file(self._path + suffix):
                 raise ValueError(f"{self._path}{suffix}: no such file; a .bin and its .idx belong together")
         self._file = open_file(self._path + ".bin")
-        index = open_file(self._path + ".idx")
+        self._index = index = open_file(self._path + ".idx")
         head = index.read(0, min(_HEAD_BYTES, index.size))
         if not head.startswith(_MAGIC) or len(head) < _HEAD_BYTES:
             raise ValueError(f"{index.location}: not the index of a .bin file; it must start with {_MAGIC!r}")
@@ -61,6 +61,9 @@ class IndexedSource(FileSource):
 
     def __getitem__(self, index: int) -> Record:
         check_index(index, self)
+        for file in (self._index, self._file):
+            if isinstance(file, LocalFile):
+                file.check()
         start, length = int(self.pointers[index]), int(self.lengths[index])
         if self._tokens is None:
             return {"tokens": self._file.array(self.dtype, start, length)}

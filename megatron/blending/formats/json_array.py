@@ -1,8 +1,7 @@
 """pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files."""
 
-import json
-
 from megatron.blending.formats.files import open_file
+from megatron.blending.formats.json_text import parse_json
 from megatron.blending.formats.record import FileSource, Record, RecordError, check_index
 
 
@@ -13,14 +12,10 @@ class JsonArraySource(FileSource):
         path = self._path
         self._file = open_file(path)
         try:
-            items = json.loads(self._file.read(0, self._file.size).decode("utf-8-sig"))
+            text = self._file.read(0, self._file.size).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}; "
-                "fix the file, or rename it to .jsonl if it holds one object per line"
-            ) from error
+        items = parse_json(path, text, "fix the file, or rename it to .jsonl if it holds one object per line")
         if not isinstance(items, list):
             raise ValueError(f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the file")
         self._items = items

@@ -41,7 +41,7 @@ class JsonlSource(FileSource):
 
     def _open(self) -> None:
         self._file = open_file(self._path)
-        self._offsets = _indexed_lines(self._file)
+        self._index, self._offsets = _indexed_lines(self._file)
         self._places = self._offsets.data
 
     def __len__(self) -> int:
@@ -53,6 +53,8 @@ class JsonlSource(FileSource):
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         check_indices(indices, self)
+        if isinstance(self._index, LocalFile):
+            self._index.check()
         if isinstance(self._file, LocalFile):
             try:
                 return self._read_mapped(self._file, indices)
@@ -71,6 +73,7 @@ class JsonlSource(FileSource):
         """Parse plain lines, which begin with the object. All in one loop, without bytes on the way: calls and copies
         would cost half as much as the parsing.
         """
+        file.check()
         view, places, records = file.view, self._places, []
         for index in indices:
             start, end = places[index], places[index + 1]
@@ -89,14 +92,18 @@ class JsonlSource(FileSource):
         return int(self._places[records.stop] - self._places[records.start])
 
     def describe(self, index: int) -> str:
-        """Name the line, counted on the spot; in a file of many gigabytes, the record and its byte."""
+        """Name the line, counted on the spot; in a file of many gigabytes, or one that was cut, record and byte."""
         start = self._place(index)[0]
+        by_byte = f"{self._path} record {index} (at byte {start})"
         if start > _COUNTED_BYTES:
-            return f"{self._path} record {index} (at byte {start})"
+            return by_byte
         blocks = range(0, start, _SCAN_BYTES)
-        num_before = sum(self._file.read(at, min(at + _SCAN_BYTES, start)).count(b"\n") for at in blocks)
-        # An index may have the blank lines before the first record with it.
-        head = self._file.read(*self._place(index))
+        try:
+            num_before = sum(self._file.read(at, min(at + _SCAN_BYTES, start)).count(b"\n") for at in blocks)
+            # An index may have the blank lines before the first record with it.
+            head = self._file.read(*self._place(index))
+        except ValueError:
+            return by_byte
         num_before += head[: len(head) - len(head.lstrip(_JSON_SPACE))].count(b"\n")
         return f"{self._path}:{num_before + 1}"
 
@@ -160,20 +167,21 @@ def _mark_bytes(file: File) -> int:
     return mark if file.size >= mark and file.read(0, mark) == _UTF8_BOM else 0
 
 
-def _indexed_lines(file: File) -> npt.NDArray[np.uint64]:
+def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
+    """Return the index file that is used, if any, and where each line starts."""
     location = file.location + INDEX_SUFFIX
     if not is_file(location):
-        return index_lines(file)
+        return None, index_lines(file)
     index = open_file(location)
     fault = _fault_of_index(index, file)
     if fault is None:
-        return index.array(np.uint64)
+        return index, index.array(np.uint64)
     warnings.warn(
         f"{location}: does not belong to the file beside it: {fault}; its lines are counted anew. "
         f"Run python -m megatron.blending prepare {file.location}",
         stacklevel=4,
     )
-    return index_lines(file)
+    return None, index_lines(file)
 
 
 def _fault_of_index(index: File, file: File) -> str | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 _CACHED_ROW_GROUPS = 4
+_MOST_ROWS = 1 << 48
 
 
 class ParquetSource(FileSource):
@@ -33,9 +34,11 @@ class ParquetSource(FileSource):
         try:
             with pyarrow.parquet.ParquetFile(self._stream()) as file:
                 self._metadata: pyarrow.parquet.FileMetaData = file.metadata
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path}: not a Parquet file: {error}") from error
-        num_rows = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+            num_rows = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+            if min(num_rows, default=0) < 0 or sum(num_rows) >= _MOST_ROWS:
+                raise ValueError(f"its row groups say that they have {num_rows!s:.100} rows")
+        except Exception as error:  # of dozens of kinds, by what is damaged
+            raise ValueError(f"{path}: not a Parquet file: {' '.join(str(error).split()):.500}") from error
         self._row_group_starts = [0, *accumulate(num_rows)]
         self._tables: dict[int, pyarrow.Table] = {}
 

@@ -38,23 +38,3 @@ def check_exists(path: str, where: str) -> None:
     there = sorted(os.listdir(folder))[:20] if os.path.isdir(folder) else []
     hint = nearest(os.path.basename(missing), there, f"in {folder} there")
     raise ValueError(f"{where}: {path}: no such file or folder; {hint}".removeprefix(": "))
-
-
-def read_text(path: str, where: str) -> str:
-    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be read."""
-    check_exists(path, where)
-    try:
-        if URL in path:
-            import fsspec
-
-            with fsspec.open(path, "rb") as file:
-                content = file.read()
-        else:
-            with open(path, "rb") as file:
-                content = file.read()
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        fault = f"not UTF-8 at byte {error.start + 1}; convert the file"
-    except (OSError, ImportError, ValueError) as error:
-        fault = f"cannot be read: {error}"
-    raise ValueError(f"{where}: {path}: {fault}".removeprefix(": "))

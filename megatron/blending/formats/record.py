@@ -83,6 +83,21 @@ def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | Rec
     return records
 
 
+def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
+    """Read many records of any source: for one that cannot be read, whatever was raised, a RecordError that says where
+    it stands. Libraries that decode raise dozens of kinds on damaged bytes.
+    """
+    try:
+        return source.read(indices)
+    except Exception as error:
+        if len(indices) != 1:
+            return [record for index in indices for record in read_records(source, [index])]
+        if isinstance(error, RecordError):
+            return [error]
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        return [RecordError(f"{source.describe(indices[0])}: cannot be read: {kind}{' '.join(str(error).split())}")]
+
+
 def check_index(index: int, source: RecordSource) -> None:
     if not 0 <= index < len(source):
         raise IndexError(f"index must be in range({len(source)}), but is {index}")

@@ -17,7 +17,7 @@ class Place:
     keys: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.keys}".removesuffix(": ")
+        return f"{self.path}:{self.line}: {self.keys:.200}".removesuffix(": ")
 
     def error(self, fault: str) -> ValueError:
         return ValueError(f"{self}: {fault}")
@@ -32,7 +32,7 @@ class Place:
         for key in table:
             if key not in known:
                 raise Place(self.path, table.lines[key], self.keys).error(
-                    f"unknown key {key!r}; {nearest(key, known, 'the keys here')}"
+                    f"unknown key {key!r:.100}; {nearest(key, known, 'the keys here')}"
                 )
 
     def table(self, value: object) -> Table:
@@ -62,4 +62,4 @@ class Place:
 def described(value: object) -> str:
     if isinstance(value, (Table, Items)):
         return "a mapping" if isinstance(value, Table) else "a list"
-    return "empty" if value is None else repr(value)
+    return "empty" if value is None else f"{value!r:.100}"

@@ -7,6 +7,7 @@ Anchors, aliases and merge keys (`<<: *name`) work; a key given twice is refused
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -18,6 +19,9 @@ _INT = re.compile(rf"[-+]?{_DIGITS}")
 _FLOAT = re.compile(rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?{_DIGITS})?")
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in "map seq str int float bool null timestamp value merge".split()}
 _MERGE = "<<"
+_MOST_VALUES = 200_000
+_MOST_DEPTH = 64
+_LARGEST = 2**63 - 1
 
 Scalar = str | int | float | bool | None
 
@@ -43,6 +47,7 @@ def read_yaml(path: str, text: str) -> Any:
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        _check_size(yaml.parse(text, Loader=loader))
         node = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -52,6 +57,26 @@ def read_yaml(path: str, text: str) -> Any:
     return None if node is None else _Values(path).of(node)
 
 
+def _check_size(events: Iterable[Any]) -> None:
+    """Raise before anything is built of YAML that is deep, or has too many values with those that aliases repeat."""
+    sizes: dict[str | None, int] = {}
+    """Of what an anchor stands for."""
+    open_anchors: list[str | None] = [None]
+    counts = [0]
+    for event in events:
+        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            open_anchors.append(event.anchor)
+            counts.append(1)
+        elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+            sizes[open_anchors.pop()] = counts[-1]
+            counts[-2:] = [counts[-2] + counts[-1]]
+        elif isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
+            counts[-1] += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+        if len(counts) > _MOST_DEPTH or counts[-1] > _MOST_VALUES:
+            limit = f"more than {_MOST_VALUES:,} values" if counts[-1] > _MOST_VALUES else f"over {_MOST_DEPTH} levels"
+            raise yaml.MarkedYAMLError(problem=f"{limit}, which is taken for a mistake", problem_mark=event.start_mark)
+
+
 def read_scalar(word: str) -> Scalar:
     """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`, `read_scalar("012") -> 12`."""
     if word.lower() in _NULLS:
@@ -59,7 +84,9 @@ def read_scalar(word: str) -> Scalar:
     if word.lower() in _BOOLS:
         return _BOOLS[word.lower()]
     if _INT.fullmatch(word):
-        return int(word)
+        if not -_LARGEST <= (number := int(word)) <= _LARGEST:
+            raise ValueError(f"{word[:20]}... does not fit 64 bits")
+        return number
     return float(word) if _FLOAT.fullmatch(word) else word
 
 
@@ -105,7 +132,10 @@ class _Values:
             items.lines = [item.start_mark.line + 1 for item in node.value]
             return items
         assert isinstance(node, yaml.ScalarNode)
-        return node.value if node.style else read_scalar(node.value)
+        try:
+            return node.value if node.style else read_scalar(node.value)
+        except ValueError:  # of thousands of digits
+            raise self._error(node.start_mark.line + 1, f"the number {node.value[:20]}... is too large") from None
 
     def _table(self, node: yaml.MappingNode) -> Table:
         table, merged = Table(), Table()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from megatron.blending.arguments import nearest
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.source_entries import Reading, file_of, open_entry
-from megatron.blending.formats.paths import is_metadataset, read_text
+from megatron.blending.formats.files import read_text
+from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.formats.prepared.nv_meta import read_split_names
 from megatron.blending.formats.yaml_reader import Table, as_tables, read_yaml
 from megatron.blending.metadatasets.metadataset import (

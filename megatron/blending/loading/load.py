@@ -38,6 +38,9 @@ from megatron.blending.streams.worker_config import WorkerConfig, check_worker_c
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]
 
+_WITHOUT_EFFECT = ("packing_buffer_size", "weight_schedule")
+"""What would be lost in silence if an overridden method did not take it."""
+
 
 def get_train_dataset(
     path: Path | DatasetLoaderInterface,
@@ -93,8 +96,6 @@ def get_train_dataset(
         repeat=repeat,
     )
     datasets, weight_schedule = _weighted(f"{path}", loaded, weights_by, weight_schedule, encoder)
-    asked = {"packing_buffer_size": packing_buffer_size, "weight_schedule": weight_schedule}
-    _check_takes(encoder.build_train_datasets, [name for name, value in asked.items() if value is not None])
     return call_hook(
         encoder.build_train_datasets,
         datasets=datasets,
@@ -129,21 +130,14 @@ def get_val_dataset(
     return build(datasets=sources)
 
 
-def get_val_datasets(
-    path: Path | DatasetLoaderInterface,
-    *,
-    split_part: str = "val",
-    worker_config: WorkerConfig | None = None,
-    batch_size: int | None = None,
-    batch_drop_last: bool = False,
-    packing_buffer_size: int | None = None,
-    limit: int | None = None,
-    task_encoder: Encoder | None = None,
-    allow_code: bool = False,
-    **options: object,
-) -> list[tuple[Any, Any]]:
-    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart."""
-    build, sources = _validation(**locals())
+def get_val_datasets(path: Path | DatasetLoaderInterface, **options: Any) -> list[tuple[Any, Any]]:
+    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart.
+
+    `options`: those of `get_val_dataset`.
+    """
+    asked = inspect.signature(get_val_dataset).bind(path, **options)
+    asked.apply_defaults()
+    build, sources = _validation(**asked.arguments)
     return [(build(datasets=[one]), one.dataset) for one in sources]
 
 
@@ -217,18 +211,11 @@ def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:
         check_flag(name, asked[name])
 
 
-def _check_takes(hook: Callable[..., Any], names: list[str]) -> None:
-    """ValueError if a method that a user overrode has no place for what was asked for: it would be without effect."""
-    parameters = inspect.signature(hook).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in names:
-        if name not in parameters:
-            raise ValueError(f"{name} is given, but {hook.__qualname__} does not take it; add it to its signature")
-
-
 def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> SavableDataset[Any]:
-    """Call a method that users override with those of the arguments that its signature takes."""
+    """Call a method that users override with those of the arguments that its signature takes.
+
+    ValueError if it asks for others, or takes none of `_WITHOUT_EFFECT` that is given.
+    """
     parameters = inspect.signature(hook).parameters.values()
     missing = [
         p.name
@@ -240,4 +227,7 @@ def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> 
         raise ValueError(f"{name} asks for {missing[0]!r}, which is none of {', '.join(available)}")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return hook(**available)
+    for given in _WITHOUT_EFFECT:
+        if available.get(given) is not None and given not in [p.name for p in parameters]:
+            raise ValueError(f"{given} is given, but {hook.__qualname__} does not take it; add it to its signature")
     return hook(**{p.name: available[p.name] for p in parameters if p.name in available})

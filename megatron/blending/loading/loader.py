@@ -1,6 +1,6 @@
 """pure. A training loop gets its loader here."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron.blending.arguments import check_no_more
 from megatron.blending.loading.rank_loader import Loader
@@ -40,20 +40,16 @@ def get_loader(
     worker makes ahead. `pin_memory`: None where there is CUDA, and workers.
     """
     check_no_more("get_loader", ignored, _ENERGON_ONLY)
-    return Loader(dataset, worker_config, prefetch_factor, pin_memory, is_savable=False)
+    return Loader(dataset, worker_config, prefetch_factor, pin_memory)
 
 
 def get_savable_loader(
-    dataset: SavableDataset[T_co],
-    worker_config: WorkerConfig | None = None,
-    *,
-    prefetch_factor: int = 2,
-    pin_memory: bool | None = None,
-    **ignored: object,
+    dataset: SavableDataset[T_co], worker_config: WorkerConfig | None = None, **options: Any
 ) -> "Loader[T_co]":
-    """As `get_loader`, but also of finite data a `for` goes on within the pass where the last one stopped."""
-    check_no_more("get_savable_loader", ignored, _ENERGON_ONLY)
-    return Loader(dataset, worker_config, prefetch_factor, pin_memory, is_savable=True)
+    """Return as `get_loader` does one of which also of finite data a `for` goes on where the last one stopped."""
+    loader = get_loader(dataset, worker_config, **options)
+    loader.is_savable = True
+    return loader
 
 
 SavableDataset.make_loader = staticmethod(get_loader)

@@ -14,18 +14,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
-from megatron.blending.encoding.collate import map_tensors
-from megatron.blending.loading.server import END, Server, Start
+from megatron.blending.encoding.collate import pinned
+from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
 from megatron.blending.loading.stream import Stream
-from megatron.blending.loading.worker import Message
 from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -35,6 +33,8 @@ class Loader(Generic[T_co]):
     `close()`, or leaving a `with`, stops the workers; the next batch would start them again.
     """
 
+    is_savable = False
+    """Whether a `for` over finite data goes on where the last one stopped."""
     _slot: int
     """The next output of this rank."""
     _shards: dict[int, ShardState]
@@ -49,8 +49,6 @@ class Loader(Generic[T_co]):
         worker_config: WorkerConfig | None,
         prefetch_factor: int,
         pin_memory: bool | None,
-        *,
-        is_savable: bool,
     ) -> None:
         if not isinstance(dataset, SavableDataset):
             raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
@@ -61,7 +59,6 @@ class Loader(Generic[T_co]):
         self.config: WorkerConfig = WorkerConfig() if found is None else found
         check_worker_config(self.config)
         self._stream = Stream(dataset, self.config)
-        self._is_savable = is_savable
         self._prefetch_factor = prefetch_factor
         # Torch is not imported to find out: without it there are no tensors.
         torch = sys.modules.get("torch") if (self.config.num_workers if pin_memory is None else pin_memory) else None
@@ -80,7 +77,7 @@ class Loader(Generic[T_co]):
         return total // ranks + (self.config.this_rank < total % ranks)
 
     def __iter__(self) -> Iterator[T_co]:
-        is_left = self._has_drawn and not self._is_savable and self._stream.is_finite
+        is_left = self._has_drawn and not self.is_savable and self._stream.is_finite
         if self._is_over or is_left:
             self._next_pass()
         return self
@@ -154,7 +151,8 @@ class Loader(Generic[T_co]):
             self._epoch_start = self._base - turns * self.config.num_ranks
         self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
         self._since = merged["since"]
-        self._shards = {number: shard for number, shard in merged["shards"].items() if self._runs(number)}
+        step = math.gcd(self._stream.num_shards, self.config.num_ranks)
+        self._shards = {number: shard for number, shard in merged["shards"].items() if not (number - self._slot) % step}
 
     save_state_rank = state_dict
     """Energon's name of it."""
@@ -277,7 +275,7 @@ class Loader(Generic[T_co]):
         return self._pool
 
     def _from(self, slot: int) -> Start:
-        return Start(self._pass, slot, self._shards, self._base, self._since)
+        return Start(0, self._pass, slot, self._shards, self._base, self._since)
 
     def _keep_shards(self) -> None:
         states = self._pool.shard_states() if self._pool is not None and self._is_started else None
@@ -289,9 +287,8 @@ class Loader(Generic[T_co]):
         if self._since == self._turn:
             return
         failures = Failures(self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell)
-        server = Server(
-            self._stream.root, self._stream.num_shards, self.config.this_rank, self.config.num_ranks, failures
-        )
+        part = self.config.this_rank, self.config.num_ranks
+        server = Server(self._stream.root, self._stream.num_shards, *part, failures)
         server.start(self._from(self._turn))
         server.catch_up()
         self._shards = server.shard_states()
@@ -304,13 +301,3 @@ class Loader(Generic[T_co]):
         if self._stream.num_shards % workers == 0:
             return self._turn if have_all_given else min(self._since, self._turn)
         return max(0, self._turn - workers if have_all_given else self._since)
-
-    def _runs(self, shard: int) -> bool:
-        return (shard - self._slot) % math.gcd(self._stream.num_shards, self.config.num_ranks) == 0
-
-
-def pinned(value: T) -> T:
-    """Return a copy whose tensors are page-locked: by its own `pin_memory()`, if it has one."""
-    if hasattr(value, "pin_memory"):
-        return value.pin_memory()
-    return map_tensors(value, lambda tensor: tensor.pin_memory())

@@ -2,7 +2,8 @@
 
 Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out are made in bulk,
 as arithmetic says; the others in sequence, by their shards. A shard has one worker where W divides the number of
-shards. Else several run it, each of which throws away what the others serve.
+shards. Else several run it, each of which throws away what the others serve. Worked example, 4 shards and 2 workers:
+worker 0 serves 0 2 4 6, of the shards 0 and 2; of 3 workers each serves every third slot, and runs all shards for it.
 """
 
 import math
@@ -24,6 +25,8 @@ END = 2**62
 class Start(NamedTuple):
     """It says where servers begin anew."""
 
+    generation: int = 0
+    """How often they were told to: outputs of before are thrown away."""
     pass_number: int = 0
     slot: int = 0
     shards: Mapping[int, ShardState] = {}
@@ -34,10 +37,19 @@ class Start(NamedTuple):
     """Slots from here on may not have been run by who made the states."""
 
 
-class Output(NamedTuple):
+class Message(NamedTuple):
+    """A Message is one output, and what else the state of the stream needs once it was used."""
+
+    generation: int
     slot: int
     """END if the pass is over: then there is no value."""
     value: Any = None
+    shards: Mapping[int, ShardState] = {}
+    """States of the shards that it changed."""
+    num_failed: int = 0
+    num_skipped: int = 0
+    error: tuple[str, bool] | None = None
+    """What went wrong in place of an output, and whether it was a sample."""
 
 
 class Server:
@@ -49,11 +61,11 @@ class Server:
         num_shards: int,
         worker: int,
         num_workers: int,
-        failures: Failures | None = None,
+        failures: Failures,
     ) -> None:
         """`root`: bound."""
         self.root = root
-        self.failures = Failures() if failures is None else failures
+        self.failures = failures
         self.num_shards = num_shards
         self._worker = self._first_worker = worker
         self._num_workers = num_workers
@@ -65,7 +77,7 @@ class Server:
 
     def start(self, start: Start) -> None:
         """Go on with the first slot of this server from there on."""
-        self._pass, slot, shards, base, since = start
+        self._generation, self._pass, slot, shards, base, since = start
         self._worker = (self._first_worker + base) % self._num_workers
         self._shards = {number: self._shard(number, state) for number, state in shards.items() if self._runs(number)}
         first = min(slot, since)
@@ -79,8 +91,8 @@ class Server:
         self._slot = min([self._slot, *behind])
         self._first_wanted = slot
 
-    def next(self) -> Output:
-        """Make the next output of this worker. Output(END) for ever after the last one of the pass."""
+    def next(self) -> Message:
+        """Make the next output of this worker. One of END for ever after the last one of the pass."""
         while (output := self._go_on()) is None:
             pass
         return output
@@ -90,14 +102,14 @@ class Server:
         while self._slot < self._first_wanted and self._go_on() is None:
             pass
 
-    def _go_on(self) -> Output | None:
+    def _go_on(self) -> Message | None:
         """Make the output of the next slot; None if it is not of this worker, not wanted, or there is none."""
         slot = self._slot
         number = slot % self.num_shards
         shard = self._shards.get(number)
         is_beyond = self._size is not None and slot >= self._size
         if is_beyond and all(shard.is_over for shard in self._shards.values()):
-            return Output(END)
+            return self._message(END)
         if (shard is None and is_beyond) or (shard is not None and self._is_done(shard, slot)):
             self._slot += self._step
             return None
@@ -126,10 +138,16 @@ class Server:
         self._slot += self._step
         self.failures.succeeded(self._sources if shard is None else shard.sources)
         if slot >= self._first_wanted and slot % self._num_workers == self._worker:
-            return Output(slot, value)
+            return self._message(slot, value)
         # Whoever serves it counts what was left out for it.
         self.failures.num_failed, self.failures.num_skipped = counts
         return None
+
+    def _message(self, slot: int, value: object = None) -> Message:
+        return Message(self._generation, slot, value, {}, self.failures.num_failed, self.failures.num_skipped)
+
+    def close(self) -> None:
+        """Do nothing, unlike the worker process that may stand in the place of a server."""
 
     def shard_states(self) -> dict[int, ShardState]:
         """Return the states of the shards that are out of step."""

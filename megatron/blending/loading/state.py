@@ -5,7 +5,8 @@ hold some back, where they stand. Where there are none, it is the same for any n
 
 At the end of finite data outputs may be missing, and ranks that drew as many stand at different places. If others go
 on from there, it is from the first place on, and "taken" says what was drawn behind it: rows of (base, next output of
-each rank), by which output k >= base was drawn if it is below the next one of the rank whose it was.
+each rank), by which output k >= base was drawn if it is below the next one of the rank whose it was. Worked example, of
+two ranks: [4, [10, 9]] says that rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
 """
 
 import base64
@@ -29,6 +30,8 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys("shards stream".split(), (str,)),
     "is_over": (bool, int),
 }
+
+_MOST_RANKS = 1 << 20
 
 _LEVEL = 6
 """Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
@@ -181,7 +184,7 @@ def checked_states(given: object) -> list[State]:
     for state in states:
         if state["version"] != VERSION:
             raise ValueError(
-                f"the state is of version {state['version']}, but this release reads version {VERSION}; "
+                f"the state is of version {state['version']!r:.20}, but this release reads version {VERSION}; "
                 "continue with the release that saved it, or begin the data anew"
             )
     by_rank: dict[int, State] = {}
@@ -201,7 +204,12 @@ def _check(state: State) -> None:
         if name not in state:
             raise _damaged(f"it has no {name!r}")
         if not isinstance(state[name], kinds):
-            raise _damaged(f"its {name!r} is {state[name]!r}")
+            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
+    limits = {"world_size": 1, "num_shards": 1, "rank": 0, "pass": 0, "slot": 0, "count": 0}
+    for name, least in limits.items():
+        most = END if name in ("slot", "count") else _MOST_RANKS
+        if not least <= state[name] <= most:
+            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
     for name in ("shards", "stream"):
         if not isinstance(expanded(state[name]), dict):
             raise _damaged(f"its {name!r} is not what was saved")

@@ -25,13 +25,12 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron.blending.encoding.seeding import seed_generators
-from megatron.blending.loading.server import END, Server
+from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
-from megatron.blending.streams.shard import ShardState
 
 if TYPE_CHECKING:
     import torch
@@ -46,20 +45,6 @@ SHARED_BYTES = 1 << 18
 _KEPT_BYTES = 1 << 20
 _PARENT_SECONDS = 2.0
 """So often an idle worker finds out whether its parent still lives."""
-
-
-class Message(NamedTuple):
-    """A Message is one output, and what else the state of the stream needs once it was used."""
-
-    generation: int
-    slot: int
-    value: Any
-    shards: dict[int, ShardState]
-    """States of the shards that it changed."""
-    num_failed: int
-    num_skipped: int
-    error: tuple[str, bool] | None = None
-    """What went wrong in place of an output, and whether it was a sample."""
 
 
 class Sender:
@@ -169,30 +154,29 @@ def serve(
             if command == "more":
                 credit += server is not None
                 continue
-            (generation, start), credit = command, ahead
+            generation, credit = command.generation, ahead
             try:
                 server = make_server(tell) if server is None else server
-                server.start(start)
+                server.start(command)
             except Exception as error:
                 put(_failed(generation, error))
                 credit = 0
         if not credit or server is None:
             continue
         try:
-            slot, value = server.next()
+            message = server.next()
         except Exception as error:
             put(_failed(generation, error))
             credit, server = 0, None
             continue
-        counts = server.failures.num_failed, server.failures.num_skipped
-        put(Message(generation, slot, value, server.changed_states(), *counts))
-        credit = 0 if slot == END else credit - 1
+        put(message._replace(shards=server.changed_states()))
+        credit = 0 if message.slot == END else credit - 1
 
 
 def _failed(generation: int, error: Exception) -> Message:
     is_sample = isinstance(error, FatalSampleError)
     text = str(error) if is_sample else "".join(traceback.format_exception(error)).rstrip()
-    return Message(generation, -1, None, {}, 0, 0, (text, is_sample))
+    return Message(generation, -1, error=(text, is_sample))
 
 
 def process_main(
@@ -232,10 +216,10 @@ def process_main(
                 return "stop"
         command = connection.recv_bytes()
         told = pickle.loads(command) if command else "more"
-        if isinstance(told, tuple):
+        if isinstance(told, Start):
             # Else forked workers would all draw what their parent was about to.
-            (_, start), (seed, name) = told, salt
-            place = f"{name} pass {start.pass_number} slot {start.slot}"
+            seed, name = salt
+            place = f"{name} pass {told.pass_number} slot {told.slot}"
             seed_generators(salted_seed(seed, place) % 2**32)
         return told
 

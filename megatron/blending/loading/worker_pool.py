@@ -22,11 +22,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from megatron.blending.loading.server import END, Server, Start
+from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker import (
     MakeServer,
-    Message,
     aligned,
     is_shared,
     process_main,
@@ -41,26 +40,6 @@ logger = logging.getLogger("megatron.blending")
 
 _LEAVE_SECONDS = 3.0
 """So long a worker that is told to stop may take."""
-
-
-class LocalWorker:
-    """It is a server in the calling process. It works when it is asked, and is asked for the states of its shards."""
-
-    def __init__(self, make_server: MakeServer, tell: Callable[[Failure], None]) -> None:
-        self.server = make_server(tell)
-        self._generation = -1
-
-    def start(self, generation: int, start: Start) -> None:
-        self._generation = generation
-        self.server.start(start)
-
-    def next(self) -> Message:
-        slot, value = self.server.next()
-        failures = self.server.failures
-        return Message(self._generation, slot, value, {}, failures.num_failed, failures.num_skipped)
-
-    def close(self) -> None:
-        pass
 
 
 class WorkerProcess:
@@ -102,9 +81,9 @@ class WorkerProcess:
         for file in (self._connection.fileno(), self._process.sentinel):
             self._poll.register(file, select.POLLIN)
 
-    def start(self, generation: int, start: Start) -> None:
-        self._generation = generation
-        self._tell((generation, start))
+    def start(self, start: Start) -> None:
+        self._generation = start.generation
+        self._tell(start)
 
     def next(self) -> Message | Failure:
         """Return the next output of the latest generation, or a sample, of any, that failed.
@@ -241,7 +220,7 @@ class WorkerPool:
                 part = (config.worker_of_all(number), config.num_workers_of_all)
                 make = functools.partial(make_server, get_root, stream.num_shards, part, handling)
                 if config.num_workers == 0:
-                    self._workers.append(LocalWorker(make, self._log.tell))
+                    self._workers.append(make(self._log.tell))
                     continue
                 name = f"worker {number} of rank {config.this_rank}"
                 self._workers.append(WorkerProcess(name, make, prefetch_factor, config, self._workers))
@@ -252,7 +231,7 @@ class WorkerPool:
     def start(self, start: Start) -> None:
         self._generation += 1
         for worker in self._workers:
-            worker.start(self._generation, start)
+            worker.start(start._replace(generation=self._generation))
 
     def next(self, worker: int) -> Message:
         while isinstance(given := self._workers[worker].next(), Failure):
@@ -262,7 +241,7 @@ class WorkerPool:
     def shard_states(self) -> dict[int, ShardState] | None:
         """Return where the shards stand that are made in sequence; None if that came with the messages."""
         first = self._workers[0]
-        return first.server.shard_states() if isinstance(first, LocalWorker) else None
+        return first.shard_states() if isinstance(first, Server) else None
 
 
 def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:

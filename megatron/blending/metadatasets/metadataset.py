@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.formats.paths import check_exists, is_folder, is_metadataset, read_text, resolve_path
+from megatron.blending.formats.files import read_text
+from megatron.blending.formats.paths import check_exists, is_folder, is_metadataset, resolve_path
 from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.metadatasets.metadataset_file import (
     UNSET,

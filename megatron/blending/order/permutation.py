@@ -23,7 +23,7 @@ from megatron.blending.arguments import check_whole
 
 Ints = npt.NDArray[np.int64]
 Uints = npt.NDArray[np.uint64]
-Numbers = Any  # int | np.uint64 | Uints: numpy's stubs know no sums of these
+Numbers = int | np.uint64 | Uints
 
 
 class Grid(NamedTuple):
@@ -80,7 +80,9 @@ def make_grid(size: int, seed: int, epoch: int) -> Grid:
 
 def _permute_array(cell: Uints, grid: Grid) -> Uints:
     """Shift the row by a random number that the column decides, then the column likewise, four times over."""
-    num_rows, num_columns = grid.num_rows, grid.num_columns
+    # To numpy's stubs an unsigned array and an int make a signed one.
+    num_rows: Any = grid.num_rows
+    num_columns: Any = grid.num_columns
     row = cell // num_columns
     column = cell - row * num_columns
     for row_key, column_key in zip(grid.round_keys[::2], grid.round_keys[1::2]):

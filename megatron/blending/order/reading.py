@@ -62,7 +62,7 @@ def records_at(
     About 0.2 microseconds per position, or 0.5 where streams are asked for few each; and 200 per call.
     """
     records = [_unshuffled(order, asked) for order, asked in zip(orders, positions)]
-    pages: list[tuple[_Page, tuple[int, ...]]] = []
+    pages: list[tuple[_Page, tuple[Any, ...]]] = []
     parts: list[tuple[int, Any, npt.NDArray[np.int64]]] = []
     for stream, (order, asked) in enumerate(zip(orders, positions)):
         if not order.shuffle or order.num_turns < 0 or not len(asked):
@@ -103,7 +103,7 @@ class _Page(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[int, ...]]:
+def _page(order: ReadingOrder, epoch: int) -> tuple[_Page, tuple[Any, ...]]:
     """Return the page of an epoch and its round keys."""
     size, window = order.epoch_length, min(order.window, order.epoch_length)
     length = min(order.slice_length, size)

@@ -4,7 +4,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from megatron.blending.streams.holding import entries_of, remade, value_again
-from megatron.blending.streams.node import EXHAUSTED, Hole, Ints, Origin, Plan, SavableDataset, Several, applied
+from megatron.blending.streams.node import (
+    EXHAUSTED,
+    Holders,
+    Hole,
+    Ints,
+    Origin,
+    Plan,
+    SavableDataset,
+    Several,
+    applied,
+)
 
 _MOST_EMPTY_BLOCKS = 200
 
@@ -20,7 +30,7 @@ class Planned(NamedTuple):
     positions: Ints
 
 
-class Shard(Protocol):
+class Shard(Holders, Protocol):
     """Cursors and holders know a shard of a stream by this."""
 
     inner: Any
@@ -29,9 +39,6 @@ class Shard(Protocol):
 
     def evaluate(self, asking: "Cursor", plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
-
-    def output_of(self, node: Any, plan: Any, place: int) -> object:
-        """As `Holders`."""
 
     def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""

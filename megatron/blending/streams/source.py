@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.arguments import check_whole
-from megatron.blending.formats.record import Record, RecordError, RecordSource
+from megatron.blending.formats.record import Record, RecordError, RecordSource, read_records
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.node import (
     ONLY_PLAIN,
@@ -123,7 +123,7 @@ class SourcePlan:
             self._lists = self.positions.tolist(), self._records.tolist()
         node = self._node
         numbers = self._lists[1][start:end]
-        records = node.source.read(numbers)
+        records = read_records(node.source, numbers)
         if node.load is None and RecordError not in map(type, records):
             return records
         keys = list(zip(repeat(node.place), self._lists[0][start:end], numbers))

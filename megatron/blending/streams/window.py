@@ -105,4 +105,5 @@ class WindowPlan(HoldingPlan):
         if isinstance(error, SkipSample):
             return LeftOut(*found, reason=str(error))
         is_said = isinstance(error, ValueError) and str(error)
-        return LeftOut(*found, reason=None, fault=str(error) if is_said else f"{type(error).__name__}: {error}")
+        fault = str(error) if is_said else f"{type(error).__name__}: {error}"
+        return LeftOut(*found, reason=None, fault=f"{fault:.500}")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.user_files import read_json, shown
 
 _TERMS = ("linear", "quadratic", "fixed")
 _REQUIRED = (*_TERMS, "model")
@@ -143,9 +144,9 @@ def read_fitted_cost(path: Path | str) -> FittedCost:
     """Read what `write_fitted_cost` wrote; ValueError, naming file and key, for anything else."""
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as failure:
-        raise ValueError(f"--pack-cost {path} cannot be read: {' '.join(str(failure).split())}; {_ANEW}") from None
+        content = read_json(path)
+    except ValueError as failure:
+        raise ValueError(f"--pack-cost {path} cannot be read: {failure}; {_ANEW}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--pack-cost {path} must hold an object, but holds {type(content).__name__}; {_ANEW}")
     for key in _REQUIRED:
@@ -153,11 +154,11 @@ def read_fitted_cost(path: Path | str) -> FittedCost:
             raise ValueError(f"--pack-cost {path}: key '{key}' is missing; {_ANEW}")
     for key in content:
         if key not in (*_REQUIRED, *_REMARKS):
-            raise ValueError(f"--pack-cost {path}: unknown key '{key}'; {_ANEW}")
+            raise ValueError(f"--pack-cost {path}: unknown key {shown(key)}; {_ANEW}")
     for key in _TERMS:
         _check_term(path, key, content[key])
     if not isinstance(content["model"], dict):
-        raise ValueError(f"--pack-cost {path}: 'model' must be an object, but is {content['model']!r}; {_ANEW}")
+        raise ValueError(f"--pack-cost {path}: 'model' must be an object, but is {shown(content['model'])}; {_ANEW}")
     cost = PackCost(**{key: float(content[key]) for key in _TERMS})
     return FittedCost(cost=cost, model=content["model"], path=path)
 
@@ -166,4 +167,4 @@ def _check_term(path: Path, key: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (key == "linear" and value == 0):
         limit = "above 0" if key == "linear" else "of at least 0"
-        raise ValueError(f"--pack-cost {path}: '{key}' must be a number {limit}, but is {value!r}; {_ANEW}")
+        raise ValueError(f"--pack-cost {path}: '{key}' must be a number {limit}, but is {shown(value)}; {_ANEW}")

@@ -153,13 +153,6 @@ class Schedule:
         """int64 [N], rank * num_microbatches + microbatch of each sequence."""
         return self.rank * self.num_microbatches + self.microbatch
 
-    def packs_of(self, rank: int) -> list[IntArray]:
-        """Sequence ids of each microbatch of `rank`: num_microbatches arrays, ascending, int64, maybe empty."""
-        ids = np.flatnonzero(self.rank == rank)
-        by_microbatch = np.argsort(self.microbatch[ids], kind="stable")
-        ends = np.cumsum(np.bincount(self.microbatch[ids], minlength=self.num_microbatches))
-        return np.split(ids[by_microbatch], ends[:-1])
-
 
 class Scheduler(Protocol):
     """A function from request to schedule that keeps the invariants in this module's docstring.

@@ -104,21 +104,21 @@ SCHEDULERS: dict[str, Scheduler] = {"default": default, "empty": empty, "dp_bala
 
 
 def get_scheduler(name: str) -> Scheduler:
-    """The scheduler of that name in SCHEDULERS, or the function that `module:function` names.
+    """The scheduler of that name in SCHEDULERS, in any case, or the function that `module:function` names.
 
     ValueError with the choices for an unknown name, and with the cause for a module that can't be imported or has no
     such function.
     """
     if ":" in name:
         return _import(name)
-    if name not in SCHEDULERS:
+    if name.lower() not in SCHEDULERS:
         close = difflib.get_close_matches(name, SCHEDULERS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
             f"--sequence-packing-scheduler must be one of {', '.join(SCHEDULERS)} or module:function, "
             f"but is {name!r}{hint}"
         )
-    return SCHEDULERS[name]
+    return SCHEDULERS[name.lower()]
 
 
 def _import(name: str) -> Scheduler:

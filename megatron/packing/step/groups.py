@@ -8,7 +8,6 @@ the background must not share groups with the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -35,12 +34,12 @@ def is_drawing_rank(groups: Any) -> bool:
     return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
-def road_groups(groups: Any, timeout: timedelta | None = None) -> RoadGroups:
+def road_groups(groups: Any) -> RoadGroups:
     """Return the groups that go with megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`; made at the first call.
 
-    The first call is collective over the world. timeout: of their collectives (default: torch's own for gloo).
+    The first call is collective over the world. Their collectives have torch's own timeout for gloo.
     """
-    return _made(groups.tp, groups.cp, groups.pp, groups.dp, groups.mp, timeout)
+    return _made(groups.tp, groups.cp, groups.pp, groups.dp, groups.mp)
 
 
 @lru_cache(maxsize=8)
@@ -50,7 +49,6 @@ def _made(
     pp: dist.ProcessGroup,
     dp: dist.ProcessGroup,
     mp: dist.ProcessGroup,
-    timeout: timedelta | None,
 ) -> RoadGroups:
     draws = tp.rank() == cp.rank() == pp.rank() == 0
     stages = _all_gathered((dist.get_rank(), draws), mp)
@@ -63,7 +61,7 @@ def _made(
     mine: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
     for kind in (0, 1):  # all ranks take part in making each group, in one order
         for ranks in sorted({each[kind] for each in everyone} - {()}):
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
                 mine[kind, ranks] = group
     drawing = mine[0, drawing_ranks] if draws else None

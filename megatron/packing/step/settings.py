@@ -14,6 +14,9 @@ from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
 
+UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
+"""For a config that describes no model: attention costs what all else does at 60,000 tokens, as with 8B parameters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
@@ -71,14 +74,14 @@ class PackingSettings:
         step: int | None = None,
     ) -> PackingSettings:
         """Read them from `config`, by name where megatron-core's dataclass has no such field yet; `scheduler` and
-        `step`, where given, win.
+        `step`, where given, win. A `config` may also be any object that has the fields of packing alone.
 
         Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small for the layout.
         """
         alignment = Alignment.for_layout(
             context_parallel_size=groups.cp.size(),
             tensor_parallel_size=groups.tp.size(),
-            sequence_parallel=config.sequence_parallel,
+            sequence_parallel=getattr(config, "sequence_parallel", False),
         )
         per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
         if per_rank is None or per_rank < smallest:
@@ -96,7 +99,7 @@ class PackingSettings:
             capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
             over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
-            cost=options.cost or cost_of(config),
+            cost=options.cost or (cost_of(config) if hasattr(config, "num_layers") else UNKNOWN_MODEL),
             seed=options.seed,
             step=options.step if step is None else step,
             model=StepModel(
@@ -160,7 +163,7 @@ def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollectio
 
     Expert parallel takes the ranks of tensor and of context parallel first.
     """
-    if config.num_moe_experts is None:
+    if getattr(config, "num_moe_experts", None) is None:
         return False
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
     return expert_ranks > groups.tp.size() * groups.cp.size()

@@ -4,7 +4,7 @@ bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,25 +59,6 @@ class PackingStats:
     def padding(self) -> float:
         """Share of the computed tokens that are padding."""
         return 1 - self.num_tokens / self.num_padded_tokens
-
-    def to_numbers(self) -> np.ndarray:
-        """int64 [fields]; floats keep their bits."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return np.array([_bits(value) for value in values], dtype=np.int64)
-
-    @classmethod
-    def from_numbers(cls, numbers: np.ndarray) -> PackingStats:
-        """The inverse of `to_numbers`."""
-        return cls(
-            **{
-                field.name: number.view(np.float64).item() if field.type == "float" else int(number)
-                for field, number in zip(fields(cls), numbers)
-            }
-        )
-
-
-def _bits(value: int | float) -> int:
-    return int(np.float64(value).view(np.int64)) if isinstance(value, float) else value
 
 
 def packing_stats(

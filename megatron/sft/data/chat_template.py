@@ -122,8 +122,8 @@ class ChatTemplate:
             source = source.replace(released, in_training)
         try:
             return MarkedTemplate(source)
-        except TemplateError as error:
-            raise ValueError(f"the chat template cannot be read: {error}; {_WAY_OUT}") from None
+        except Exception as error:  # nested too deep, among others
+            raise ValueError(f"the chat template cannot be read: {error!s:.500}; {_WAY_OUT}") from None
 
     def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
         """What stands around an answer; ValueError for a template that trains no end of a turn."""
@@ -191,12 +191,13 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
-            said = f"the chat template refuses the conversation: {error}"
+            said = f"the chat template refuses the conversation: {error!s:.500}"
             if "strftime_now" in said:
                 said = f"the chat template asks for today's date, by which samples would change; {_WAY_OUT}"
             raise SampleError(said) from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise SampleError(f"the chat template fails on the conversation: {error}") from None
+        except Exception as error:  # a program of others
+            said = f"{type(error).__name__}: {error}"
+            raise SampleError(f"the chat template fails on the conversation: {said:.500}") from None
 
 
 def _generation_prompt(asked: Written, prompted: Written) -> str:

@@ -12,7 +12,6 @@ The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,6 +26,7 @@ from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
+from megatron.sft.data.messages import MOST_WEIGHT
 
 SAMPLE_WEIGHT = "sample_weight"
 _TEXT_PARTS = ("txt", "text", "json", "jsn")
@@ -56,7 +56,7 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
     def list_unread(self, opened: SourceDataset) -> None:
         """Log the keys of a source's first record that are not read: once, not in each process that reads."""
         if len(opened.source) and opened.load is not None:
-            with suppress(ValueError):  # a broken record is told where it is trained on
+            with suppress(Exception):  # a broken record is told where it is trained on
                 self._encoder.list_unread(record_of(opened.load(opened.source[0], (opened.name, 0, 0))))
 
 
@@ -111,6 +111,8 @@ def subflavors_of(sample: Any) -> Mapping[str, Any]:
 def source_weight(subflavors: Mapping[str, Any], where: str = "") -> float:
     """The weight that all samples of a source have in the loss."""
     weight = subflavors.get(SAMPLE_WEIGHT, 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise SampleError(f"{where}{SAMPLE_WEIGHT} must be a number above 0, but is {weight!r}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
+        raise SampleError(
+            f"{where}{SAMPLE_WEIGHT} must be a number above 0, up to {MOST_WEIGHT}, but is {weight!r:.60}"
+        )
     return float(weight)

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.packing.user_files import read_text
 from megatron.sft.data.chat_encoder import ChatTokens
 from megatron.sft.data.chat_template import ChatTemplate, Span
 from megatron.sft.data.layouts import Conversation, Passage
+from megatron.sft.data.messages import SampleError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,10 @@ class HuggingFaceTokenizer:
         return self._tokens(*self.template.render(conversation), add_special_tokens=False)
 
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
-        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        try:
+            encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        except Exception as error:  # such as a vocabulary without a token for what it does not know
+            raise SampleError(f"the tokenizer fails on the text: {error!s:.500}") from None
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         weights = np.zeros(len(starts), np.float32)
         for span in spans:
@@ -112,11 +116,13 @@ def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = 
 def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
     if path is not None:
         try:
-            source = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_text(path)
+        except ValueError as error:
             raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
     elif tokenizer.chat_template:
         source = tokenizer.get_chat_template()
+        if not isinstance(source, str):
+            raise ValueError("--tokenizer-model has a chat_template that is no text; pass --chat-template FILE")
     else:
         return None
     names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}

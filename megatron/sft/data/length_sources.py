@@ -9,7 +9,6 @@ schedule_12.json              a step that --dump-schedule wrote
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.sources import SOURCES, RecordError, open_source
+from megatron.blending.formats.record import RecordError, read_records
+from megatron.blending.formats.sources import SOURCES, open_source
+from megatron.packing.user_files import parse_json, read_text, shortened, shown
 from megatron.planner.lengths import LengthOptions, Lengths, RunSource
 from megatron.planner.step_record import StepRecord
-from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample, SampleError
+from megatron.sft.data.chat_encoder import ChatEncoder, EncodedSample
 from megatron.sft.data.layouts import parse_columns
 from megatron.sft.data.mock_dataset import MockSFTDataset, read_lengths
 from megatron.sft.data.mock_lengths import FLAG
@@ -55,7 +56,7 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
             return _schedule(path, found)
         raise ValueError(
             f'{path}: must be a list of chats, a mock config with "mode" or a schedule of --dump-schedule, '
-            f"but has the keys {', '.join(map(repr, list(found)[:5])) or '(none)'}"
+            f"but has the keys {', '.join(map(shown, list(found)[:5])) or '(none)'}"
         )
     if path.suffix in SOURCES:
         return _chats(path, options, vocab_size)
@@ -107,15 +108,15 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
 def _json_object(path: Path) -> dict[str, Any] | None:
     """Returns the object that a file holds; None for a list, which is one of records, and for what is no JSON."""
     try:
-        return _parsed(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError):
+        return _parsed(read_text(path))
+    except ValueError:
         return None
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
+        found = parse_json(text)
+    except ValueError:
         return None  # who reads it next says what is wrong with it
     return found if isinstance(found, dict) else None
 
@@ -124,7 +125,7 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
     try:
         record = StepRecord.from_dict(found)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {shortened(str(error))}") from error
     return Lengths(lengths=record.lengths, described=str(path), record=record)
 
 
@@ -135,11 +136,15 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(options.data_columns))
     lengths, dropped = [], 0
     for index in range(len(source)):
+        (record,) = read_records(source, [index])
         try:
-            sample = encoder.encode(source[index])
-        except (RecordError, SampleError) as error:
+            if isinstance(record, RecordError):
+                raise record
+            sample = encoder.encode(record)
+        except Exception as error:  # as in training: any record that fails is bad
             if not options.skip_bad_samples:
                 where = "" if isinstance(error, RecordError) else f"{source.describe(index)}: "
+                where += "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 raise ValueError(f"{where}{error}; or pass --skip-bad-samples") from error
             dropped += 1
             continue

@@ -18,6 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 _MARK = "mark_place"
+_MOST_PASSES, _MOST_CHARACTERS = 1_000_000, 1 << 28
+"""Of all loops of a rendering, and of what it writes."""
+_LARGEST, _LARGEST_OF_POWERS = 10_000, 100
 
 
 class Written(NamedTuple):
@@ -37,9 +40,7 @@ class MarkedTemplate:
 
     def __init__(self, source: str) -> None:
         """TemplateError where `source` is no template, or uses names that lead out of a sandbox."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         tree = environment.parse(source)
@@ -52,6 +53,19 @@ class MarkedTemplate:
         for part in self._compiled.generate({**variables, "messages": messages, _MARK: marks.reach}):
             marks.write(part)
         return marks.written()
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own, whose loops are bounded one by one; and that refuses products that fill the memory."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(one) if isinstance(one, (str, list, tuple)) else one for one in (left, right)]
+        numbers = [abs(size) for size in sizes if isinstance(size, (int, float))]
+        if max(numbers, default=0) > _LARGEST or (operator == "**" and max(numbers, default=0) > _LARGEST_OF_POWERS):
+            raise TemplateError(f"it asks for a product of {numbers[0]} and {numbers[-1]}")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Place(NamedTuple):
@@ -68,7 +82,7 @@ class _Marks:
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._number_of = {id(message): number for number, message in enumerate(messages)}
         self._parts: list[str] = []
-        self._length = 0
+        self._length = self._num_reached = 0
         self._places: list[_Place] = []
         self._message: int | None = None
         self._opened: list[tuple[int, int | None]] = []
@@ -80,6 +94,9 @@ class _Marks:
 
     def reach(self, kind: str, loop: int = 0, item: Any = None) -> str:
         """Called from the template; returns what it writes, which is nothing."""
+        self._num_reached += 1
+        if self._num_reached > _MOST_PASSES or self._length > _MOST_CHARACTERS:
+            raise TemplateError("it goes on for ever")
         if kind == "turn":
             message = self._number_of.get(id(item))
             self._places.append(_Place(self._length, loop, message))

@@ -13,7 +13,6 @@ A turn's `train`, `training` and `loss` (true or false), `weight` and `loss_scal
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,10 @@ _WEIGHT = ("weight", "loss_scale")
 _PASSED_ON = ("name", "tool_call_id")
 _UNREADABLE = ("train_detail", "refusal", "prefix", "text", "image", "images", "audio", "audios", "video", "videos")
 """Keys of a turn that change what is trained on, and that nothing here can honour."""
+
+
+MOST_WEIGHT = 10_000
+"""Of a record, a turn or a source in the loss: gradients beyond it are a mistake that trains the model to pieces."""
 
 
 class SampleError(ValueError):
@@ -103,12 +106,9 @@ def text_of(text: object, where: str) -> str:
 
 def weight_of(weight: object, where: str) -> float:
     """A factor of the loss; SampleError for what is none."""
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= _LARGEST_FLOAT32:
-        raise SampleError(f"{where} must be a finite float32 of at least 0, but is {weight!r:.60}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= MOST_WEIGHT:
+        raise SampleError(f"{where} must be a number from 0 to {MOST_WEIGHT:,}, but is {weight!r:.60}")
     return float(weight)
-
-
-_LARGEST_FLOAT32 = math.ldexp(2 - 2**-23, 127)
 
 
 def read_tools(tools: object) -> list[Any]:

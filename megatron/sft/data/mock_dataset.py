@@ -5,7 +5,6 @@ Invariant: sample i is a function of (configuration, seed, i) alone, whatever wa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from megatron.blending.formats.indexed import IndexedSource
 from megatron.blending.formats.record import RecordSource, check_index
 from megatron.blending.order.permutation import mix_array
+from megatron.packing.user_files import parse_json, read_text, shown
 from megatron.sft.data.mock_lengths import (
     DISTRIBUTIONS,
     FLAG,
@@ -33,6 +33,7 @@ UintArray = npt.NDArray[np.uint64]
 # Streams of random numbers that a sample draws from, after its tokens', which take 1, 2, 3, ...
 _LENGTH_STREAM = np.uint64(2**63)
 _START_STREAM = np.uint64(2**63 + 1)
+_MOST_BYTES_OF_LENGTHS = 1 << 28
 
 
 class LengthSource(Protocol):
@@ -186,8 +187,8 @@ def read_lengths(path: Path, seq_length: int) -> IntArray:
     A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the end are ignored.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").rstrip().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, _MOST_BYTES_OF_LENGTHS).rstrip().splitlines()
+    except ValueError as error:
         raise config_error(f"path must be a readable text file of lengths, but is {str(path)!r}: {error}") from error
     has_header = bool(lines) and (lines[0].strip()[:1].isalpha() or lines[0].strip()[:1] in {'"', "'", "#", "_"})
     listed = []
@@ -213,17 +214,17 @@ def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
         path = Path(config_json)
         folder, where = path.parent, str(path)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except ValueError as error:
             raise ValueError(
-                f"{FLAG} must be a JSON object or the path of a file with one, but is {config_json!r}: {error}"
+                f"{FLAG} must be a JSON object or the path of a file with one, but is {shown(config_json)}: {error}"
             ) from error
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
+        config = parse_json(text)
+    except ValueError as error:
         raise config_error(f"{where} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise config_error(f"{where} must be a JSON object, but is {config!r}")
+        raise config_error(f"{where} must be a JSON object, but is {shown(config)}")
     return config, folder
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.arguments import nearest
+from megatron.packing.user_files import shortened
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -182,7 +183,7 @@ def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") ->
 
 
 def config_error(text: str) -> ValueError:
-    return ValueError(f"{FLAG}: {text}")
+    return ValueError(f"{FLAG}: {shortened(text)}")
 
 
 def _check_value(value: object, kind: type, name: str) -> None:

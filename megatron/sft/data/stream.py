@@ -69,6 +69,7 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         self._share = share
         self._failures = None if max_bad_samples_in_a_row is None else Failures(max_bad_samples_in_a_row)
         self._table = Counts.none(len(samples.names)).table
+        self._is_endless = num_batches is None
         self._draws: deque[list[Any]] = deque()
         length = share.draws_per_window * share.micro_batch_size
         windows = WindowDataset(
@@ -102,7 +103,11 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
 
     def __next__(self) -> list[Mapping[str, Any]]:
         if not self._draws:
-            window, size = next(self._loader), self._share.micro_batch_size
+            window, size = next(self._loader, None), self._share.micro_batch_size
+            if window is None and self._is_endless:
+                raise ValueError("the data ended, which those of a training never do")
+            if window is None:
+                raise StopIteration
             self._draws.extend(window[draw * size : (draw + 1) * size] for draw in range(self._share.draws_per_window))
         samples: list[Mapping[str, Any]] = []
         for made in self._draws.popleft():

@@ -1,15 +1,11 @@
-"""mcore. Save and load a run, through megatron-core's distributed checkpoints, so that it continues also in another
-layout.
+"""mcore. What a checkpoint holds, and loading it, through megatron-core's distributed checkpoints: a run continues also
+in another layout.
 
-The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete: a run killed while
-it saves leaves the one before as the latest. Every file's size and checksum are kept in the checkpoint, and compared
-before anything of it is read.
+Every file's size and checksum are kept in the checkpoint, and compared before anything of it is read.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -26,24 +22,14 @@ from megatron.packing.flags import flag_of
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.sample_set import blend_changes
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint_files import CheckpointError, check_sound, sums_of_all, written_or_refused
-from megatron.sft.model.checkpoint_folder import (
-    TRACKER,
-    checkpoint_path,
-    file_names,
-    latest_iteration,
-    sum_of,
-    track,
-    unfinished_path,
-    write_checksums,
-)
-from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
+from megatron.sft.model.checkpoint_files import CheckpointError, check_sound
+from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
 from megatron.sft.model.unpickling import check_metadata, only_weights
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.packing import PackingConfig
 
-# Optimizer state as one tensor per parameter, whatever the layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""Optimizer state as one tensor per parameter, whatever the layout."""
 # Options that are younger than some checkpoints, which were saved at their defaults.
 _UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING} | {"lora": False}
 
@@ -100,45 +86,17 @@ def whole_parameters(training: Training) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def save_checkpoint(
-    folder: str | Path,
-    training: Training,
-    progress: Progress,
-    model_options: dict[str, Any],
-    data: dict[str, Any],
-    companions: Companions | None = None,
-) -> None:
-    """Write a complete checkpoint; collective. It takes its place only once it is whole.
-
-    model_options: what a run that loads it must share; data: what it is told of if it does not; companions: files that
-    the export as a HuggingFace folder will need.
-    """
-    path = checkpoint_path(folder, progress.iteration)
-    unfinished = unfinished_path(path)
+def state_to_save(
+    training: Training, progress: Progress, model_options: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns all that a checkpoint holds; collective."""
     whole_parameters(training)
     state = _sharded_state(training, is_loading=False)
     state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
     state["model_options"] = model_options
     state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()
-    with written_or_refused(unfinished):
-        if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-    with written_or_refused(unfinished):
-        dist_checkpointing.save(state, str(unfinished), content_metadata=_METADATA)
-    with written_or_refused(unfinished):
-        sums = sums_of_all(unfinished)
-        if dist.get_rank() == 0:
-            if companions is not None:
-                (unfinished / COMPANIONS).mkdir()
-                companions.write(unfinished / COMPANIONS)
-                own = [name for name in file_names(unfinished) if name not in sums]
-                sums |= {name: sum_of(unfinished / name) for name in own}
-            write_checksums(unfinished, sums)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(unfinished, path)
-            track(folder, TRACKER, progress.iteration)
+    return state
 
 
 def load_checkpoint(
@@ -243,9 +201,9 @@ def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(training.model):
         gpt = unwrap_model(chunk)
-        whole, frozen = gpt.sharded_state_dict(metadata=_METADATA), _frozen(gpt)
+        whole, frozen = gpt.sharded_state_dict(metadata=METADATA), _frozen(gpt)
         state[f"model{number}"] = {name: entry for name, entry in whole.items() if name not in frozen}
-    state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=_METADATA)
+    state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
     state["layout"] = _layout()
     state["random_states"] = ShardedObject(
         "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0

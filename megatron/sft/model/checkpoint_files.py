@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,20 +30,29 @@ class CheckpointError(AgreedError):
 
 
 @contextmanager
-def written_or_refused(unfinished: Path) -> Iterator[None]:
-    """What fails to write on any rank is one ValueError on all of them; collective at its end."""
+def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iterator[None]:
+    """What fails to write on any rank is one CheckpointError on all of them; collective at its end.
+
+    is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared so; else the others
+    are somewhere in it, and this rank raises on its own.
+    """
+    told = f"{unfinished.with_suffix('')} could not be saved"
     failure = None
     try:
         yield
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except CheckpointException as error:
         failure = f"rank {dist.get_rank()}: {_root_of(error)}"
-    told = [text for text in gathered(failure) if text is not None]
-    if told:
+    except Exception as error:
+        if is_collective and isinstance(error, OSError):
+            raise OSError(f"{told}: {_root_of(error)}") from None
+        if is_collective:
+            raise
+        failure = f"rank {dist.get_rank()}: {_root_of(error)}"
+    failures = [text for text in gathered(failure) if text is not None]
+    if failures:
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(
-            f"{unfinished.with_suffix('')} could not be saved: {told[0]}; what was saved before is intact"
-        )
+        raise CheckpointError(f"{told}: {failures[0]}; what was saved before is intact")
 
 
 def _root_of(error: BaseException) -> str:
@@ -53,12 +61,9 @@ def _root_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def sums_of_all(path: Path) -> dict[str, Sum]:
-    """Each rank reads what it has just written, and rank 0 what no rank has in its name; collective."""
-    rank = dist.get_rank()
-    owners = {name: re.match(r"__(\d+)_\d+\.distcp$", name) for name in file_names(path)}
-    own = {name: sum_of(path / name) for name, match in owners.items() if (int(match[1]) if match else 0) == rank}
-    return {name: found for sums in gathered(own) for name, found in sums.items()}
+def sums_of_own(path: Path) -> dict[str, Sum]:
+    """Returns those of the tensors that this rank has just written."""
+    return {file.name: sum_of(file) for file in path.glob(f"__{dist.get_rank()}_*.distcp")}
 
 
 def check_folder(folder: str | Path) -> FolderLock | None:

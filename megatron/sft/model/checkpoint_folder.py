@@ -24,6 +24,7 @@ CHECKSUMS = "checksums.json"
 LOCK = ".lock"
 _UNFINISHED = ".unfinished"
 _BLOCK = 1 << 24
+_LONGEST_TRACKER = 100
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -64,8 +65,9 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
                 f"iteration to continue from into it, such as {found[-1]}, or pass another folder"
             )
         return None
-    text = tracker.read_text(errors="replace").strip()
-    if not (text.isascii() and text.isdecimal()) or not checkpoint_path(folder, int(text)).is_dir():
+    with tracker.open(errors="replace") as file:
+        text = file.read(_LONGEST_TRACKER).strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not checkpoint_path(folder, int(text)).is_dir():
         raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
     return int(text)
 
@@ -138,13 +140,20 @@ def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> l
         path = checkpoint / name
         if name not in sums:
             faults.append(f"{path} was not saved with this checkpoint")
-        elif not path.is_file():
+        elif (size := _size_of(path)) is None:
             faults.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != sums[name].num_bytes:
+        elif size != sums[name].num_bytes:
             faults.append(f"{path} has {size:,} bytes, but {sums[name].num_bytes:,} were saved")
         elif sum_of(path) != sums[name]:
             faults.append(f"{path} is damaged: its checksum is not that of what was saved")
     return faults
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except (OSError, ValueError):  # no file could have such a name
+        return None
 
 
 def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:

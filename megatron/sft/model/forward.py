@@ -78,15 +78,17 @@ def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool
 def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
     """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this rank's shard.
 
-    Nothing is divided here. With `sources`, of each token, the log also has both by source: float64 [2, num_sources].
+    Nothing is divided here. With `sources`, of each token, the log has the sum of cross entropy
+    without weights, and the number of tokens, by source: float64 [2, num_sources].
     """
     assert loss_mask is not None  # the last stage has it, and only there megatron-core asks
-    losses = output.to(torch.promote_types(output.dtype, torch.float32)) * loss_mask
-    total = losses.sum()
+    losses = output.to(torch.promote_types(output.dtype, torch.float32))
+    total = (losses * loss_mask).sum()
     num_tokens = loss_mask.count_nonzero().to(torch.int32)
     log: dict[str, Any] = {"lm loss": (total.detach(), num_tokens.detach())}
     if sources is not None:
-        both = torch.stack((losses.detach().double().flatten(), (loss_mask != 0).double().flatten()))
+        counts = (loss_mask != 0).flatten()
+        both = torch.stack((losses.detach().double().flatten().where(counts, 0.0), counts.double()))
         log["source losses"] = both.new_zeros(2, num_sources).index_add_(1, sources.flatten(), both)
     return total, num_tokens, log
 

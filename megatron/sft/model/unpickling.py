@@ -56,8 +56,12 @@ def check_metadata(checkpoint: Path) -> None:
     try:
         with path.open("rb") as file:
             _MetadataUnpickler(file, path).load()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; give another --load") from error
+    except ValueError as error:
+        if type(error) is ValueError and str(error).startswith(str(path)):
+            raise
+        raise _unreadable(path, error) from error
+    except Exception as error:  # of a dozen kinds, by which byte is damaged
+        raise _unreadable(path, error) from error
 
 
 @contextmanager
@@ -79,6 +83,10 @@ def only_weights(path: Path) -> Iterator[None]:
             del os.environ[_ONLY_WEIGHTS]
         else:
             os.environ[_ONLY_WEIGHTS] = before
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; give another --load")
 
 
 def _foreign(path: Path, name: str) -> ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Literal
 from megatron.blending.formats.paths import is_metadataset
 from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
+from megatron.packing.user_files import parse_json, read_json, shown
 from megatron.planner.lengths import TokenizerType
 from megatron.sft.data.layouts import parse_columns
 
@@ -158,8 +158,8 @@ class DataConfig:
         flag, text = "--blend-weight-schedule", self.blend_weight_schedule
         form = '{"kind": "step" or "linear", "points": [[step, [weight of each source]], ...]}'
         try:
-            written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as failure:
+            written = parse_json(text) if text.lstrip().startswith("{") else read_json(text)
+        except ValueError as failure:
             raise ValueError(f"{flag} must be {form}, or a file with it, but: {failure}") from None
         try:
             points = tuple((step, tuple(weights)) for step, weights in written["points"])
@@ -167,6 +167,6 @@ class DataConfig:
                 raise TypeError
             return WeightSchedule(points, samples_per_step, written.get("kind", "step"))
         except (KeyError, TypeError):
-            raise ValueError(f"{flag} must be {form}, but is {json.dumps(written):.100}") from None
+            raise ValueError(f"{flag} must be {form}, but is {shown(written)}") from None
         except ValueError as failure:
             raise ValueError(f"{flag}: {failure}") from None

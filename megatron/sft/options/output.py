@@ -23,6 +23,8 @@ class OutputConfig:
     """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory; a later step puts each in its place."""
     keep_checkpoints: int | None = None
     """Checkpoints that are kept, the newest ones (default: all)."""
     keep_best: bool = False
@@ -54,8 +56,9 @@ class OutputConfig:
                 raise ValueError(f"{flag_of(name)} needs --wandb-project")
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ValueError("--wandb-project needs the package wandb; do pip install wandb")
-        if self.save_interval is not None and self.save is None:
-            raise ValueError("--save-interval needs --save")
+        for name in ("save_interval", "async_save"):
+            if getattr(self, name) and self.save is None:
+                raise ValueError(f"{flag_of(name)} needs --save")
         if (self.keep_checkpoints is not None or self.keep_best) and self.save is None:
             raise ValueError("--keep-checkpoints and --keep-best need --save")
         if any(step < 1 for step in self.dump_schedule):

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megatron.packing.user_files import parse_json, shown
+
 _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -40,9 +42,9 @@ class RopeScaling(NamedTuple):
 def parse_rope_scaling(text: str) -> RopeScaling:
     """Read --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed exactly."""
     try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as failure:
-        raise ValueError(f"--rope-scaling must be a JSON object, but is {text!r}: {failure}") from None
+        fields = parse_json(text)
+    except ValueError as failure:
+        raise ValueError(f"--rope-scaling must be a JSON object, but is {shown(text)}: {failure}") from None
     scaling = rope_scaling_of(fields, "--rope-scaling") if isinstance(fields, dict) else None
     if scaling is None:
         raise ValueError(f"--rope-scaling must be a JSON object with a rope_type other than default, but is {text!r}")
@@ -55,6 +57,8 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly here.
     """
     kind = fields.get("rope_type", fields.get("type"))
+    if not isinstance(kind, str | None):
+        raise ValueError(f"{where} has rope_type {shown(kind)}, but it must be a name")
     if kind in _PLAIN:
         nested = [name for name, value in fields.items() if isinstance(value, dict)]
         if nested:

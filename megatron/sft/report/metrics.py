@@ -22,7 +22,7 @@ class SourceMetrics:
     num_loss_tokens: int
     """Tokens that the loss is taken on."""
     loss: float
-    """Per-token mean; NaN where it has no such token."""
+    """Mean over those tokens, each counted alike: weights of samples aside. NaN where it has no such token."""
 
     def described(self, name: str) -> str:
         """Returns `"chats 2.3141 (6 samples, 3,012 tokens)"`."""
@@ -100,12 +100,12 @@ class StepMetrics:
     @property
     def fill(self) -> float:
         """Share of the packs' capacity that real tokens take."""
-        return self.tokens / self.capacity_tokens
+        return self.tokens / self.capacity_tokens if self.capacity_tokens else 0.0
 
     @property
     def padding(self) -> float:
         """Share of the computed tokens that is padding."""
-        return 1 - self.tokens / self.padded_tokens
+        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
     def balance(self) -> float:

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics, dropped_line, mean_of_finite
-from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, Metrics, read_jsonl, read_metrics
+from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, Metrics, is_packs, read_jsonl, read_metrics
 
 PLOT_FILE = "report.png"
 STEPS_PER_MEAN = 5
@@ -35,11 +35,15 @@ def report(run_dir: Path | str) -> None:
         return
     from megatron.sft.report.plot import plot
 
-    lines = read_jsonl(run_dir / PACKS_FILE) if (run_dir / PACKS_FILE).is_file() else []
+    lines = read_jsonl(run_dir / PACKS_FILE, is_packs) if (run_dir / PACKS_FILE).is_file() else []
     packs = [line for line in lines if any(any(rank) for rank in line["packs"])]
-    plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
+    told = f"plot: {run_dir / PLOT_FILE}"
+    try:
+        plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
+    except Exception as error:  # numbers beyond what can be drawn, a full disk: the run is done all the same
+        told = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     print_rows([*rows, files_row(run_dir)])
-    print(f"plot: {run_dir / PLOT_FILE}")
+    print(told)
 
 
 def table(metrics: Metrics, run_dir: Path) -> Rows:
@@ -70,7 +74,7 @@ def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -
     ]
     for split in dict.fromkeys(evaluation.split for evaluation in evaluations):
         first, *_, last = [each for each in evaluations if each.split == split] * 2
-        if first is last:
+        if first.iteration == last.iteration or split == "test":
             rows.append((f"{split} loss", f"{last.loss:.4f}   (after step {last.iteration})"))
             continue
         when = f"(after step {first.iteration} and step {last.iteration})"

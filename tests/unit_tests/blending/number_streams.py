@@ -9,7 +9,6 @@ from megatron.blending import RepeatDataset, SourceDataset
 from megatron.blending.formats.record import RecordError, read_each
 from megatron.blending.loading.loader import WorkerConfig, get_savable_loader
 from megatron.blending.loading.server import END, Server
-from megatron.blending.loading.worker import Message
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.node import Binding
 
@@ -101,26 +100,23 @@ class WorkerHere:
         self._server: Any = None
         self._error: Any = None
 
-    def start(self, generation, start):
+    def start(self, start):
         start = pickle.loads(pickle.dumps(start))
         self._told: deque[bytes] = deque()
         self._messages: deque[bytes] = deque()
         self._error, self._is_over = None, False
-        self._generation = generation
         self._server = self._server or self._make(lambda failure: self._told.append(pickle.dumps(failure)))
         self._server.start(start)
 
     def next(self):
         while not self._is_over and not self._error and len(self._messages) < self._ahead:
             try:
-                slot, value = self._server.next()
+                message = self._server.next()
             except Exception as error:
                 self._error, self._server = error, None
                 break
-            counts = self._server.failures.num_failed, self._server.failures.num_skipped
-            message = Message(self._generation, slot, value, self._server.changed_states(), *counts)
-            self._messages.append(pickle.dumps(message))
-            self._is_over = slot == END
+            self._messages.append(pickle.dumps(message._replace(shards=self._server.changed_states())))
+            self._is_over = message.slot == END
         if self._told:
             return pickle.loads(self._told.popleft())
         if not self._messages:

@@ -497,7 +497,7 @@ def test_weights_by_tokens_of_lengths_that_differ_wildly(tmp_path):
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, or None, but is 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
         ({"task_encoder": T}, "task_encoder must be an object, but is the class T; pass an instance of it"),
         ({"packing_buffer_size": 8}, "packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to_pack"),
         ({"split_part": "trian"}, "split_parts has no 'trian'; did you mean 'train'?"),

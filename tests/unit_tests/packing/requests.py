@@ -84,5 +84,9 @@ def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
 
 
 def packs(schedule: Schedule) -> list[list[list[int]]]:
-    """Of each rank, each microbatch's sequences."""
-    return [[pack.tolist() for pack in schedule.packs_of(rank)] for rank in range(schedule.num_ranks)]
+    """Of each rank, each microbatch's sequences, ascending."""
+    count = schedule.num_microbatches
+    return [
+        [np.flatnonzero(schedule.pack == rank * count + each).tolist() for each in range(count)]
+        for rank in range(schedule.num_ranks)
+    ]

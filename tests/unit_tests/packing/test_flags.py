@@ -318,7 +318,7 @@ def test_yaml_text_like_a_flag_is_a_value(write_yaml):
             "colors: []",
             ": 'colors' must be a list of at least one text, but is []",
         ),  # would ask for another way of data
-        ("bore: 3\nfuel: a: b", ":2: mapping values are not allowed here"),
+        ("bore: 3\nfuel: a: b", ":2: mapping values are not allowed in this context"),
         ("bore: 1\nbore: 2", "'bore' is given twice"),
         ("bore: 1\n--- \nbore: 2", ": but found another document"),
     ],

@@ -142,7 +142,7 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
         (["LENGTHS", "--max-seqlen-per-dp-cp-rank", "100"], "the longest 400"),
         (["LENGTHS", "--cp", "4", "--max-seqlen-per-dp-cp-rank", "1"], "--max-seqlen-per-dp-cp-rank"),
         (["LENGTHS", "--html", "no/such/folder/x.html"], "--html no/such/folder/x.html: no such folder"),
-        (["LENGTHS", "--pack-cost", "absent.json"], "--pack-cost absent.json: [Errno 2]"),
+        (["LENGTHS", "--pack-cost", "absent.json"], "--pack-cost absent.json: No such file"),
         (["LENGTHS", "--pack-cost", "LENGTHS"], "--pack-cost"),
         (["LENGTHS", "--tflops-per-device", "nan"], "--tflops-per-device must be at least 0.001"),
         (['{"mode": "distribution"'], "is not valid JSON"),

@@ -66,7 +66,7 @@ def test_ranks_draw_equal_parts():
         ({"packs": [[[17], [2]]]}, "a pack holds 16"),
         ({"cost": {"linear": 0, "quadratic": 0}}, "linear > 0"),
         ({"model": {"stages": 1}}, "not a schedule as --dump-schedule writes them"),
-        ({"capacity": "x"}, "not a schedule as --dump-schedule writes them"),
+        ({"capacity": "x"}, "capacity must be a whole number above 0, but is x"),
     ],
 )
 def test_what_is_no_schedule_is_refused(change, said):

@@ -144,7 +144,3 @@ def test_any_rank_tells_torchrun(tmp_path, monkeypatch):
         exit_with("bore is wide", 3)
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     assert ": error: bore is wide" in ChildFailedError("run", {3: failure}).format_msg()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "not.json"))
-    with pytest.raises(SystemExit):
-        exit_with("bore is wide", 3, is_agreed=True)  # rank 0 has told it
-    assert not (tmp_path / "not.json").exists()

@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM end a run at a step boundary."""
 
 import signal
+import threading
+import time
 
 import pytest
 
@@ -26,6 +28,20 @@ def test_a_signal_only_sets_the_flag(handlers, number):
         assert signals.requested
     assert signals.requested
     assert handlers == []
+
+
+def test_sigterm_is_told_to_a_thread_once(handlers):
+    """The main thread may wait for a rank that has died, and would hear of it when the launcher loses its patience."""
+    told: list[int] = []
+    with StopSignals(lambda agreed: told.append(threading.get_ident())):
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        end = time.monotonic() + 5
+        while not told and time.monotonic() < end:
+            time.sleep(0.01)
+    assert len(told) == 1
+    assert told[0] != threading.get_ident()
 
 
 def test_second_interrupt_interrupts(handlers):

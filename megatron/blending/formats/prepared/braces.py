@@ -12,13 +12,18 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
 _NUMBER = re.compile(r"[0-9]+")
 _OPEN, _CLOSE = "{", "}"
+_MOST_BRACES, _MOST_CHARACTERS, _MOST_NAMES = 100, 4000, 1_000_000
+_WIDE = 10_000
+"""A number of more than a hundred digits counts as too many names."""
 
 
 def expand_braces(pattern: str) -> list[str]:
     """Expand lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last brace fastest.
 
-    Braces that hold neither stand for themselves.
+    Braces that hold neither stand for themselves. ValueError for more than a million names, or a hundred braces.
     """
+    if pattern.count(_OPEN) > _MOST_BRACES or len(pattern) > _MOST_CHARACTERS:
+        raise ValueError(f"{pattern[:40]!r}... has more than {_MOST_BRACES} braces or {_MOST_CHARACTERS:,} characters")
     start = pattern.find(_OPEN)
     if start < 0:
         return [pattern]
@@ -27,6 +32,7 @@ def expand_braces(pattern: str) -> list[str]:
         return [pattern[: start + 1] + rest for rest in expand_braces(pattern[start + 1 :])]
     end, choices = pieces
     rests = expand_braces(pattern[end + 1 :])
+    _check_number(len(choices) * len(rests), pattern)
     return [pattern[:start] + choice + rest for choice, rest in itertools.product(choices, rests)]
 
 
@@ -50,6 +56,11 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
     return None if choices is None else (cuts[-1], choices)
 
 
+def _check_number(count: int, pattern: str) -> None:
+    if count > _MOST_NAMES:
+        raise ValueError(f"{pattern[:40]!r} stands for more than {_MOST_NAMES:,} names")
+
+
 def _range(text: str) -> list[str] | None:
     if match := _RANGE.fullmatch(text):
         first, last, step = match.groups()
@@ -57,6 +68,7 @@ def _range(text: str) -> list[str] | None:
         is_padded = any(len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0") for number in (first, last))
         width = max(len(first), len(last)) if is_padded else 0
         numbers = range(start, end + 1, by) if start <= end else range(start, end - 1, -by)
+        _check_number(max(abs(end - start) // by, width * _WIDE), text)
         return [f"{number:0{width}d}" for number in numbers]
     if match := _LETTERS.fullmatch(text):
         start, end = ord(match[1]), ord(match[2])

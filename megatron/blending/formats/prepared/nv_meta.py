@@ -7,14 +7,14 @@ dataset.yaml                the kind of sample and where its fields come from
 Written by `python -m megatron.blending prepare` and by energon. Nothing that a file names is imported or executed here.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.blending.arguments import nearest
-from megatron.blending.formats.files import is_file, join_location, read_file
+from megatron.blending.formats.files import is_file, join_location, read_text
+from megatron.blending.formats.json_text import parse_json
 from megatron.blending.formats.prepared.braces import expand_braces
 from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
@@ -22,6 +22,9 @@ from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
 FOLDER = ".nv-meta"
 SQLITE = "index.sqlite"
 CRUDE = "CrudeWebdataset"
+
+_MOST_VALUES = 1_000_000
+_MOST_SAMPLES = 1 << 48
 
 _OUR_MODULES = re.compile(r"megatron\.(energon|blending)(\..*)?")
 _LEGACY_CLASS = re.compile(r"(\w+)Webdataset")
@@ -64,9 +67,9 @@ def read_info(root: str) -> dict[str, int]:
         path = join_location(root, f"{FOLDER}/.info.yaml")
         if not is_file(path):
             raise ValueError(f"{root}: is not prepared; run python -m megatron.blending prepare {root}")
-        content = read_yaml(path, _text(path))
+        content = read_yaml(path, read_text(path))
     counts = content.get("shard_counts") if isinstance(content, dict) else None
-    if not isinstance(counts, dict) or not all(type(count) is int and count >= 0 for count in counts.values()):
+    if not isinstance(counts, dict) or not all(type(n) is int and 0 <= n < _MOST_SAMPLES for n in counts.values()):
         raise ValueError(f"{path}: shard_counts must map shards to numbers of samples; prepare the data set again")
     return dict(counts)
 
@@ -106,13 +109,13 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
         path = join_location(root, f"{FOLDER}/split.json")
     if not is_file(path):
         raise ValueError(f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set again")
-    content = _read_json(path) if path.endswith(".json") else read_yaml(path, _text(path))
+    content = _read_json(path) if path.endswith(".json") else read_yaml(path, read_text(path))
     if not isinstance(content, dict) or not isinstance(content.get("split_parts"), dict):
         raise ValueError(f"{path}: split_parts must map names of parts to lists of shards; fix the file")
     for key in content:
         if key not in ("split_parts", "exclude"):
             raise ValueError(
-                f"{path}: unknown key {key!r}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
+                f"{path}: unknown key {key!r:.100}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
             )
     return path, content
 
@@ -132,7 +135,10 @@ def _expanded(patterns: object, where: str) -> list[str]:
         return []
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"{where}: must be a list of names; fix the file")
-    return [name for pattern in patterns for name in expand_braces(pattern)]
+    try:
+        return [name for pattern in patterns for name in expand_braces(pattern)]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; fix the file") from None
 
 
 def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tuple[SampleType, dict[str, Any]]:
@@ -143,7 +149,7 @@ def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tupl
             f"{path}: no such file; write one, or run python -m megatron.blending prepare with --sample-type and "
             "--field-map"
         )
-    content = read_yaml(path, _text(path))
+    content = read_yaml(path, read_text(path))
     place = Place(path, 1, "")
     table = place.table(content)
     place.check_keys(table, _DATASET_KEYS)
@@ -198,15 +204,8 @@ def _part_filter(table: Table, place: Place) -> str | tuple[str, ...] | None:
     return tuple(given)
 
 
-def _text(path: str) -> str:
-    try:
-        return read_file(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
-
-
 def _read_json(path: str) -> Any:
-    try:
-        return json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}; fix the file") from error
+    text = read_text(path)
+    if sum(map(text.count, "[{,")) > _MOST_VALUES:
+        raise ValueError(f"{path}: has more than {_MOST_VALUES:,} values; prepare the data set again")
+    return parse_json(path, text)

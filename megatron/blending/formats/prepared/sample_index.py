@@ -107,12 +107,16 @@ def find_samples(root: str, keys: Iterable[str]) -> dict[str, tuple[int, int]]:
         raise ValueError(f"{root}: samples cannot be found by key without a local {FOLDER}/{SQLITE}; prepare it here")
     found: dict[str, tuple[int, int]] = {}
     # A connection for each call: they must not be carried over to a forked process.
-    with closing(sqlite3.connect(f"file:{_quoted(path)}?mode=ro", uri=True)) as connection:
-        for some in _portions(keys):
-            query = f"SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key IN ({_marks(some)})"
-            originals = {_storable(key): key for key in some}
-            for key, shard_id, number in connection.execute(query, list(originals)):
-                found[originals[key]] = (shard_id, number)
+    try:
+        with closing(sqlite3.connect(f"file:{_quoted(path)}?mode=ro", uri=True)) as connection:
+            for some in _portions(keys):
+                marks = _marks(some)
+                query = f"SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key IN ({marks})"
+                originals = {_storable(key): key for key in some}
+                for key, shard_id, number in connection.execute(query, list(originals)):
+                    found[originals[key]] = (int(shard_id), int(number))
+    except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}; prepare the data set again") from error
     return found
 
 

@@ -213,7 +213,7 @@ def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None,
     size = None
     at = 0
     while record := _PAX_RECORD.match(content, at):
-        end = at + int(record[1])
+        end = min(at + int(record[1]), len(content))
         value = content[record.end() : end - 1]
         if record[2] == b"path":
             name = value.decode("utf-8", "surrogateescape")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.decode import Decode, decode_part
-from megatron.blending.formats.files import is_file, join_location, local_path, read_ranges
+from megatron.blending.formats.files import LocalFile, is_file, join_location, local_path, read_ranges
 from megatron.blending.formats.prepared.field_map import FieldMap
 from megatron.blending.formats.prepared.nv_meta import (
     FOLDER,
@@ -113,7 +113,9 @@ class WebDataset(RecordSource):
     def _mapped(self, number: int, sample: int) -> "Piece":
         """Return the memory that a shard is mapped to, and where in it the sample stands."""
         name, count = self._shards[number]
-        _, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
+        file, content, offsets = open_local_shard(self._prefix, name, count, self._opened_at)
+        assert isinstance(file, LocalFile)
+        file.check()
         return content, offsets[sample], offsets[sample + 1]
 
     def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
@@ -149,7 +151,8 @@ class WebDataset(RecordSource):
             self._start_of_file = [start_of.get(shard) for shard in read_info(self.path)]
         found = {}
         for key, (file_id, sample) in find_samples(self.path, keys).items():
-            start = self._start_of_file[file_id]
+            is_known = 0 <= file_id < len(self._start_of_file) and sample >= 0
+            start = self._start_of_file[file_id] if is_known else None
             if start is not None and (at := start + sample) not in self._skipped:
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.packing.user_files import read_json
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message
@@ -193,7 +194,13 @@ def _write_byte_level(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = read_json(path) if path.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return found
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

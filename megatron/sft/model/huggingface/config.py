@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.packing.user_files import read_json, shown
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of
 
@@ -78,6 +79,19 @@ _COMMON: dict[str, Any] = {
 }
 
 
+_KINDS: Mapping[type, str] = {
+    str: "model_type hidden_act hidden_activation",
+    int: "num_key_value_heads head_dim max_position_embeddings sliding_window decoder_sparse_step",
+    float: "rms_norm_eps rope_theta partial_rotary_factor router_jitter_noise",
+    bool: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob qkv_bias use_sliding_window",
+    list: "mlp_only_layers layer_types",
+    dict: "rope_scaling rope_parameters quantization_config",
+}
+"""Type -> keys that have it wherever they are there and not null."""
+_MOST = 1 << 24
+_MOST_LAYERS = 10_000
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a HuggingFace folder; ValueError where it is missing or no JSON object."""
     path = Path(folder) / "config.json"
@@ -86,11 +100,17 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as failure:
+        config = read_json(path)
+    except ValueError as failure:
         raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(config).__name__}")
+    for kind, names in _KINDS.items():
+        for name in names.split():
+            value = config.get(name)
+            is_number = kind is float and type(value) is int
+            if value is not None and type(value) is not kind and not is_number:
+                raise ValueError(f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}")
     return config
 
 
@@ -129,7 +149,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"{where} has model_type {kind!r}, but only {', '.join(FAMILIES)} are supported")
+        raise ValueError(f"{where} has model_type {shown(kind)}, but only {', '.join(FAMILIES)} are supported")
     return FAMILIES[kind]
 
 
@@ -139,7 +159,9 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
     wanted = "gelu_pytorch_tanh" if family.options.get("geglu") else "silu"
     activation = config.get("hidden_activation") or config.get("hidden_act", wanted)
     if activation != wanted:
-        raise ValueError(f"{where} has hidden_act {activation!r}, but only {wanted!r} is supported for this model_type")
+        raise ValueError(
+            f"{where} has hidden_act {shown(activation)}, but only {wanted!r} is supported for this model_type"
+        )
     if family is not FAMILIES["llama"] and "num_key_value_heads" not in config:
         raise ValueError(f"{where} lacks num_key_value_heads; add it")
     for name in ("router_jitter_noise", "use_bidirectional_attention"):
@@ -149,8 +171,8 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
 
 def _number(config: Mapping[str, Any], name: str, where: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where} must have {name}, a whole number of at least 1, but has {value!r}")
+    if type(value) is not int or not 1 <= value <= (_MOST_LAYERS if name == "num_hidden_layers" else _MOST):
+        raise ValueError(f"{where} must have {name}, a whole number of at least 1, but has {shown(value)}")
     return value
 
 
@@ -187,7 +209,7 @@ def _experts(config: Mapping[str, Any], family: Family, where: str) -> dict[str,
     }
     if family is FAMILIES["mixtral"]:
         return {**found, "moe_router_pre_softmax": False, "moe_ffn_hidden_size": config["intermediate_size"]}
-    step, dense = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     layers = range(_number(config, "num_hidden_layers", where))
     has_experts = tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
     if not any(has_experts):

@@ -6,13 +6,13 @@ Only headers are read, so a folder that does not fit is refused before memory is
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.packing.user_files import parse_json, read_json
 from megatron.sft.model.huggingface.weights import Tensors
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +24,7 @@ _NO_WEIGHT = ".rotary_emb.inv_freq"
 _BLOCK = 1 << 24
 _PIECE = 1 << 12
 _LARGEST_HEADER = 100_000_000
+_LONGEST_NAME = 256
 
 
 class Stored(NamedTuple):
@@ -66,7 +67,7 @@ def open_folder(folder: str | Path) -> Folder:
 def _files(folder: Path) -> dict[Path, list[str]]:
     """Each file, with the tensors that the index says it holds."""
     if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map", {})
+        weight_map = _weight_map(folder / INDEX)
         files: dict[Path, list[str]] = {}
         for name, file in weight_map.items():
             files.setdefault(folder / file, []).append(name)
@@ -86,6 +87,16 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     raise ValueError(f"{folder} must hold {SINGLE} or {INDEX}, but has neither; download the weights too")
 
 
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = read_json(path, _LARGEST_HEADER)["weight_map"]
+        if not all(Path(file).name == file and len(file) < _LONGEST_NAME for file in weight_map.values()):
+            raise ValueError("weight_map must name files of this folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must hold a weight_map of tensors to files: {error}; download it again") from None
+    return weight_map
+
+
 def read_header(file: Path) -> dict[str, Any]:
     """Name -> dtype, shape and data_offsets, counted from the file's first byte, of each tensor in a safetensors file;
     ValueError where it is cut off.
@@ -95,18 +106,23 @@ def read_header(file: Path) -> dict[str, Any]:
         (size,) = struct.unpack("<Q", length) if len(length) == 8 else (0,)
         text = stream.read(min(size, _LARGEST_HEADER))
     try:
-        header = json.loads(text) if 0 < size == len(text) else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} must be a safetensors file, but has no header; download it again")
-    header.pop("__metadata__", None)
+        header: Any = parse_json(text.decode()) if 0 < size == len(text) else None
+        header.pop("__metadata__", None)
+        if not all(_is_entry(**entry) for entry in header.values()):
+            raise TypeError
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{file} must be a safetensors file, but has no header; download it again") from None
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if file.stat().st_size != 8 + size + end:
         raise ValueError(f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it again")
     for entry in header.values():
         entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
     return header
+
+
+def _is_entry(dtype: Any, shape: list[Any], data_offsets: list[Any]) -> bool:
+    begin, end = data_offsets
+    return isinstance(dtype, str) and 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape)
 
 
 def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") -> None:

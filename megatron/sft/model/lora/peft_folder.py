@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.packing.user_files import read_json
 from megatron.sft.model.huggingface.folder import Folder, Stored, read_header
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.lora import LoraConfig
@@ -39,9 +40,10 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     """The options of LoRA that an adapter decides, by field name; ValueError for one that is computed otherwise."""
     where = Path(folder) / CONFIG
     try:
-        config = json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as failure:
-        raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG}, but {failure}") from None
+        config = read_json(where)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as failure:
+        raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}") from None
     is_other = {name: bool(config.get(name)) for name in _MUST_BE_EMPTY}
     is_other["peft_type"] = config.get("peft_type") != "LORA"
     is_other["bias"] = config.get("bias", "none") != "none"
@@ -52,8 +54,8 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
         name.split(".lora_A.")[0].rsplit(".", 1)[-1] for name in open_adapter(folder).tensors if "lora_A" in name
     }
     return {
-        "lora_rank": int(config["r"]),
-        "lora_alpha": float(config["lora_alpha"]),
+        "lora_rank": rank,
+        "lora_alpha": alpha,
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
         "lora_modules_to_save": sorted({name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}),

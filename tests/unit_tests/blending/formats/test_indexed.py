@@ -1,5 +1,6 @@
 """Token sequences of .bin and .idx, laid out by hand here: no code of Megatron's is needed to read them."""
 
+import os
 import pickle
 import struct
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.blending.formats.indexed import IndexedSource
+from megatron.blending.formats.record import read_records
 from megatron.blending.formats.sources import open_source
 
 
@@ -93,3 +95,12 @@ def test_damage_is_refused_at_open(tmp_path, change, fault):
     change(tmp_path)
     with pytest.raises(ValueError, match=fault):
         IndexedSource(str(tmp_path / "t.bin"))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, suffix):
+    """The system ends a process that touches a map beyond the end of its file, without a word."""
+    source = open_source(write(tmp_path))
+    os.truncate(tmp_path / f"t{suffix}", 1)
+    (error,) = read_records(source, [0])
+    assert f"{tmp_path / 't'}{suffix}: was cut" in str(error)

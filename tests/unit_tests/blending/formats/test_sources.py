@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.formats import jsonl, parquet
-from megatron.blending.formats.sources import RecordError, open_source
+from megatron.blending.formats.record import RecordError, read_records
+from megatron.blending.formats.sources import open_source
 
 RECORDS = [{"text": "a"}, {"text": "é\u2028\n"}, {"n": [1, None]}]
 
@@ -190,3 +191,27 @@ def test_directory_is_refused(tmp_path):
     """A directory would be reported as a file of an unknown kind."""
     with pytest.raises(ValueError, match="is a directory; name a file in it"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a.jsonl"], indirect=True)
+def test_a_file_that_is_cut_while_it_is_read_is_named(path):
+    """The system ends a process that touches a map beyond the end of its file, without a word."""
+    source = open_source(path)
+    assert not any(isinstance(record, RecordError) for record in read_records(source, range(len(source))))
+    os.truncate(path, 1)
+    for record in read_records(source, range(len(source))):
+        assert isinstance(record, RecordError)
+        assert re.search(rf"{re.escape(str(path))}: was cut from [\d,]+ to 1 bytes while it was read", str(record))
+
+
+def test_what_a_library_raises_names_file_and_row(tmp_path):
+    """pyarrow has a dozen kinds of errors, none of which says which file of a thousand is damaged, or in which row."""
+    source = open_source(write_parquet(tmp_path / "a.parquet", [{"text": "a" * 50}, {"text": "b"}], 1))
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    at = content.index(b"a" * 50)
+    content[at - 20 : at] = b"\xff" * 20
+    (tmp_path / "a.parquet").write_bytes(content)
+    broken, whole = read_records(source, [0, 1])
+    assert isinstance(broken, RecordError)
+    assert str(broken).startswith(f"{tmp_path}/a.parquet row 0: cannot be read: ")
+    assert whole == {"text": "b"}

@@ -76,6 +76,12 @@ def test_anchors_and_merge_keys():
         ("<<: 3", "a.yaml:1: what << merges must be a mapping or a list of them"),
         ("a: 1\n---\nb: 2\n", "a.yaml:2: not YAML: "),
         ("a: \x00", "a.yaml"),
+        ("[" * 500, "a.yaml:1: not YAML: over 64 levels"),
+        (
+            "b0: &b0 [1, 1]\n" + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)),
+            "a.yaml:16: not YAML: more than 200,000 values",
+        ),
+        ("a: 1\nb: -1" + "0" * 400, "a.yaml:2: the number -1000000000000000000... is too large"),
     ],
 )
 def test_faults_name_the_line(text, fault):

@@ -21,6 +21,8 @@ from megatron.blending import (
 )
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
 from megatron.blending.loading.state import expanded
+from megatron.blending.order.proportions import _earliest_deadline_first
+from megatron.blending.order.reading import records_at
 from megatron.blending.order.weights import WeightSchedule
 from tests.unit_tests.blending.number_streams import WorkerHere, config, drawn, endless, loaders, outputs, source_of
 from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
@@ -47,6 +49,27 @@ def _small_plans(monkeypatch):
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
     monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
     monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
+    monkeypatch.setattr("megatron.blending.order.proportions._earliest_deadline_first", _first_deadlines)
+    monkeypatch.setattr("megatron.blending.streams.node.records_at", _records_at)
+
+
+# What is a function of its arguments is found once for all loaders: thousands are made here of a few trees.
+_FOUND: dict[Any, Any] = {}
+
+
+def _first_deadlines(shares, start, end, counts, draws):
+    state = draws.get_state()[1][:4].tobytes()
+    key = str(shares.lines), str(shares.starts), start, end, tuple(counts), state
+    if key not in _FOUND:
+        _FOUND[key] = _earliest_deadline_first(shares, start, end, counts, draws)
+    return _FOUND[key]
+
+
+def _records_at(orders, positions):
+    key = tuple(orders), tuple(asked.tobytes() for asked in positions)
+    if key not in _FOUND:
+        _FOUND[key] = records_at(orders, positions)
+    return _FOUND[key]
 
 
 @cache

@@ -20,9 +20,10 @@ def choose(sequence, count, start=0):
 
 
 def check_numbers(children, numbers, num_children):
+    children, numbers = np.array(children), np.array(numbers)
     for child in range(num_children):
-        own = [number for number, chosen in zip(numbers, children) if chosen == child]
-        assert own == list(range(len(own)))
+        own = numbers[children == child]
+        assert (own == np.arange(len(own))).all()
 
 
 def check_prefixes(children, weights):
@@ -87,7 +88,7 @@ def furthest_off(children, segments, start=0, counts=None, shares=None):
     """How far a child is from what the weights sum to, at any prefix: exactly. `start`, `counts`, `shares`: before."""
     num_children = len(segments[0][1])
     counts = counts or [0] * num_children
-    given_ = np.cumsum(np.eye(num_children, dtype=np.int64)[children], axis=0).astype(object)
+    given_ = np.cumsum(np.eye(num_children, dtype=np.int64)[children], axis=0)
     shares = list(shares or [Fraction(0)] * num_children)
     worst = Fraction(0)
     ends = [*(first for first, _ in segments[1:]), start + len(children)]
@@ -96,12 +97,15 @@ def furthest_off(children, segments, start=0, counts=None, shares=None):
         first, end = max(first, start), min(end, start + len(children))
         if first >= end:
             continue
-        num = np.arange(1, end - first + 1).astype(object)
         for child, weight in enumerate(whole):
             share, total = shares[child], sum(whole)
-            due = share.numerator * total + num * weight * share.denominator
             unit = share.denominator * total
-            off = abs((given_[first - start : end - start, child] + counts[child]) * unit - due).max()
+            # Large ones do not fit 64 bits, and take twenty times as long.
+            largest = max(share.numerator * total + (end - first) * unit, (counts[child] + len(children)) * unit)
+            exact = np.int64 if largest < 2**62 else object
+            due = share.numerator * total + np.arange(1, end - first + 1).astype(exact) * (weight * share.denominator)
+            found = given_[first - start : end - start, child].astype(exact) + counts[child]
+            off = abs(found * unit - due).max()
             worst = max(worst, Fraction(int(off), unit))
             shares[child] += Fraction((end - first) * weight, total)
     return worst

@@ -51,4 +51,4 @@ def test_a_source_that_cannot_be_read_fails_sample_by_sample():
 
     ((zero, one, two, three),) = windows_of(SourceDataset(Gone("a", 4), shuffle=False), [0], length=4)
     assert (zero, one, three) == (("a", 0), ("a", 1), ("a", 3))
-    assert two == LeftOut(0, "a:2", None, "OSError: disk gone")
+    assert two == LeftOut(0, "a:2", None, "a:2: cannot be read: OSError: disk gone")

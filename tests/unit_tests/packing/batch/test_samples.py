@@ -36,7 +36,7 @@ def sequences(draw: Any, usual: bool = False) -> Sequence:
 
 
 def samples_of(parts: list[Sequence], sources: list[int] | None = None) -> Samples:
-    columns = [
+    columns: list[Any] = [
         np.array([value for part in parts for value in part[number]], dtype) for number, dtype in enumerate(DTYPES)
     ]
     lengths = np.array([len(part[0]) for part in parts], np.int64)

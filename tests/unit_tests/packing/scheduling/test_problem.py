@@ -69,11 +69,8 @@ def test_what_is_no_schedule_is_refused(answer):
         check_schedule(request([6, 5, 4], 2, 10), answer)
 
 
-def test_packs_of_a_rank():
-    """What a rank runs: ascending ids, and empty packs where the schedule leaves some."""
+def test_packs_are_numbered_by_rank():
     schedule = Schedule(np.array([1, 0, 1, 1, 0]), np.array([2, 0, 0, 2, 0]), 2, 3)
-    assert [pack.tolist() for pack in schedule.packs_of(0)] == [[1, 4], [], []]
-    assert [pack.tolist() for pack in schedule.packs_of(1)] == [[2], [], [0, 3]]
     assert schedule.pack.tolist() == [5, 0, 3, 5, 0]
 
 

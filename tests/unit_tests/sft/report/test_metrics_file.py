@@ -169,3 +169,25 @@ def test_truncate_keeps_lines_without_iteration_before_the_cut(tmp_path):
     assert read_jsonl(path) == [{"event": "a"}, {"iteration": 1}]
     truncate_after(tmp_path / "absent.jsonl", 1)
     assert not (tmp_path / "absent.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b'{"kind": "train", "iteration": 2}',
+        b'{"kind": "train", "iteration": "two"}',
+        b"[" * 5000,
+    ],
+)
+def test_a_damaged_line_is_named_and_blocks_nothing(tmp_path, damage, capsys):
+    """One flipped bit in a log would end a run of weeks when it is resumed, or when it is done."""
+    write_steps(tmp_path, [1, 2, 3])
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:1], damage, *lines[1:]]))
+    truncate_after(path, 2)
+    assert [step.iteration for step in read_metrics(tmp_path).steps] == [1, 2]
+    assert f"{path}:2: damaged, and left out" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Names with braces, as bash expands them (the literals were taken from it)."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,3 +72,22 @@ def test_one_run_is_one_range(start, count, width):
     collapsed = collapse_numbers(names)
     assert [name for pattern in collapsed for name in expand_braces(pattern)] == names
     assert len(collapsed) <= 2
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "s{0..20000000}",
+        "{0..999}{0..999}{0..999}",
+        "{" * 200,
+        "a" * 5000,
+        f"{{0{'0' * 200}..1}}",
+        "{1..1000000000000000}",
+    ],
+)
+def test_what_stands_for_millions_is_refused(pattern):
+    """One line of a file would fill the memory of every rank."""
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"(has|stands for) more than"):
+        expand_braces(pattern)
+    assert time.process_time() - start < 1

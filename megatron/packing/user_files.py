@@ -1,0 +1,141 @@
+"""pure. This reads the small files that a user names: text, JSON and YAML of bounded size and depth.
+
+Each fault is a ValueError that says what is the matter, without the path: whoever asked names the file or flag. A pipe
+or a device is refused and not waited for, and what would take more than a second or 100 MB to understand is not begun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 1 << 24
+_MOST_VALUES = 1_000_000
+_MOST_DEPTH = 64
+_MOST_DIGITS = 20
+_MOST_YAML_EVENTS = 50_000
+_MOST_YAML_DEPTH = 8
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 100
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: short, however long or deep it is."""
+    return _shown.repr(value)
+
+
+def shortened(message: str, most: int = 1000) -> str:
+    """Return a message without its middle if it is longer: where and the way out stand at its ends."""
+    half = most // 2
+    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """Return the content of a UTF-8 file, without a byte-order mark."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, not waiting for a writer
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("it is no regular file")
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ValueError(error.strerror or type(error).__name__) from None
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start + 1}") from None
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+    """Return what a JSON file holds; see `parse_json`."""
+    return parse_json(read_text(path, most_bytes))
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON stands for. Whole numbers fit 64 bits, so that arithmetic with them cannot fail."""
+    if sum(map(text.count, "[{,")) > _MOST_VALUES:
+        raise ValueError(f"not JSON that can be read: more than {_MOST_VALUES:,} values")
+    try:
+        value = _decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read: nested too deep") from None
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        inner = (part for part in level if isinstance(part, (dict, list)))
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return value
+    raise ValueError(f"not JSON that can be read: nested more than {_MOST_DEPTH} deep")
+
+
+def _integer(digits: str) -> int:
+    number = int(digits[:_MOST_DIGITS])
+    if len(digits) > _MOST_DIGITS or not -(2**63) <= number < 2**63:
+        raise ValueError(f"not JSON that can be read: the number {digits[:20]}... does not fit 64 bits")
+    return number
+
+
+_decode = json.JSONDecoder(parse_int=_integer).decode
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    """Refuses a key that is given twice; YAML itself lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(self.construct_object(key)).replace("_", "-")
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Return what a YAML file of options holds. Messages begin with ":7: ", the line, where there is one."""
+    text = read_text(path)
+    try:
+        _check_events(text)
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem}") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # scalars that look like numbers and dates, too
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def _check_events(text: str) -> None:
+    """Raise before anything is built of YAML that is deep, long, or grows by aliases of collections."""
+    depth, collections = 0, set[str]()
+    event: Any
+    for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
+        anchor = getattr(event, "anchor", None)
+        begins = isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent))
+        depth += begins - isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent))
+        if begins and anchor is not None:
+            collections.add(anchor)
+        fault = f"more than {_MOST_YAML_EVENTS:,} values" if number > _MOST_YAML_EVENTS else ""
+        fault = f"nested more than {_MOST_YAML_DEPTH} deep" if depth > _MOST_YAML_DEPTH else fault
+        if isinstance(event, yaml.AliasEvent) and anchor in collections:
+            fault = f"*{anchor} stands for a list or mapping; write it out"
+        if fault:
+            raise yaml.MarkedYAMLError(problem=fault, problem_mark=event.start_mark)

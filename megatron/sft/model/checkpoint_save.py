@@ -1,0 +1,122 @@
+"""mcore. A checkpoint on its way: made from the state as it is, written, then put in its place.
+
+The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete: a run killed while
+it saves leaves the one before as the latest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron.sft.distributed import gathered
+from megatron.sft.model.build import Training
+from megatron.sft.model.checkpoint import METADATA, Progress, state_to_save
+from megatron.sft.model.checkpoint_files import sums_of_own, written_or_refused
+from megatron.sft.model.checkpoint_folder import (
+    TRACKER,
+    Sum,
+    checkpoint_path,
+    file_names,
+    sum_of,
+    track,
+    unfinished_path,
+    write_checksums,
+)
+from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
+
+# From 0.17 on there is another one, of a package of its own.
+_HAS_WRITERS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+_WRITER: dict[str, Any] = {"async_strategy": "mcore"} if _HAS_WRITERS else {}
+
+
+class CheckpointSave:
+    """One checkpoint. Making it and `finish` are collective; nobody sees it before it is finished."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        training: Training,
+        progress: Progress,
+        model_options: dict[str, Any],
+        data: dict[str, Any],
+        companions: Companions | None = None,
+        *,
+        in_background: bool = False,
+    ) -> None:
+        """model_options: what a run that loads it must share; data: what it is told of if it does not; companions:
+        files that the export as a HuggingFace folder will need; in_background: write a copy in host memory, in a
+        thread, while training goes on.
+        """
+        self.iteration = progress.iteration
+        self._folder, self._companions = folder, companions
+        self._unfinished = unfinished_path(checkpoint_path(folder, progress.iteration))
+        self._sums: dict[str, Sum] = {}
+        self._failure: Exception | None = None
+        state = state_to_save(training, progress, model_options, data)
+        with written_or_refused(self._unfinished):
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+                self._unfinished.mkdir(parents=True)
+        with written_or_refused(self._unfinished, is_collective=True):
+            self._request = dist_checkpointing.save(
+                state, str(self._unfinished), content_metadata=METADATA, async_sharded_save=True, **_WRITER
+            )
+        parts = self._request.preload_fn() if self._request.preload_fn is not None else []  # now on the host
+        if in_background and not next(training.model[0].parameters()).is_cuda:
+            parts = [
+                (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
+                for path, key, (others, tensors) in parts
+            ]
+        self._thread = threading.Thread(target=self._write, args=(parts,), name="save", daemon=True)
+        if in_background:
+            self._thread.start()
+        else:
+            self._write(parts)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until it is written, and put it in its place; CheckpointError where any rank could not write."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        with written_or_refused(self._unfinished):
+            if self._failure is not None:
+                raise self._failure
+        with written_or_refused(self._unfinished, is_collective=True):
+            for finalize in self._request.finalize_fns:
+                finalize()
+        sums = {name: found for sums_of_rank in gathered(self._sums) for name, found in sums_of_rank.items()}
+        with written_or_refused(self._unfinished):
+            if dist.get_rank() == 0:
+                self._place(sums)
+
+    def _write(self, parts: Any) -> None:
+        try:
+            if self._request.async_fn is not None:
+                rank, _, results = self._request.async_fn_args
+                self._request.async_fn(rank, parts, results)
+            self._sums = sums_of_own(self._unfinished)
+        except Exception as failure:  # raised where all ranks hear of it
+            self._failure = failure
+
+    def _place(self, sums: dict[str, Sum]) -> None:
+        unfinished, path = self._unfinished, checkpoint_path(self._folder, self.iteration)
+        if self._companions is not None:
+            (unfinished / COMPANIONS).mkdir()
+            self._companions.write(unfinished / COMPANIONS)
+        others = [name for name in file_names(unfinished) if name not in sums]
+        write_checksums(unfinished, sums | {name: sum_of(unfinished / name) for name in others})
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(unfinished, path)
+        track(self._folder, TRACKER, self.iteration)

@@ -1,0 +1,136 @@
+"""Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a tenth of its time.
+
+A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once one has failed, and
+puts down when each of them ended, and who was left. Ranks end as any interpreter does: the fork unwinds its stack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+import megatron.sft.report.plot
+from megatron.sft.__main__ import main
+from tests.functional_tests.fault_injection import Fault
+
+for name in ("megatron.sft.train", "megatron.sft.model.huggingface.pretrained"):
+    importlib.import_module(name)  # forked ranks have it
+megatron.sft.report.plot.plot = lambda *_: None  # half of a run's time
+LIMIT_SECONDS = 60.0
+"""A run that takes longer hangs."""
+
+
+def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault | None, faulty_rank: int) -> int:
+    """Start a launcher with its ranks; returns its process. It leaves `folder`/outcome.json, ranks rank*.log there."""
+    sys.stdout.flush()
+    gc.freeze()  # a collection in a fork would copy each page that holds an object of the parent's
+    process = os.fork()
+    if process:
+        return process
+    folder.mkdir(parents=True, exist_ok=True)
+    ctypes.CDLL(None).prctl(36, 1)  # the child subreaper: whoever outlives a rank becomes the launcher's
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    port = listener.getsockname()[1]
+    start, ranks = time.monotonic(), {}
+    for rank in range(world_size):
+        forked = os.fork()
+        if not forked:
+            listener.close()
+            _be_rank(folder, rank, world_size, port, arguments, fault if rank == faulty_rank else None)
+            if fault is None:
+                os._exit(0)  # at its end, an interpreter writes to every page that it shares with its parent
+            sys.exit()
+        ranks[forked] = rank
+    (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
+    os.replace(folder / "pids.tmp", folder / "pids.json")
+    _watch(folder, ranks, start, listener)
+    os._exit(0)
+
+
+def _be_rank(
+    folder: Path, rank: int, world_size: int, port: int, arguments: Sequence[str], fault: Fault | None
+) -> None:
+    """Return, or raise SystemExit, as the script does."""
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="none",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}.json"),
+    )
+    own = [] if fault is None else fault.inject()
+    sys.argv = ["pretrain_sft.py", *arguments, *own]
+    main()
+    sys.stdout.flush()
+
+
+def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    codes: dict[int, int] = {}
+    ends: dict[int, float] = {}
+    is_told = hangs = False
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda told, _: _signal([pid for pid in ranks if ranks[pid] not in codes], told))
+    while len(codes) < len(ranks):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        now = time.monotonic() - start
+        if pid in ranks:
+            codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+            ends[ranks[pid]] = now
+        left = {pid: rank for pid, rank in ranks.items() if rank not in codes}
+        if any(codes.values()) and not is_told:
+            is_told = True
+            _signal(left, signal.SIGTERM)
+        if is_told and left and all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in left):
+            _signal(left, signal.SIGKILL)  # torchrun does so after 30 seconds
+        if now > LIMIT_SECONDS and not hangs:
+            hangs = True
+            _signal(left, signal.SIGUSR1)
+            time.sleep(1)
+            _signal(left, signal.SIGKILL)
+        time.sleep(0.02)
+    orphans = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(orphans, timeout=2)
+    for process in alive:
+        process.kill()
+    outcome = {
+        "codes": [codes[rank] for rank in sorted(codes)],
+        "ends": [round(ends[rank], 2) for rank in sorted(ends)],
+        "hangs": hangs,
+        "num_orphans": len(alive),
+    }
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    del store
+
+
+def _signal(processes: Any, number: int) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

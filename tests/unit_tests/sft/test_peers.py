@@ -1,0 +1,103 @@
+"""What a rank says when it ends after a failure of its own, or after one of another rank."""
+
+import json
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.sft import peers
+from megatron.sft.distributed import AgreedError
+
+
+@pytest.fixture
+def ends(monkeypatch, tmp_path):
+    """The first of two ranks, whose other does not answer; calls return (status, what torchrun is told)."""
+    monkeypatch.setattr("sys.argv", ["pretrain_sft.py"])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
+    store = dist.HashStore()
+    rank: Any = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock())
+    rank._missing = lambda call: peers.Peers._missing(rank, call)
+    rank._end = lambda cause: peers.Peers._end(rank, cause)
+
+    def end(failure):
+        def leave(status):
+            raise SystemExit(status)
+
+        monkeypatch.setattr(os, "_exit", leave)
+        with pytest.raises(SystemExit) as done:
+            peers.Peers.end_after(rank, failure)
+        return done.value.code, json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+    return rank, end
+
+
+def test_a_failure_of_its_own_is_told_with_its_rank(ends, capsys):
+    """Which of a hundred ranks failed, and of what, is lost among a hundred tracebacks of those that lost it."""
+    rank, end = ends
+    told = "pretrain_sft.py: error: rank 0: MemoryError: no room"
+    assert end(MemoryError("no room")) == (1, told)
+    assert told in capsys.readouterr().err.splitlines()
+    assert rank.store.get("cause") == b"0 rank 0: MemoryError: no room"
+
+
+def test_what_another_rank_told_comes_first(ends, capsys):
+    """A connection that was closed is the effect; the cause is what the other rank said before it left."""
+    rank, end = ends
+    rank.store.set("cause", "1 rank 1: MemoryError: no room")
+    told = "pretrain_sft.py: error: rank 1: MemoryError: no room"
+    assert end(RuntimeError("[third_party/gloo/pair.cc:5] Connection closed by peer")) == (1, told)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_does_not_answer_is_named(ends, capsys):
+    """One that was killed says nothing itself."""
+    rank, end = ends
+    rank.store.set("lost 0", "")
+    told = "pretrain_sft.py: error: rank 1 does not answer any more: killed, stopped, or cut off"
+    assert end(RuntimeError("[third_party/gloo/pair.cc:5] Connection closed by peer")) == (1, told)
+    assert capsys.readouterr().err == told + "\n"
+
+
+def test_all_that_answer_are_told_apart_from_those_that_are_gone(ends):
+    """A timeout where nobody is gone would be blamed on a rank that works."""
+    rank, end = ends
+    for number in (0, 1):
+        rank.store.set(f"lost {number}", "")
+    status, told = end(RuntimeError("gloo: Timed out waiting 9000ms"))
+    assert status == 1
+    assert "rank 0: RuntimeError: gloo: Timed out" in told
+    assert told.endswith("all ranks answer, so one of them came too late")
+
+
+def test_before_there_are_peers_the_rank_and_kind_are_told(monkeypatch, capsys):
+    """An unexpected error of one rank at the start: torchrun's summary would have no word of it."""
+    monkeypatch.setattr("sys.argv", ["pretrain_sft.py"])
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as done:
+        peers.end_after(OSError("no such disk"), None)
+    assert done.value.code == 2
+    assert "error: rank 3: OSError: no such disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_ranks_have_is_told_once(rank, monkeypatch, capsys):
+    """torchrun's summary is of the rank that ends first: it must be the one that told."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(SystemExit) as done:
+        peers.end_after(AgreedError("bore is wide"), None)
+    assert done.value.code == 2
+    assert slept == [1] * rank
+    assert ("error: bore is wide" in capsys.readouterr().err) == (rank == 0)
