@@ -62,14 +62,22 @@ def largest(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def compare(
-    model: str, folder: Path, data: Sequence[Sequence[Sample]], dtype: torch.dtype, layouts: Sequence[str]
+    model: str,
+    folder: Path,
+    data: Sequence[Sequence[Sample]],
+    dtype: torch.dtype,
+    layouts: Sequence[str],
+    adapter: Path | None = None,
 ) -> list[str]:
-    """First and last loss of transformers, and the largest relative difference of each layout."""
-    (theirs,) = run_ranks(train_by_transformers, 1, folder, data, dtype, timeout_seconds=300.0)
+    """First and last loss of transformers, and the largest relative difference of each layout; of `adapter`, if given,
+    beside the frozen model.
+    """
+    (theirs,) = run_ranks(train_by_transformers, 1, folder, data, dtype, 1e-3, adapter, timeout_seconds=300.0)
+    lora = "" if adapter is None else f" --lora --lora-adapter {adapter}"
     columns = [f"{theirs.losses[0]:.6f} -> {theirs.losses[-1]:.6f}"]
     for name in layouts:
         world_size, flags = layout_of(name, model)
-        ranks = run_ranks(train_by_product, world_size, flags, folder, data, dtype, timeout_seconds=300.0)
+        ranks = run_ranks(train_by_product, world_size, flags + lora, folder, data, dtype, timeout_seconds=300.0)
         columns.append(f"{max(largest(losses, theirs.losses) for losses, _ in ranks):.1e}")
     return columns
 

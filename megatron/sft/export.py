@@ -68,13 +68,19 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
 
     path = _one_checkpoint(Path(checkpoint))
     companions = path / COMPANIONS
+    saved_options = read_common(path)["model_options"]
+    if saved_options.get("lora"):
+        raise ValueError(
+            f"{path} holds adapters, beside a base model; start its run again with --load and --save-hf to write them, "
+            "and with --lora-merge to write the model"
+        )
     if not companions.is_dir():
         raise ValueError(
             f"{path} has no {COMPANIONS}/: its model is of no HuggingFace family, or it was saved by an older version"
         )
     check_target(Path(folder))
     model_config = read_config(companions)
-    config = _config(read_common(path)["model_options"])
+    config = _config(saved_options)
     with process_groups(config):
         cpu = torch.device("cpu")
         transformer_config = build_transformer_config(config, cpu)
@@ -86,7 +92,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
             weights_of(config.model, model_config),
             lambda target: copy_companions(companions, target),
             most_bytes_per_file,
-            lambda placed: checkpoint_weights.fetch(placed.name),
+            lambda placed: checkpoint_weights.values_of(placed.name),
         )
 
 

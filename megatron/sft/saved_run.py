@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpo
 from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
 from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.model.huggingface.folder import fingerprint, open_folder
 from megatron.sft.model.huggingface.write import write_folder
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.run_folder import RunLog
 
@@ -23,7 +27,13 @@ from megatron.sft.report.run_folder import RunLog
 def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     """Returns what a checkpoint must share with the run that loads it."""
     sharded = config.parallel.use_distributed_optimizer
-    return {**config.model.identity(), **datasets.vocabulary(), "use_distributed_optimizer": sharded}
+    options = {**config.model.identity(), **datasets.vocabulary(), "use_distributed_optimizer": sharded}
+    options |= config.lora.identity()
+    if config.lora.lora:
+        assert config.output.pretrained_checkpoint is not None
+        options["base_folder"] = config.output.pretrained_checkpoint
+        options["base"] = fingerprint(open_folder(config.output.pretrained_checkpoint))[:16]
+    return options
 
 
 class SavedRun:
@@ -32,6 +42,7 @@ class SavedRun:
     def __init__(self, config: SFTConfig, datasets: Datasets, training: Training, lock: FolderLock | None) -> None:
         """`lock`: of the folder of --save, on rank 0 (see `check_folder`); released by `close`."""
         self._output = config.output
+        self._lora = config.lora
         self._allow_changed_data = config.data.allow_changed_data
         self._training = training
         self._lock = lock
@@ -68,7 +79,7 @@ class SavedRun:
             progress._replace(waiting=gather_delayed(queue)),
             self._model_options,
             self._identity,
-            self._companions if self._companions.has_family() else None,
+            self._companions if not self._lora.lora and self._companions.has_family() else None,
             in_background=self._output.async_save,
         )
         self._saved_iteration = progress.iteration
@@ -107,9 +118,15 @@ class SavedRun:
             return
         whole_parameters(self._training)
         chunks = [unwrap_model(chunk) for chunk in self._training.model]
-        write_folder(folder, chunks, self._companions.weights(), self._companions.write)
+        weights, companions = self._companions.weights(), self._companions
+        if self._lora.lora and not self._lora.lora_merge:
+            adapter = AdapterWeights(weights, self._lora)
+            write_adapter(folder, chunks, adapter, partial(companions.write_beside_adapter, adapter))
+        else:
+            write_folder(folder, chunks, weights, companions.write, values_of=merged_values(chunks))
         if log is not None:
-            log.say(f"wrote the model to {folder}, for transformers and others")
+            what = "adapter" if self._lora.lora and not self._lora.lora_merge else "model"
+            log.say(f"wrote the {what} to {folder}, for {'peft' if what == 'adapter' else 'transformers'} and others")
 
     def close(self) -> None:
         """Lets another run save there."""

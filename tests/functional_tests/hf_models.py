@@ -6,6 +6,7 @@ writes a model, so it writes gradients.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -30,8 +31,11 @@ from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
 from megatron.sft.model.forward import forward_step
+from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.model.huggingface.write import write_folder
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig, parse_config
 from tests.functional_tests.oracle import CPU, Sample, _global_loss, _prepare, draws_of, sequences
 from tests.functional_tests.pieces import gradient_of
@@ -89,12 +93,18 @@ def sequences_in_order(step: int, lengths: Sequence[int]) -> list[Sample]:
     return [sample._replace(position_ids=np.arange(len(sample.tokens))) for sample in sequences(step, lengths)]
 
 
-def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, vocab_size: int | None = None) -> None:
+def write_model(
+    name: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
+    sizes: dict[str, int] | None = None,
+) -> None:
     """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = MODELS[name]
-    changes = changes if vocab_size is None else changes | {"vocab_size": vocab_size}
+    changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (sizes or {})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
     for parameter in model.parameters():
@@ -104,17 +114,27 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, voc
 
 
 def train_by_transformers(
-    folder: Path, batches: Sequence[Sequence[Sample]], dtype: torch.dtype, lr: float = 1e-3
+    folder: Path,
+    batches: Sequence[Sequence[Sample]],
+    dtype: torch.dtype,
+    lr: float = 1e-3,
+    adapter: Path | None = None,
 ) -> Trained:
-    """A plain loop: each sequence alone through transformers' own model, torch's AdamW."""
+    """A plain loop: each sequence alone through transformers' own model, torch's AdamW; only PEFT's `adapter` if there
+    is one, whose gradients have the names of its files then.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.set_default_dtype(torch.float32)
     options = {"experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
     if dtype == torch.float64:
         _keep_double(sys.modules[type(model).__module__])
-    parameters = dict(model.named_parameters())
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.01},
@@ -136,7 +156,10 @@ def train_by_transformers(
             loss += weighted.item()
             if not losses:
                 logits.append(found.detach())
-        gradients = gradients or _on_disk_names(model, {name: p.grad for name, p in parameters.items()})
+        if not gradients:
+            found_gradients = {name: p.grad for name, p in parameters.items()}
+            on_disk = _on_disk_names if adapter is None else _names_of_peft
+            gradients = on_disk(model, found_gradients)
         losses.append(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -173,6 +196,25 @@ def _on_disk_names(model: Any, gradients: dict[str, Tensor | None]) -> dict[str,
     return written
 
 
+def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> None:
+    """An adapter that peft has made, with random values in A and B, as somebody's training leaves it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.1)
+    adapted.save_pretrained(str(folder))
+
+
+def _names_of_peft(model: Any, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    names = {name: re.sub(r"\.(modules_to_save\.)?default\b", "", name) for name in gradients}
+    return {names[name]: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+
+
 def read_folder(folder: Path) -> dict[str, Tensor]:
     """All tensors of a HuggingFace folder."""
     found: dict[str, Tensor] = {}
@@ -202,8 +244,15 @@ def train_by_product(
     assert pretrained is not None
     model = build_model(config, transformer_config, config.data.vocab_size, CPU, pretrained)
     gpts = [unwrap_model(chunk) for chunk in model]
+    adapter = AdapterWeights(pretrained.weights, config.lora) if config.lora.lora else None
     if weights_to is not None:
-        write_folder(weights_to, gpts, pretrained.weights, lambda _: _name(dtype), 100_000)
+        companions = Companions(config, None, config.data.vocab_size, _name(dtype))
+        if adapter is not None:
+            beside = partial(companions.write_beside_adapter, adapter)
+            write_adapter(weights_to, gpts, adapter, beside)
+            weights_to = weights_to.with_name("merged")
+        values_of = merged_values(gpts)
+        write_folder(weights_to, gpts, pretrained.weights, partial(_with_config, companions, dtype), 100_000, values_of)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
@@ -229,7 +278,7 @@ def train_by_product(
         if not losses:
             first = list(packs)
             if gradients_to is not None:
-                _write_gradients(gradients_to, gpts, pretrained.weights, dtype)
+                _write_gradients(gradients_to, gpts, adapter or pretrained.weights, dtype)
         losses.append(_global_loss(found))
         optimizer.step()
         scheduler.step(increment=config.training.global_batch_size)
@@ -269,9 +318,17 @@ def _write_gradients(folder: Path, gpts: Sequence[Any], weights: Any, dtype: tor
         for gpt in gpts:
             for parameter in gpt.parameters():
                 parameter.copy_(gradient_of(parameter))
-        write_folder(folder, gpts, weights, partial(_keep_dtype, dtype))
+        if isinstance(weights, AdapterWeights):
+            write_adapter(folder, gpts, weights, lambda _: None)
+        else:
+            write_folder(folder, gpts, weights, partial(_keep_dtype, dtype))
         for parameter, values in zip((p for gpt in gpts for p in gpt.parameters()), held, strict=True):
             parameter.copy_(values)
+
+
+def _with_config(companions: Companions, dtype: torch.dtype, folder: Path) -> str:
+    companions.write(folder)
+    return _name(dtype)
 
 
 def _keep_dtype(dtype: torch.dtype, folder: Path) -> str:

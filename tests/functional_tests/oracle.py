@@ -44,6 +44,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrize import register_parametrization
 
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_drawing_rank
@@ -59,6 +60,7 @@ from megatron.sft.model.build import (
 )
 from megatron.sft.model.forward import forward_step
 from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.options.lora import LoraConfig
 from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, places_of, whole_of
 
 VOCAB_SIZE = 96
@@ -186,7 +188,7 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
         transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
     )
     predicts_further = transformer_config.mtp_num_layers is not None
-    model = GPTModel(
+    model: Any = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
         mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False) if predicts_further else None,
@@ -199,7 +201,9 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
     router_logits = _note_router_logits(model)
     if config.training.bf16:
         model = model.bfloat16()
-    parameters = dict(model.named_parameters())
+    if config.lora.lora:
+        merge_adapters(model, config.lora, numbers)
+    parameters = {name.replace(MERGED, "adapter."): p for name, p in model.named_parameters() if p.requires_grad}
     decayed = [p for name, p in parameters.items() if p.dim() > 1]
     others = [p for name, p in parameters.items() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -254,6 +258,7 @@ def train_packed(
     rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = PackedPasses(get_forward_backward_func())
+    frozen = [(p, p.detach().clone()) for chunk in model for p in chunk.parameters() if not p.requires_grad]
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)
@@ -273,6 +278,7 @@ def train_packed(
         optimizer.step()
         steps.append(RankStep(_global_loss(losses), gradients, dict(pieces_of(model, optimizer, torch.detach))))
         scheduler.step(increment=config.training.global_batch_size)
+    assert all(torch.equal(parameter, before) for parameter, before in frozen), "frozen weights have changed"
     parallel_state.destroy_model_parallel()
     return steps
 
@@ -386,16 +392,78 @@ def _set_weights(chunks: Sequence[Any], numbers: Numbers) -> None:
         shape = list(parameter.shape)
         if place.dim is not None:
             shape[place.dim] *= place.count
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
-            1.0 if re.search("norm.*weight", name) else 0.0
-        )
-        if numbers.weights == "routed":
-            _route(name, whole, chunks[0].config.num_moe_experts)
-        if numbers.weights == "rounded":
-            whole *= 1 + torch.finfo(torch.float64).eps * torch.randint(2, shape, generator=generator)
+        whole = _random(name, shape, numbers, chunks[0].config.num_moe_experts)
         with torch.no_grad():
             parameter.copy_(cut(whole, place))
+
+
+def _random(name: str, shape: Sequence[int], numbers: Numbers, num_experts: int | None) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + (
+        1.0 if re.search("norm.*weight", name) else 0.0
+    )
+    if numbers.weights == "routed":
+        assert num_experts is not None
+        _route(name, whole, num_experts)
+    if numbers.weights == "rounded":
+        whole *= 1 + torch.finfo(torch.float64).eps * torch.randint(2, shape, generator=generator)
+    return whole
+
+
+MERGED = "parametrizations.weight.0."
+"""Where an adapter's parameters are in `merge_adapters`' model."""
+
+
+class Merged(torch.nn.Module):
+    """The weight of a layer with its adapter in it: W + scale * B A, row by row. Its gradients are autograd's of that
+    sum; nothing else is known of adapters here.
+    """
+
+    lora_A: Tensor
+    lora_B: Tensor
+
+    def __init__(self, name: str, config: Any, lora: LoraConfig, shape: torch.Size, numbers: Numbers) -> None:
+        super().__init__()
+        heads, groups, head = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        modules = {
+            "linear_qkv": (["q"] * (heads // groups * head) + ["k"] * head + ["v"] * head) * groups,
+            "linear_proj": ["o"] * shape[0],
+            "linear_fc1": ["gate"] * (shape[0] // 2) + ["up"] * (shape[0] // 2),
+            "linear_fc2": ["down"] * shape[0],
+        }
+        of_row = modules[name.rsplit(".", 1)[1]]
+        if name.endswith("linear_fc1") and not config.gated_linear_unit:
+            of_row = ["up"] * shape[0]
+        wanted = [module for module in dict.fromkeys(of_row) if f"{module}_proj" in lora.targets]
+        self.rows = [number for number, module in enumerate(of_row) if module in wanted]
+        self.owner = [wanted.index(of_row[row]) for row in self.rows]
+        self.scale, rank = lora.scale, lora.lora_rank
+        sizes = {"lora_A": (rank * len(wanted), shape[1]), "lora_B": (len(self.rows), rank)}
+        for which, size in sizes.items():
+            values = _random(f"{name}.adapter.{which}", size, numbers, config.num_moe_experts)
+            setattr(self, which, torch.nn.Parameter(values.to(torch.get_default_dtype())))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        blocks = self.lora_A.unflatten(0, (-1, self.lora_B.shape[1]))[self.owner]
+        update = torch.zeros_like(weight)
+        update[self.rows] = torch.einsum("or,ori->oi", self.lora_B, blocks)
+        return weight + self.scale * update
+
+
+def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
+    """Freeze a model but for `lora_modules_to_save`, and for the adapters in the weights of its layers."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    whole = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+    parameters = dict(model.named_parameters())
+    for module in lora.lora_modules_to_save:
+        parameters[whole[module]].requires_grad_(True)
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    layers = [(name, layer) for name, layer in modules if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)]
+    for name, layer in layers:
+        merged = Merged(name, model.config, lora, layer.weight.shape, numbers)
+        if merged.rows:
+            register_parametrization(layer, "weight", merged)
 
 
 def _route(name: str, whole: Tensor, num_experts: int) -> None:

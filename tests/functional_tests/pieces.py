@@ -48,11 +48,13 @@ def pieces_of(
     optimizer: MegatronOptimizer,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
 ) -> Iterator[tuple[str, Piece]]:
-    """This rank's piece of `tensor_of` each of its parameters: of `gradient_of`, as the optimizer will take it; of
-    `torch.detach`, as it has stepped it.
+    """This rank's piece of `tensor_of` each of its parameters that are trained: of `gradient_of`, as the optimizer will
+    take it; of `torch.detach`, as it has stepped it.
     """
     for chunk in model:
         for name, parameter, place in places_of([unwrap_model(chunk)]):
+            if not parameter.requires_grad:
+                continue
             start, end, sharers = _shard(parameter, chunk, optimizer)
             values = tensor_of(parameter).flatten()[start:end].detach().clone()
             yield name, Piece(place, tuple(parameter.shape), values, start, sharers)

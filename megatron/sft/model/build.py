@@ -30,6 +30,7 @@ from megatron.packing.step.settings import PackingOptions, cost_of, measured_cos
 from megatron.sft.distributed import gathered
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
 from megatron.sft.model.huggingface.read import Pretrained, read_weights
+from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.options.config import SFTConfig
 
 
@@ -49,6 +50,8 @@ def build_training(
     """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
+    if config.lora.lora:  # two products per matrix instead of three: those of frozen weights' gradients are not made
+        cost = replace(cost, linear=cost.linear * 2 / 3)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
@@ -144,6 +147,10 @@ def build_model(
         module: torch.nn.Module = gpt
         if config.training.bf16:
             module = Float16Module(transformer_config, module)
+        if config.lora.lora:
+            add_adapters(gpt, config.lora, config.training.seed)
+            if pretrained is not None and pretrained.adapter is not None:
+                read_weights([gpt], pretrained.adapter.weights, pretrained.adapter.folder)
         chunks.append(
             DistributedDataParallel(
                 config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0

@@ -31,7 +31,7 @@ from megatron.sft.options.packing import PackingConfig
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Optimizer state as one tensor per parameter, whatever the layout."""
 # Options that are younger than some checkpoints, which were saved at their defaults.
-_UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
+_UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING} | {"lora": False}
 
 
 class Progress(NamedTuple):
@@ -151,10 +151,11 @@ def _check_readable(path: Path) -> None:
 def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str, Any]) -> None:
     saved = _UNSAID | saved
     names = {"vocab_size": "the vocabulary", "tokenizer": "the tokenizer"}
+    names["base"] = f"the base model (then {saved.get('base_folder')})"
     differing = [
         f"{names.get(name, flag_of(name))} was {saved[name]}, is {value}"
         for name, value in model_options.items()
-        if saved.get(name, value) != value  # the vocabulary is younger than some checkpoints
+        if saved.get(name, value) != value and name != "base_folder"  # the vocabulary is younger than some checkpoints
     ]
     if differing:
         raise CheckpointError(
@@ -183,7 +184,10 @@ def _load_state(path: Path, training: Training, with_random_states: bool) -> dic
             del template["random_states"]
         state = dist_checkpointing.load(template, str(path))
         for number, chunk in enumerate(training.model):
-            unwrap_model(chunk).load_state_dict(state[f"model{number}"])
+            gpt = unwrap_model(chunk)
+            missing, unknown = gpt.load_state_dict(state[f"model{number}"], strict=False)
+            assert not unknown, unknown
+            assert set(missing) <= _frozen(gpt), missing
         training.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(training.optimizer.param_groups, rates):
             group.update(rate)
@@ -194,16 +198,22 @@ def _load_state(path: Path, training: Training, with_random_states: bool) -> dic
 
 
 def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"model{number}": unwrap_model(chunk).sharded_state_dict(metadata=METADATA)
-        for number, chunk in enumerate(training.model)
-    }
+    state: dict[str, Any] = {}
+    for number, chunk in enumerate(training.model):
+        gpt = unwrap_model(chunk)
+        whole, frozen = gpt.sharded_state_dict(metadata=METADATA), _frozen(gpt)
+        state[f"model{number}"] = {name: entry for name, entry in whole.items() if name not in frozen}
     state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
     state["layout"] = _layout()
     state["random_states"] = ShardedObject(
         "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
     )
     return state
+
+
+def _frozen(gpt: torch.nn.Module) -> set[str]:
+    """The parameters that a checkpoint leaves out: those of the base model, beside adapters."""
+    return {name for name, parameter in gpt.named_parameters() if not parameter.requires_grad}
 
 
 def _make_adam_state(training: Training) -> None:

@@ -38,10 +38,13 @@ class CheckpointWeights:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._held: list[str] = []
 
-    def fetch(self, name: str) -> None:
-        """Make sure that a parameter has its values; those of other layers are lost."""
-        if name in self._held:
-            return
+    def values_of(self, name: str) -> Tensor:
+        """The values of a parameter; those of other layers are lost."""
+        if name not in self._held:
+            self._hold(name)
+        return self._parameters[name].detach()
+
+    def _hold(self, name: str) -> None:
         for old in self._held:
             self._parameters[old].untyped_storage().resize_(0)
         match = re.match(r"decoder\.layers\.\d+\.", name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.lora import LoraConfig
 from megatron.sft.options.megatron_flags import without_megatrons
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
@@ -24,7 +25,7 @@ from megatron.sft.options.parallel import ParallelConfig
 from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
-GROUPS = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, OutputConfig)
+GROUPS = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, LoraConfig, OutputConfig)
 """The parts of `SFTConfig`, in the order of --help."""
 
 
@@ -37,6 +38,7 @@ class SFTConfig:
     packing: PackingConfig
     data: DataConfig
     training: TrainingConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     output: OutputConfig
 
     @classmethod
@@ -81,6 +83,7 @@ class SFTConfig:
             self._check_rank_order()
             self._check_context()
             self._check_evaluations()
+            self._check_lora()
         except ValueError as failure:
             raise FlagError(str(failure)) from None
 
@@ -167,6 +170,15 @@ class SFTConfig:
     def _check_evaluations(self) -> None:
         if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:
             raise ValueError("--keep-best and --early-stopping need evaluations; raise --eval-iters from 0")
+
+    def _check_lora(self) -> None:
+        model, tensor = self.model, self.parallel.tensor_model_parallel_size
+        if self.lora.lora and model.mtp_num_layers is not None:
+            raise ValueError("--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one")
+        if self.lora.lora:
+            self.lora.check_layout(tensor, model.num_query_groups or model.num_attention_heads or 1)
+        if self.lora.lora_merge and self.output.save_hf is None:
+            raise ValueError("--lora-merge needs --save-hf")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, for logs and checkpoints."""

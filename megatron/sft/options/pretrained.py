@@ -1,4 +1,4 @@
-"""pure. What --pretrained-checkpoint says of the other options, and whether they contradict it."""
+"""pure. What --pretrained-checkpoint and --lora-adapter say of the other options, and whether they contradict it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 
 from megatron.packing.flags import flag_of
 from megatron.sft.model.huggingface.config import options_of, read_config, window_of
+from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the folder of --pretrained-checkpoint decides, and defaults that it changes; none without it.
+    """Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and defaults that the first one
+    changes; none without them.
 
     `given` are the options of the user, by field name. ValueError where one contradicts the folder, or where the
     folder's model cannot be computed exactly.
     """
+    of_adapter: dict[str, Any] = {}
+    if given.get("lora_adapter") is not None:
+        of_adapter = options_of_adapter(given["lora_adapter"])
+        _check_given(given, of_adapter, str(Path(given["lora_adapter"]) / ADAPTER_CONFIG))
     folder = given.get("pretrained_checkpoint")
     if folder is None:
-        return {}
+        return of_adapter
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
-    for name, value in decided.items():
-        if name in given and _comparable(name, given[name]) != value:
-            raise ValueError(
-                f"{flag_of(name)} {given[name]} contradicts {where}, which says {value}; drop the option, it is read "
-                "from there"
-            )
+    _check_given(given, decided, where)
     window, seq_length = window_of(config), given.get("seq_length", 0)
     if window is not None and seq_length > window:
         raise ValueError(
@@ -40,8 +42,19 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": config.get("attention_dropout") or 0.0,
         "mask_vocab_padding": True,
     }
-    return defaults | decided
+    return defaults | decided | of_adapter
+
+
+def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any], where: str) -> None:
+    for name, value in decided.items():
+        if name in given and _comparable(name, given[name]) != value:
+            raise ValueError(
+                f"{flag_of(name)} {given[name]} contradicts {where}, which says {value}; drop the option, it is read "
+                "from there"
+            )
 
 
 def _comparable(name: str, value: Any) -> Any:
-    return parse_rope_scaling(value).to_json() if name == "rope_scaling" else value
+    if name == "rope_scaling":
+        return parse_rope_scaling(value).to_json()
+    return sorted(value) if isinstance(value, tuple) and name.startswith("lora_") else value

@@ -15,6 +15,8 @@ from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.huggingface.config import config_of, read_config
 from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.peft_folder import write_adapter_config
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.model import ModelConfig
 
@@ -80,6 +82,14 @@ class Companions(NamedTuple):
         if generation:
             _write(folder / _GENERATION, generation)
         return dtype_of(model_config)
+
+    def write_beside_adapter(self, weights: AdapterWeights, folder: Path) -> None:
+        """Write what a PEFT folder has beside weights: its config, and the tokenizer with the template trained with."""
+        base = self.config.output.pretrained_checkpoint
+        assert base is not None
+        write_adapter_config(folder, self.config.lora, weights, base)
+        if self.tokenizer is not None:
+            _write_tokenizer(folder, self.config, self.tokenizer)
 
 
 def copy_companions(source: Path, target: Path) -> str:

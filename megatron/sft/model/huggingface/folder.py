@@ -5,13 +5,15 @@ Only headers are read, so a folder that does not fit is refused before memory is
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.packing.user_files import parse_json, read_json
-from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.huggingface.weights import Tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,6 +22,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 _NO_WEIGHT = ".rotary_emb.inv_freq"
 """End of the names of tensors that old files hold and nobody reads."""
 _BLOCK = 1 << 24
+_PIECE = 1 << 12
 _LARGEST_HEADER = 100_000_000
 _LONGEST_NAME = 256
 
@@ -122,8 +125,10 @@ def _is_entry(dtype: Any, shape: list[Any], data_offsets: list[Any]) -> bool:
     return isinstance(dtype, str) and 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape)
 
 
-def check_folder(folder: Folder, weights: Weights) -> None:
-    """Raise ValueError, with names, unless the files hold exactly the model's tensors, in types that can be read."""
+def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") -> None:
+    """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says, in types that can be
+    read.
+    """
     expected = {part.name: part.shape for weight in weights.all() for part in weight.parts}
     tensors = folder.tensors
     other_types = sorted(name for name, found in tensors.items() if found.dtype not in DTYPES)
@@ -135,24 +140,39 @@ def check_folder(folder: Folder, weights: Weights) -> None:
         )
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(f"{folder.path} lacks {_some(missing)}, which its config.json asks for; download it again")
-    leftover = sorted(tensors.keys() - expected.keys() - ({"lm_head.weight"} if weights.is_tied else set()))
+        raise ValueError(f"{folder.path} lacks {_some(missing)}, which its {config} asks for; download it again")
+    leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:
         raise ValueError(
-            f"{folder.path} holds {_some(leftover)}, for which its config.json has no place; such a model is not "
-            "supported"
+            f"{folder.path} holds {_some(leftover)}, for which its {config} has no place; such a model is not supported"
         )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ValueError(
-                f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its config.json says "
+                f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its {config} says "
                 f"{list(shape)}; one of the two is of another model"
             )
-    if weights.is_tied and not _are_equal(tensors, "lm_head.weight", "model.embed_tokens.weight"):
+    if weights.tied is not None and not _are_equal(tensors, *weights.tied):
         raise ValueError(
-            f"{folder.path} holds an lm_head.weight that differs from model.embed_tokens.weight, but its config.json "
+            f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but config.json of the model "
             "has tie_word_embeddings; set that to false there, as transformers takes it"
         )
+
+
+def fingerprint(folder: Folder) -> str:
+    """What tells two models of one architecture apart: a hash of each tensor's name and shape, and of a piece of it.
+
+    It does not depend on how the tensors are spread over files. 4 kB of each tensor are read.
+    """
+    digest = hashlib.sha256()
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(path.open("rb")) for path in {one.path for one in folder.tensors.values()}}
+        for name, stored in sorted(folder.tensors.items()):
+            file = files[stored.path]
+            file.seek(max(stored.begin, (stored.begin + stored.end - _PIECE) // 2))
+            digest.update(f"{name} {stored.dtype} {stored.shape} ".encode())
+            digest.update(file.read(min(_PIECE, stored.end - stored.begin)))
+    return digest.hexdigest()
 
 
 def _are_equal(tensors: dict[str, Stored], optional: str, name: str) -> bool:

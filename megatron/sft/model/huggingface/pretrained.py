@@ -8,8 +8,11 @@ from megatron.sft.model.checkpoint_folder import latest_iteration
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of, read_config
 from megatron.sft.model.huggingface.folder import check_folder, open_folder
-from megatron.sft.model.huggingface.read import Pretrained
+from megatron.sft.model.huggingface.read import Pretrained, PretrainedAdapter
 from megatron.sft.model.huggingface.write import check_target
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.lora.peft_folder import open_adapter
 from megatron.sft.options.config import SFTConfig
 
 
@@ -21,6 +24,11 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
     output = config.output
     if output.save_hf is not None:
         check_target(Path(output.save_hf))
+    if config.lora.lora and output.pretrained_checkpoint is None:
+        raise ValueError(
+            "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a checkpoint, "
+            "python -m megatron.sft.export makes such a folder"
+        )
     if output.pretrained_checkpoint is None:
         if output.save_hf is not None:
             try:
@@ -28,9 +36,14 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
             except ValueError as failure:
                 raise ValueError(f"--save-hf: {failure}; change them, or drop --save-hf") from None
         return None
-    if output.load is not None and latest_iteration(output.load) is not None:
+    continues = output.load is not None and latest_iteration(output.load) is not None
+    if continues and not config.lora.lora:
         return None
     folder = open_folder(output.pretrained_checkpoint)
     weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
     check_folder(folder, weights)
-    return Pretrained(folder, weights)
+    adapter = None
+    if config.lora.lora_adapter is not None and not continues:
+        adapter = PretrainedAdapter(open_adapter(config.lora.lora_adapter), AdapterWeights(weights, config.lora))
+        check_folder(*adapter, ADAPTER_CONFIG)
+    return Pretrained(folder, weights, adapter)

@@ -18,7 +18,14 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from megatron.sft.model.huggingface.folder import Folder
-from megatron.sft.model.huggingface.weights import Copy, Weight, Weights
+from megatron.sft.model.huggingface.weights import Copy, Tensors, Weight, Weights, copies
+
+
+class PretrainedAdapter(NamedTuple):
+    """The folder of a PEFT adapter that has passed `check_folder`, and the weights that it holds."""
+
+    folder: Folder
+    weights: Tensors
 
 
 class Pretrained(NamedTuple):
@@ -26,6 +33,8 @@ class Pretrained(NamedTuple):
 
     folder: Folder
     weights: Weights
+    adapter: PretrainedAdapter | None = None
+    """What --lora-adapter starts from."""
 
 
 class Placed(NamedTuple):
@@ -42,14 +51,16 @@ class Placed(NamedTuple):
     """Whether no rank of a lower data-parallel number holds the same."""
 
 
-def placed_parameters(gpt: GPTModel, weights: Weights) -> Iterator[Placed]:
-    """All parameters of a chunk; RuntimeError for one that no HuggingFace tensor stands for."""
+def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
+    """The parameters of a chunk that `weights` concern; RuntimeError for one that no HuggingFace tensor stands for."""
     tensor_parallel = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
     for local_name, parameter in gpt.named_parameters():
-        name = _global_name(local_name, gpt)
+        if not weights.concerns(local_name):
+            continue
+        name = global_name(local_name, gpt)
         is_repeated = name == "output_layer.weight" and gpt.share_embeddings_and_output_weights
         try:
             weight = weights.of_parameter("embedding.word_embeddings.weight" if is_repeated else name)
@@ -60,12 +71,12 @@ def placed_parameters(gpt: GPTModel, weights: Weights) -> Iterator[Placed]:
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         else:
             replica = parallel_state.get_expert_data_parallel_rank()
-        copies = tuple(weights.copies(weight, rank, size, len(parameter)))
-        yield Placed(local_name, parameter, weight, copies, is_repeated, replica == 0)
+        held = tuple(copies(weight, rank, size, len(parameter)))
+        yield Placed(local_name, parameter, weight, held, is_repeated, replica == 0)
 
 
-def _global_name(name: str, gpt: GPTModel) -> str:
-    """Layers and experts numbered over the whole model."""
+def global_name(name: str, gpt: GPTModel) -> str:
+    """A parameter's or module's name with layers and experts numbered over the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
@@ -86,7 +97,7 @@ def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
     return tqdm(total=num_weights, desc=what, unit=" weights", unit_scale=True, delay=3.0, disable=not is_shown)
 
 
-def read_weights(chunks: Sequence[GPTModel], weights: Weights, folder: Folder) -> None:
+def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -> None:
     """Fill this rank's chunks, or leave them to the broadcast over data parallel that must follow.
 
     `folder` has passed `check_folder`. Rows of the vocabulary's padding become zero.

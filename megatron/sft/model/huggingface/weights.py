@@ -1,7 +1,7 @@
 """pure. Which tensors of a HuggingFace model make up which parameter of megatron-core: one table, for both directions.
 
 Each parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank holds a part. That
-is said once, by `Weights.copies`: reading copies each piece one way, writing the other.
+is said once, by `copies`: reading copies each piece one way, writing the other.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from megatron.sft.options.model import ModelConfig
 
-_Layout = Literal["whole", "columns", "halves", "heads", "vocabulary"]
-"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows of each of two halves; rows of heads
-in groups, [queries, key, value] for each group; rows of the vocabulary, padded at its end."""
+Layout = Literal["whole", "columns", "rows", "halves", "heads", "vocabulary"]
+"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of each of two halves; rows of
+heads in groups, [queries, key, value] for each group; rows of the vocabulary, padded at its end."""
 
 
 class Row(NamedTuple):
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     core: str
     """Of megatron-core's local layers; see `_ALIASES` for those of Transformer Engine."""
-    layout: _Layout
+    layout: Layout
     shape: tuple[str, ...]
     """Of each HuggingFace tensor; names of `Weights._sizes`, the first of which may differ between them."""
     tensors: tuple[str, ...]
@@ -101,9 +101,13 @@ class Part(NamedTuple):
 class Weight(NamedTuple):
     """One parameter of the whole model, as megatron-core would have it on a single rank."""
 
-    layout: _Layout
+    layout: Layout
     parts: tuple[Part, ...]
     is_expert: bool = False
+    num_groups: int = 1
+    """Of layout "heads"."""
+    core: str = ""
+    """The end of the parameter's name, as its `Row` has it."""
 
 
 class Copy(NamedTuple):
@@ -114,6 +118,27 @@ class Copy(NamedTuple):
     columns: slice
     row: int
     """Columns of the parameter are always all of its own."""
+
+
+class Tensors(Protocol):
+    """Which tensors of a folder make up which parameters: those of a model, or those of an adapter."""
+
+    tied: tuple[str, str] | None
+    """Two names that stand for the same tensor; a folder may lack the first."""
+
+    def concerns(self, name: str) -> bool:
+        """Whether a parameter's values are in such a folder at all."""
+
+    def of_parameter(self, name: str) -> Weight:
+        """The weight behind the name of a parameter that it concerns; KeyError where there is none."""
+
+    def all(self) -> Iterator[Weight]:
+        """Every weight of the folder."""
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's, beside the layer that it belongs to."""
+    return ".adapter." in name
 
 
 class Weights:
@@ -137,7 +162,8 @@ class Weights:
             "expert_ffn": model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size,
             "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         }
-        self.is_tied = not model.untie_embeddings_and_output_weights
+        is_tied = not model.untie_embeddings_and_output_weights
+        self.tied = ("lm_head.weight", "model.embed_tokens.weight") if is_tied else None
 
     def has_experts(self, layer: int) -> bool:
         """Whether it is an MoE layer."""
@@ -163,6 +189,10 @@ class Weights:
                 return self._weight(row, prefix)
         raise KeyError(name)
 
+    def concerns(self, name: str) -> bool:
+        """Whether a parameter is the model's own, and none of an adapter."""
+        return not is_of_adapter(name)
+
     def all(self) -> Iterator[Weight]:
         """Every weight of the model."""
         conditions = self._conditions(0)
@@ -178,7 +208,7 @@ class Weights:
         biases = not model.disable_bias_linear
         holds = {
             "always": True,
-            "untied": not self.is_tied,
+            "untied": self.tied is None,
             "norms": model.qk_layernorm,
             "qkv_bias": model.add_qkv_bias or biases,
             "biases": biases,
@@ -199,34 +229,39 @@ class Weights:
                     name = name.replace(ours, theirs)
             sizes = [self._heads[number] if size == "heads" else self._sizes[size] for size in row.shape]
             parts.append(Part(name, tuple(sizes)))
-        return Weight(row.layout, tuple(parts), is_expert)
+        groups = self._groups if row.layout == "heads" else 1
+        return Weight(row.layout, tuple(parts), is_expert, groups, row.core)
 
-    def copies(self, weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:
-        """What number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter of `num_rows` rows.
 
-        Rows that no copy fills are padding of the vocabulary.
-        """
-        everything = slice(None)
-        if weight.layout == "columns":
-            width = weight.parts[0].shape[1] // size
-            yield Copy(0, slice(0, num_rows), slice(rank * width, (rank + 1) * width), 0)
-            return
-        if weight.layout == "halves":
-            half = num_rows // 2
-            for part in (0, 1):
-                yield Copy(part, slice(rank * half, (rank + 1) * half), everything, part * half)
-            return
-        blocks = self._group_blocks() if weight.layout == "heads" else [(0, 0, weight.parts[0].shape[0])]
-        begin = 0 if weight.layout == "whole" else rank * num_rows
-        ends = [0]
-        for _, _, length in blocks:
-            ends.append(ends[-1] + length)
-        for (part, start, _), (first, last) in zip(blocks, pairwise(ends)):
-            low, high = max(first, begin), min(last, begin + num_rows)
-            if low < high:
-                yield Copy(part, slice(start + low - first, start + high - first), everything, low - begin)
+def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:
+    """What number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter of `num_rows` rows.
 
-    def _group_blocks(self) -> list[tuple[int, int, int]]:
-        """Rows of fused queries, keys and values in order: (part, first row in it, number of rows)."""
-        per_group = [rows // self._groups for rows in self._heads]
-        return [(part, g * rows, rows) for g in range(self._groups) for part, rows in enumerate(per_group)]
+    Rows that no copy fills are padding of the vocabulary.
+    """
+    everything = slice(None)
+    if weight.layout == "columns":
+        width = weight.parts[0].shape[1] // size
+        yield Copy(0, slice(0, num_rows), slice(rank * width, (rank + 1) * width), 0)
+        return
+    if weight.layout == "halves":
+        half = num_rows // len(weight.parts)
+        for part in range(len(weight.parts)):
+            yield Copy(part, slice(rank * half, (rank + 1) * half), everything, part * half)
+        return
+    begin = 0 if weight.layout == "whole" else rank * num_rows
+    blocks = _blocks(weight)
+    ends = [0]
+    for _, _, length in blocks:
+        ends.append(ends[-1] + length)
+    for (part, start, _), (first, last) in zip(blocks, pairwise(ends)):
+        low, high = max(first, begin), min(last, begin + num_rows)
+        if low < high:
+            yield Copy(part, slice(start + low - first, start + high - first), everything, low - begin)
+
+
+def _blocks(weight: Weight) -> list[tuple[int, int, int]]:
+    """Rows of a fused parameter in order, such as queries, keys and values by group: (part, first row in it, number of
+    rows).
+    """
+    per_group = [part.shape[0] // weight.num_groups for part in weight.parts]
+    return [(part, g * rows, rows) for g in range(weight.num_groups) for part, rows in enumerate(per_group)]

@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron.sft.distributed import gathered
 from megatron.sft.model.huggingface.folder import DTYPES, INDEX, SINGLE
 from megatron.sft.model.huggingface.read import Placed, placed_parameters, weights_bar
-from megatron.sft.model.huggingface.weights import Part, Weights
+from megatron.sft.model.huggingface.weights import Part, Tensors, copies
 
 MOST_BYTES_PER_FILE = 5 * 10**9
 
@@ -45,28 +46,34 @@ def check_target(folder: Path) -> None:
 def write_folder(
     folder: str | Path,
     chunks: Sequence[GPTModel],
-    weights: Weights,
+    weights: Tensors,
     write_companions: Callable[[Path], str],
     most_bytes_per_file: int = MOST_BYTES_PER_FILE,
-    fetch: Callable[[Placed], None] | None = None,
+    values_of: Callable[[Placed], Tensor] = lambda placed: placed.parameter.detach(),
 ) -> None:
     """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is the weights' dtype.
 
-    Collective. The folder, which must not exist or be empty, takes its place only once it is whole. `fetch` is called
-    before each parameter is read.
+    Collective. The folder, which must not exist or be empty, takes its place only once it is whole. `values_of` tells
+    what is written of a parameter.
     """
+    with finished_folder(folder) as unfinished:
+        dtype: list[str] = [write_companions(unfinished) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(dtype)
+        placed = written_parameters(chunks, weights)
+        tensors = tensors_of(placed, getattr(torch, dtype[0]), values_of)
+        _write_weights(unfinished, placed, tensors, getattr(torch, dtype[0]), most_bytes_per_file)
+
+
+@contextmanager
+def finished_folder(folder: str | Path) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of `folder` at the end; collective."""
     target = Path(folder)
     unfinished = target.with_name(target.name + ".unfinished")
-    dtype: list[str] = [""]
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        dtype = [write_companions(unfinished)]
-    dist.broadcast_object_list(dtype)
-    placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
-    placed = [p for p in placed if p.is_first_replica and not p.is_repeated]
-    tensors = _tensors(placed, weights, getattr(torch, dtype[0]), fetch)
-    _write_weights(unfinished, placed, tensors, getattr(torch, dtype[0]), most_bytes_per_file)
+    dist.barrier()
+    yield unfinished
     dist.barrier()
     if dist.get_rank() == 0:
         if target.is_dir():
@@ -75,11 +82,22 @@ def write_folder(
     dist.barrier()
 
 
+def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Placed]:
+    """Those of this rank that no lower one of the same tensors has."""
+    placed = [p for chunk in chunks for p in placed_parameters(chunk, weights)]
+    return [p for p in placed if p.is_first_replica and not p.is_repeated]
+
+
+def written_parts(placed: Sequence[Placed]) -> list[Part]:
+    """The tensors that `tensors_of` yields on this rank."""
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return [part for p in placed if p.weight.is_expert or tensor_rank == 0 for part in p.weight.parts]
+
+
 def _write_weights(
     folder: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], dtype: torch.dtype, most_bytes: int
 ) -> None:
-    mine = [part for p in placed if _writes(p) for part in p.weight.parts]
-    files = _cut_into_files(mine, dtype, most_bytes)
+    files = _cut_into_files(written_parts(placed), dtype, most_bytes)
     all_files = gathered(files)
     num_before, num_files = sum(map(len, all_files[: dist.get_rank()])), sum(map(len, all_files))
     names = [_file_name(number, num_files) for number in range(num_files)]
@@ -90,10 +108,6 @@ def _write_weights(
     if dist.get_rank() == 0 and num_files > 1:
         in_order = [file for of_rank in all_files for file in of_rank]
         _write_index(folder, in_order, names)
-
-
-def _writes(placed: Placed) -> bool:
-    return placed.weight.is_expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _cut_into_files(parts: Sequence[Part], dtype: torch.dtype, most_bytes: int) -> list[_File]:
@@ -114,24 +128,20 @@ def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
 
 
-def _tensors(
-    placed: Sequence[Placed], weights: Weights, dtype: torch.dtype, fetch: Callable[[Placed], None] | None
-) -> Iterator[Tensor]:
-    """The tensors that this rank writes, in order."""
+def tensors_of(placed: Sequence[Placed], dtype: torch.dtype, values_of: Callable[[Placed], Tensor]) -> Iterator[Tensor]:
+    """The tensors that this rank writes, in order; collective over tensor parallel."""
     with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
         for one in placed:
-            if fetch is not None:
-                fetch(one)
-            yield from _whole(one, weights, dtype)
+            yield from _whole(one, values_of(one), dtype)
             bar.update(one.parameter.numel())
 
 
-def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Tensor]:
+def _whole(placed: Placed, mine: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send their part to it."""
-    weight, mine = placed.weight, placed.parameter.detach()
+    weight = placed.weight
     group = parallel_state.get_tensor_model_parallel_group()
     if weight.is_expert or weight.layout == "whole" or group.size() == 1:
-        if not _writes(placed):
+        if not written_parts([placed]):
             return
         pieces = [mine]
     else:
@@ -141,7 +151,7 @@ def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Ten
             return
     tensors = [torch.empty(part.shape, dtype=dtype) for part in weight.parts]
     for rank, piece in enumerate(pieces):
-        for copy in weights.copies(weight, rank, len(pieces), len(mine)):
+        for copy in copies(weight, rank, len(pieces), len(mine)):
             target = tensors[copy.part][copy.rows]
             if target.dim() == 2:
                 target = target[:, copy.columns]
@@ -150,18 +160,30 @@ def _whole(placed: Placed, weights: Weights, dtype: torch.dtype) -> Iterator[Ten
 
 
 def _write_file(path: Path, file: _File, dtype: torch.dtype, tensors: Iterator[Tensor]) -> None:
+    header, _ = header_of(file.parts, dtype)
+    with path.open("wb") as stream:
+        stream.write(header)
+        for _ in file.parts:
+            stream.write(bytes_of(next(tensors)))
+
+
+def header_of(parts: Sequence[Part], dtype: torch.dtype) -> tuple[bytes, list[int]]:
+    """What a safetensors file of these tensors begins with, and where each of them begins, and the file ends."""
     name_of_dtype = next(name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch."))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in file.parts:
-        begin, end = end, end + _num_bytes(part, dtype)
-        header[part.name] = {"dtype": name_of_dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + _num_bytes(part, dtype))
+        header[part.name] = {"dtype": name_of_dtype, "shape": list(part.shape), "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for _ in file.parts:
-            stream.write(next(tensors).view(torch.uint8).numpy().data)
+    begin = struct.pack("<Q", len(text)) + text
+    return begin, [len(begin) + end for end in ends]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor on the host as a safetensors file has it."""
+    return tensor.view(torch.uint8).numpy().data
 
 
 def _write_index(folder: Path, files: Sequence[_File], names: Sequence[str]) -> None:

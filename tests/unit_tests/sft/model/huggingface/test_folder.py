@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.sft.model.huggingface.folder import INDEX, SINGLE, check_folder, open_folder
+from megatron.sft.model.huggingface.folder import INDEX, SINGLE, check_folder, fingerprint, open_folder
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.options.model import ModelConfig
 
@@ -120,3 +120,19 @@ def test_broken_folders_are_refused(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SINGLE}}))
     with pytest.raises(ValueError, match="lacks a, which"):
         open_folder(tmp_path)
+
+
+def test_fingerprint_tells_models_apart_but_not_files(tmp_path):
+    """Adapters beside a base of the same shapes and other values compute nonsense; resharded, it is the same base."""
+    tensors = tensors_of(weights())
+    first = list(tensors)[:3]
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+    save_file(tensors, tmp_path / "one" / SINGLE)
+    index = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
+    save_file({name: tensors[name] for name in first}, tmp_path / "two" / "a.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in first}, tmp_path / "two" / "b.safetensors")
+    (tmp_path / "two" / INDEX).write_text(json.dumps({"weight_map": index}))
+    save_file(tensors | {first[1]: tensors[first[1]] + 1}, tmp_path / "three" / SINGLE)
+    one, two, three = (fingerprint(open_folder(tmp_path / name)) for name in ("one", "two", "three"))
+    assert one == two != three

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.sft.model.huggingface.weights import Weights
+from megatron.sft.model.huggingface.weights import Weights, copies
 from megatron.sft.options.model import ModelConfig
 
 VOCAB_SIZE = 37
@@ -52,7 +52,7 @@ def test_ranks_hold_everything_once(changes, size):
             rows = 40 // ranks
         for rank in range(ranks):
             seen = torch.zeros(rows)
-            for copy in weights.copies(weight, rank, ranks, rows):
+            for copy in copies(weight, rank, ranks, rows):
                 block = counts[copy.part][copy.rows]
                 block = block[:, copy.columns] if block.dim() == 2 else block
                 block += 1
@@ -70,13 +70,13 @@ def test_heads_are_ordered_by_group():
     assert [part.name for part in weight.parts] == [f"model.layers.1.self_attn.{p}_proj.bias" for p in "qkv"]
     query, key, value = torch.arange(32), 100 + torch.arange(8), 200 + torch.arange(8)
     fused = torch.zeros(48, dtype=torch.int64)
-    for copy in weights.copies(weight, 0, 1, 48):
+    for copy in copies(weight, 0, 1, 48):
         block = (query, key, value)[copy.part][copy.rows]
         fused[copy.row : copy.row + len(block)] = block
     groups = [torch.cat((query[g * 16 :][:16], key[g * 4 :][:4], value[g * 4 :][:4])) for g in (0, 1)]
     assert torch.equal(fused, torch.cat(groups))
     of_third = [  # of four ranks, with two groups: rank 2 has the first half of the second group
-        (copy.part, copy.rows.start, copy.rows.stop) for copy in weights.copies(weight, 2, 4, 12)
+        (copy.part, copy.rows.start, copy.rows.stop) for copy in copies(weight, 2, 4, 12)
     ]
     assert of_third == [(0, 16, 28)]
 
@@ -86,8 +86,8 @@ def test_gate_and_up_are_cut_apart():
     weights = Weights(model(), VOCAB_SIZE)
     weight = weights.of_parameter("decoder.layers.0.mlp.linear_fc1.weight")
     assert [part.name for part in weight.parts] == [f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")]
-    copies = [(c.part, c.rows, c.row) for c in weights.copies(weight, 1, 2, 24)]
-    assert copies == [(0, slice(12, 24), 0), (1, slice(12, 24), 12)]
+    of_second = [(c.part, c.rows, c.row) for c in copies(weight, 1, 2, 24)]
+    assert of_second == [(0, slice(12, 24), 0), (1, slice(12, 24), 12)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,246 @@
+"""mcore. Low-rank adapters beside megatron-core's parallel linear layers, exact in any layout.
+
+A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B [out, rank] zero.
+Where megatron-core joins several layers in one (queries, keys and values; gate and up), each of them has an A and a B
+of its own, as PEFT would give it: the A are stacked, and the rows of the B stand in the order of the layer's own.
+
+Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the rank travel:
+
+    layer                   A                        B                       what travels
+    linear_qkv, linear_fc1  each rank has all of it  cut like the rows of W  A x: gathered under sequence parallel
+    linear_proj, linear_fc2 cut like the columns     each rank has all of it A x: summed (or reduced and scattered)
+    layers of an expert     whole                    whole                   nothing
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import dropout, linear
+
+from megatron.sft.model.huggingface.read import global_name
+from megatron.sft.model.huggingface.weights import Part, Weight, copies
+from megatron.sft.options.lora import LINEARS, LoraConfig
+
+
+def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
+    """Freeze a model but for `lora_modules_to_save`, and put an adapter beside each layer that is asked for.
+
+    Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are float32 at least. What
+    they start from is a function of `seed`, the layer and its place in the model, whatever the layout.
+
+    Raises ValueError for a model that adapters cannot stand in exactly.
+    """
+    config = gpt.config
+    lora.check_layout(config.tensor_model_parallel_size, config.num_query_groups)
+    if config.mtp_num_layers:
+        raise ValueError("--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one")
+    for parameter in gpt.parameters():
+        parameter.requires_grad_(False)
+    _thaw(gpt, lora)
+    targeted = list(_targeted(gpt, lora))
+    if not targeted:
+        raise ValueError(
+            f"--lora-target-modules {' '.join(lora.targets)} are in none of this stage's layers; add others"
+        )
+    for name, layer in targeted:
+        layer.adapter = Adapter(layer, name, config, lora, seed)
+        layer.register_forward_hook(_add_update)
+        layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
+    if config.recompute_granularity == "full" and gpt.pre_process:
+        gpt.embedding.register_forward_hook(_require_grad)  # or the first layer's recomputation would have no gradient
+
+
+def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
+    """Tied embeddings are one weight by two names, of which the last stage has a copy."""
+    names = set(lora.lora_modules_to_save)
+    is_tied = gpt.share_embeddings_and_output_weights
+    if gpt.pre_process and ("embed_tokens" in names or (is_tied and names)):
+        gpt.embedding.word_embeddings.weight.requires_grad_(True)
+    if gpt.post_process and gpt.output_layer.weight is not None and ("lm_head" in names or (is_tied and names)):
+        gpt.output_layer.weight.requires_grad_(True)
+
+
+def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
+    """The layers that get an adapter, with their names in the whole model."""
+    for name, module in gpt.named_modules():
+        linear_name = name.rsplit(".", 1)[-1]
+        if not name.startswith("decoder.layers.") or not lora.targets_in(linear_name):
+            continue
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            raise ValueError(
+                f"--lora needs megatron-core's own linear layers, but {name} is a {type(module).__name__}, as "
+                "Transformer Engine's are; uninstall transformer_engine to train adapters"
+            )
+        if _parts_of(linear_name, gpt.config, lora):
+            yield global_name(name, gpt), module
+
+
+def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> tuple[int, ...]:
+    """The numbers, in `LINEARS`, of the modules of a layer that have adapters."""
+    found = lora.targets_in(linear_name)
+    return found if linear_name != "linear_fc1" or config.gated_linear_unit else tuple(n for n in found if n == 1)
+
+
+class Adapter(torch.nn.Module):
+    """What is learned beside one linear layer.
+
+    lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules on this rank, rank].
+    blocks: the layer's rows on this rank, in order: (number of the module, or None for one without adapter; rows).
+    """
+
+    def __init__(self, layer: Any, name: str, config: TransformerConfig, lora: LoraConfig, seed: int) -> None:
+        """`name`: the layer's, in the whole model."""
+        super().__init__()
+        linear_name = name.rsplit(".", 1)[-1]
+        self.is_row_parallel = isinstance(layer, RowParallelLinear)
+        self.group = layer.tp_group
+        self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
+        self.scale = lora.scale
+        self._dropout = lora.lora_dropout
+        targets = _parts_of(linear_name, config, lora)
+        self.num_modules = len(targets)
+        weight = _weight_of(linear_name, layer.output_size, config)
+        self.is_gated = weight.layout == "halves" and len(targets) == 2
+        num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
+        found = [(copy.part, copy.rows) for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)]
+        self.blocks = [
+            (targets.index(part) if part in targets else None, rows.stop - rows.start) for part, rows in found
+        ]
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
+        modules = [f"{name}.{LINEARS[linear_name][target]}" for target in targets]
+        wholes = [_kaiming(module, lora.lora_rank, layer.input_size, seed) for module in modules]
+        if self.is_row_parallel:
+            wholes = [whole.chunk(self.group.size(), 1)[self.group.rank()] for whole in wholes]
+        self.lora_A = torch.nn.Parameter(torch.cat(wholes).to(**options))
+        self.lora_B = torch.nn.Parameter(torch.zeros(sum(self._sizes()), lora.lora_rank, **options))
+        self._mark(layer)
+
+    def _sizes(self) -> list[int]:
+        """Rows of each block that has an adapter."""
+        return [num_rows for module, num_rows in self.blocks if module is not None]
+
+    def _mark(self, layer: Any) -> None:
+        """Tell megatron-core who shares what, as the layer's own weight does."""
+        cut, whole = (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
+        set_tensor_model_parallel_attributes(cut, True, 1 if self.is_row_parallel else 0, 1)
+        # The tensors of experts are whole, but no two ranks' are the same ones.
+        set_tensor_model_parallel_attributes(whole, layer.is_expert, 0, 1)
+        for parameter in (cut, whole):
+            parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+        # Each rank sees its share of the tokens only, so megatron-core sums the gradients as it does a norm's.
+        whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the layer's output [tokens, batch, out on this rank] gains from its input."""
+        reduced = linear(self._dropped(x), self.lora_A.to(x.dtype))
+        is_shared = self.group.size() > 1
+        if self.is_row_parallel:
+            if self.sequence_parallel:
+                reduced = tensor_parallel.reduce_scatter_to_sequence_parallel_region(reduced, group=self.group)
+            elif is_shared:
+                reduced = tensor_parallel.reduce_from_tensor_model_parallel_region(reduced, group=self.group)
+        elif self.sequence_parallel:
+            reduced = tensor_parallel.gather_from_sequence_parallel_region(reduced, group=self.group)
+        elif is_shared:
+            reduced = tensor_parallel.copy_to_tensor_model_parallel_region(reduced, group=self.group)
+        return self._expanded(reduced) * self.scale
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Under tensor parallel, ranks that see different numbers must drop different ones, and others the same."""
+        if not self._dropout or not self.training:
+            return x
+        if self.group.size() > 1 and (self.is_row_parallel or self.sequence_parallel):
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                return dropout(x, self._dropout)
+        return dropout(x, self._dropout)
+
+    def _expanded(self, reduced: Tensor) -> Tensor:
+        """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of A x."""
+        rows = self.lora_B.to(reduced.dtype)
+        if self.num_modules == 1 and len(self.blocks) == 1:
+            return linear(reduced, rows)
+        own = [module for module, _ in self.blocks if module is not None]
+        of_module: list[list[Tensor]] = [[] for _ in range(self.num_modules)]
+        for module, block in zip(own, rows.split(self._sizes())):
+            of_module[module].append(block)
+        outputs = [
+            iter(linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1)) if blocks else iter(())
+            for x, blocks in zip(reduced.chunk(self.num_modules, -1), of_module)
+        ]
+        pieces = [
+            reduced.new_zeros(*reduced.shape[:-1], size) if module is None else next(outputs[module])
+            for module, size in self.blocks
+        ]
+        return torch.cat(pieces, -1)
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """What the layer's weight on this rank gains by merging, in the adapter's type."""
+        if self.is_row_parallel:
+            return self.lora_B @ self.lora_A * self.scale
+        return self._expanded(self.lora_A.T).T * self.scale  # each unit vector as a token
+
+
+def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
+    """The rows of a layer as `huggingface.weights` describes them; a row-parallel rank has them all."""
+    if linear_name == "linear_qkv":
+        head, groups = config.kv_channels, config.num_query_groups
+        sizes = (config.num_attention_heads * head, groups * head, groups * head)
+        return Weight("heads", tuple(Part("", (size,)) for size in sizes), num_groups=groups)
+    if len(LINEARS[linear_name]) == 1:
+        return Weight("whole", (Part("", (output_size,)),))
+    if config.gated_linear_unit:
+        return Weight("halves", (Part("", (output_size // 2,)),) * 2)
+    return Weight("rows", (Part("", (0,)), Part("", (output_size,))))
+
+
+def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
+    """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))  # it takes 32 bits
+    bound = 1 / math.sqrt(num_inputs)
+    return torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound
+
+
+def _add_update(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Any, Any]:
+    result, bias = output
+    return (result + layer.adapter(inputs[0])).to(result.dtype), bias
+
+
+def _require_grad(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output if output.requires_grad else output.requires_grad_()
+
+
+def _sharded_state_dict(
+    layer: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """megatron-core's own of the layer, with its adapter as ranks share it."""
+    adapter = layer.adapter
+    own = type(layer).sharded_state_dict(layer, prefix, sharded_offsets, metadata)
+    name = "lora_A" if adapter.is_row_parallel else "lora_B"
+    of_adapter = make_sharded_tensors_for_checkpoint(
+        adapter.state_dict(keep_vars=True),
+        f"{prefix}adapter.",
+        {name: 1 if adapter.is_row_parallel else 0},
+        sharded_offsets,
+        tp_group=layer.tp_group,
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    if adapter.is_gated:
+        key = f"{prefix}adapter.lora_B"
+        of_adapter[key] = apply_swiglu_sharded_factory(of_adapter[key], sharded_offsets)
+    return own | of_adapter

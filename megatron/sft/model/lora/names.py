@@ -1,0 +1,97 @@
+"""pure. Which tensors of a PEFT adapter make up which parameter of ours, by the table of the model that it is for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.sft.model.huggingface.weights import Layout, Part, Weight, Weights, is_of_adapter
+from megatron.sft.options.lora import LoraConfig
+
+_PREFIX = "base_model.model."
+_WHOLE = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+
+
+class AdapterWeights:
+    """The tensors of the adapter that `lora` describes, for the model of `weights`."""
+
+    def __init__(self, weights: Weights, lora: LoraConfig) -> None:
+        self._weights = weights
+        self._lora = lora
+        self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
+        self.tied = None
+        if weights.tied is not None and self._whole:  # PEFT wants both, or it leaves one of them as the base has it
+            self._whole = set(_WHOLE.values())
+            self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
+
+    def concerns(self, name: str) -> bool:
+        """Whether a parameter is an adapter's, or trained as a whole."""
+        return is_of_adapter(name) or name in self._whole
+
+    def of_parameter(self, name: str) -> Weight:
+        """The weight behind a parameter's name; KeyError where no tensor stands for it."""
+        if name in self._whole:
+            return _renamed(self._weights.of_parameter(name))
+        layer, which = name.split(".adapter.")
+        return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
+
+    def all(self) -> Iterator[Weight]:
+        """Every weight of the adapter."""
+        for weight in self._weights.all():
+            if weight.core in self._whole:
+                renamed = _renamed(weight)
+                yield renamed._replace(parts=tuple(one for part in renamed.parts for one in self.written_as(part)))
+            elif weight.core.endswith(".weight") and self._lora.targets_in(_linear(weight)):
+                yield self._of_layer(weight, "lora_A")
+                yield self._of_layer(weight, "lora_B")
+
+    def written_as(self, part: Part) -> tuple[Part, ...]:
+        """The names that a tensor of `of_parameter` is written by: two for embeddings that are tied."""
+        if self.tied is None or part.name != self.tied[1]:
+            return (part,)
+        return (part, part._replace(name=self.tied[0]))
+
+    def modules_to_save(self) -> list[str]:
+        """PEFT's names of the layers that are trained as a whole."""
+        return sorted(module for module, name in _WHOLE.items() if name in self._whole)
+
+    def target_modules(self) -> list[str]:
+        """PEFT's names of the layers with adapters, as this family's files have them."""
+        names = {
+            part.name.split(".lora_A.")[0] for weight in self.all() for part in weight.parts if "lora_A" in part.name
+        }
+        return sorted({name.rsplit(".", 1)[1] for name in names})
+
+    def _of_layer(self, weight: Weight, which: str) -> Weight:
+        """A or B of the modules that a layer's weight is made of and that have adapters."""
+        rank, is_cut_by_columns = self._lora.lora_rank, weight.layout == "columns"
+        layout: Layout
+        if which == "lora_A":
+            layout = "columns" if is_cut_by_columns else "whole"
+        else:
+            layout = "whole" if is_cut_by_columns else weight.layout
+        parts = []
+        for number in self._lora.targets_in(_linear(weight)):
+            name, (rows, columns) = weight.parts[number]
+            shape = (rank, columns) if which == "lora_A" else (rows, rank)
+            parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))
+        num_groups = weight.num_groups if layout == "heads" else 1
+        return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.core)
+
+
+def _linear(weight: Weight) -> str:
+    """`self_attention.linear_qkv.weight` -> `linear_qkv`."""
+    return weight.core.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def _renamed(weight: Weight) -> Weight:
+    return weight._replace(parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts))
+
+
+def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
+    """How many weights are trained, and how many are not, in a line for the user."""
+    trained, frozen = (
+        sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
+        for tensors in (AdapterWeights(weights, lora), weights)
+    )
+    return f"LoRA: {trained:,} weights are trained, beside a model of {frozen:,} ({trained / frozen:.2%})"

@@ -1,0 +1,77 @@
+"""PEFT's adapters in and out: what peft and transformers train, the product trains, and peft reads what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.benchmarks.hf_training import batches, largest
+from tests.functional_tests.hf_models import (
+    logits_of,
+    read_folder,
+    sequences_in_order,
+    train_by_product,
+    train_by_transformers,
+    write_model,
+    write_peft,
+)
+from tests.functional_tests.ranks import run_ranks
+from tests.functional_tests.test_hf_weights import LAYOUTS, assert_equal
+
+pytest.importorskip("peft")
+BATCHES = [sequences_in_order(5, (40, 12, 17, 64, 9, 25, 8, 33)), *batches(19)]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TIED = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+PARTS = ["q_proj", "v_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "num_steps", "options"),
+    [
+        ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **TIED}),
+        ("qwen2", "pp2", 20, {"target_modules": PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]}),
+        ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
+        ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
+    ],
+)
+def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]) -> None:
+    """A module's rows or rank taken for another's pass every check of shapes; so does a merge with the wrong scale."""
+    base, source, ours, merged, gradients = (
+        tmp_path / name for name in ("base", "source", "ours", "merged", "gradients")
+    )
+    run_ranks(write_model, 1, model, base)
+    run_ranks(write_peft, 1, base, source, {"r": 3, "lora_alpha": 5, **options})
+    world_size, flags = LAYOUTS[layout]
+    per_rank = run_ranks(
+        train_by_product,
+        world_size,
+        f"{flags} --lora --lora-adapter {source}",
+        base,
+        BATCHES[:num_steps],
+        torch.float64,
+        gradients,
+        ours,
+    )
+    assert_equal(read_folder(ours), {n: tensor.double() for n, tensor in read_folder(source).items()}, 0.0)
+    (theirs,) = run_ranks(train_by_transformers, 1, base, BATCHES[:num_steps], torch.float64, 1e-3, ours)
+    expected_gradients = dict(theirs.gradients)
+    if "ensure_weight_tying" in options:  # one weight, which is written by both names
+        head, embedding = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+        expected_gradients[head] = expected_gradients[embedding]
+    assert_equal(read_folder(gradients), expected_gradients, 1e-12)
+    assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.2
+    for losses, _ in per_rank:
+        assert largest(losses, theirs.losses) <= 1e-10
+    packs = [pack for _, first in per_rank for pack in first]
+    (whole,) = run_ranks(train_by_transformers, 1, merged, BATCHES[:1], torch.float64)
+    for expected, of_merged, found in zip(
+        theirs.logits, whole.logits, logits_of(BATCHES[0], packs, theirs.logits[0].shape[-1]), strict=True
+    ):
+        assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+        assert (of_merged - expected).abs().max() <= 1e-12 * expected.abs().max()
+    told = json.loads((ours / "adapter_config.json").read_text())
+    assert told["target_modules"] == sorted(json.loads((source / "adapter_config.json").read_text())["target_modules"])

@@ -1,0 +1,112 @@
+"""Runs with --lora: checkpoints of adapters alone, continued to the bit and in another layout, beside one base only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron.sft.data.datasets import build_datasets
+from megatron.sft.distributed import AgreedError, process_groups
+from megatron.sft.environment import world_from_environment
+from megatron.sft.model.checkpoint_folder import TRACKER
+from megatron.sft.model.huggingface.pretrained import open_pretrained
+from megatron.sft.options.config import parse_config
+from megatron.sft.report.run_folder import prepare_output
+from megatron.sft.stop import StopSignals
+from megatron.sft.train import Trainer
+from tests.functional_tests.hf_models import read_folder, write_model
+from tests.functional_tests.ranks import run_ranks
+from tests.functional_tests.test_hf_run import COMMON
+
+SHARED = "--use-distributed-optimizer --expert-model-parallel-size 2"
+FIRST = f"{SHARED} --tensor-model-parallel-size 2 --sequence-parallel"
+LORA = "--lora --lora-rank 2 --lora-modules-to-save lm_head"
+
+
+def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base") -> str:
+    """A run of four steps, which continues `run` if it is there; what it is refused for, if it is."""
+    text = (
+        f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 --run-dir {path / run} "
+        f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf {path / run}-adapter "
+        f"--num-workers 0 {LORA} {rest}"
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return run_ranks(_train, num_processes, text, port)[0]
+
+
+def _train(text: str, port: int) -> str:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    rank, world_size = world_from_environment()
+    config = parse_config(text.split(), world_size)
+    refused = ""
+    try:
+        prepare_output(config.output)
+        with process_groups(config) as (device, _):
+            datasets = build_datasets(config)
+            pretrained = open_pretrained(config, datasets.vocab_size)
+            assert config.output.run_dir is not None
+            Trainer(config, datasets, device, Path(config.output.run_dir), pretrained).train(StopSignals())
+    except AgreedError as failure:
+        refused = str(failure)
+        dist.destroy_process_group()
+    store = dist.FileStore(f"{config.output.save}.store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)  # as whoever started us left it
+    return refused
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, a model; `run`, checkpoints of two and of four steps; `run-adapter`, what it wrote at the end."""
+    path = tmp_path_factory.mktemp("lora")
+    run_ranks(write_model, 1, "qwen2-moe", path / "base", torch.bfloat16)
+    assert train(2, path, "run", f"{FIRST} --save-interval 2") == ""
+    return path
+
+
+@pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 1e-3)])
+def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str, apart: float) -> None:
+    """A shard of an adapter that is saved as a replica, or an expert's under another's name, is lost on the way."""
+    whole = read_folder(folder / "run-adapter")
+    assert any("experts.7.gate_proj.lora_B" in name for name in whole)
+    assert all(tensor.abs().max() > 0 for tensor in whole.values())
+    run = f"continued-{apart}"
+    shutil.copytree(folder / "run", folder / run)
+    shutil.rmtree(folder / run / "iter_0000004")
+    (folder / run / TRACKER).write_text("2")
+    assert train(2, folder, run, layout) == ""
+    found = read_folder(folder / f"{run}-adapter")
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert (found[name] - tensor).abs().max() <= apart, name
+
+
+def test_a_checkpoint_holds_adapters_only(folder: Path) -> None:
+    """Were frozen weights saved too, each checkpoint would be as large as the model."""
+    adapter = sum(tensor.numel() for tensor in read_folder(folder / "run-adapter").values())
+    metadata = FileSystemReader(folder / "run" / "iter_0000004").read_metadata().state_dict_metadata
+    sizes = {name: entry.size.numel() for name, entry in metadata.items() if hasattr(entry, "size")}
+    of_optimizer = sum(size for name, size in sizes.items() if "optimizer" in name)
+    vocabulary_padding = 6 * 64
+    assert sum(sizes.values()) - of_optimizer == adapter + vocabulary_padding
+    assert of_optimizer == 3 * (adapter + vocabulary_padding)
+
+
+def test_another_base_is_refused(folder: Path) -> None:
+    """Adapters beside other weights than those that they were trained beside compute nonsense."""
+    shutil.copytree(folder / "base", folder / "other")
+    file = sorted((folder / "other").glob("*.safetensors"))[0]
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    assert f"the base model (then {folder / 'base'}) was " in train(
+        1, folder, "run", f"--save-hf {folder / 'never'}", "other"
+    )
