@@ -14,6 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.packing.user_files import shortened
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
 
 def world_from_environment() -> tuple[int, int]:
     """Returns (rank, world size) as torchrun says; (0, 1) without a launcher."""
@@ -61,18 +65,20 @@ def program() -> str:
 
 def exit_with(message: str, rank: int) -> NoReturn:
     """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the last thing on the
-    terminal, of every rank that has something to say.
+    terminal, of every rank that has something to say; under another launcher each rank says it itself.
     """
-    tell_torchrun(message, is_shown=rank == 0)
+    if rank != 0 and _ERROR_FILE not in os.environ:
+        message = f"rank {world_from_environment()[0]}: {message}"
+    tell_torchrun(message, is_shown=rank == 0 or _ERROR_FILE not in os.environ)
     raise SystemExit(2)
 
 
 def tell_torchrun(message: str, *, is_shown: bool) -> None:
     """Let torchrun's summary say why this process ends; `is_shown`: and this process itself."""
-    line = f"{program()}: error: {' '.join(message.split())}"
+    line = f"{program()}: error: {shortened(' '.join(message.split()))}"
     if is_shown:
         print(line, file=sys.stderr, flush=True)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(_ERROR_FILE)
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # what was printed must do

@@ -33,7 +33,7 @@ PRESETS: dict[str, tuple[tuple[float, int], ...]] = {
 (many short answers, a long tail) and of public collections of long documents; not measured on any one of them."""
 
 _BELOW_ONE = 1 - 2.0**-53
-_LEAST_SIGMA = 0.001
+_LEAST_SIGMA, _MOST_SIGMA = 0.001, 1e6
 _JSON_NAMES = {int: "an integer", float: "a number", str: "a string", list: "a list"}
 
 
@@ -213,6 +213,8 @@ def _parse_lognormal(config: Mapping[str, Any], path: str) -> LengthDistribution
         )
     if sigma < _LEAST_SIGMA:
         raise config_error(f"{path}lognormal_sigma must be at least {_LEAST_SIGMA}, but is {sigma}; use type constant")
+    if sigma > _MOST_SIGMA:
+        raise config_error(f"{path}lognormal_sigma must be at most {_MOST_SIGMA}, but is {sigma}")
     return LognormalLengths(shortest, longest, mean, sigma)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 from megatron.blending.formats.paths import is_metadataset
@@ -109,7 +109,7 @@ class DataConfig:
     @cached_property
     def weighted_paths(self) -> tuple[tuple[float | None, str], ...]:
         """--data-path as pairs: `5 a 3 b` is ((5.0, "a"), (3.0, "b")); weights are None where there are none."""
-        weights = [None if Path(part).exists() else _number(part) for part in self.data_path]
+        weights = [None if os.path.exists(part) else _number(part) for part in self.data_path]
         if not any(weight is not None for weight in weights):
             return tuple((None, path) for path in self.data_path)
         if any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights)) or len(weights) % 2:

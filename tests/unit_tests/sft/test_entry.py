@@ -31,7 +31,7 @@ def main(monkeypatch, capsys):
     monkeypatch.setattr("faulthandler.register", lambda number: None)
 
     def run_main(*arguments, **environment):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -93,9 +93,11 @@ def test_a_process_ends_so():
     assert "--num-layers" in line
 
 
-def test_only_rank_zero_speaks(main):
-    """Eight ranks printing at once make the one line unreadable."""
-    assert main("--nonsense", RANK="1", WORLD_SIZE="2") == (2, "", "")
+def test_only_rank_zero_speaks_under_torchrun(main, tmp_path):
+    """Eight ranks printing at once make the one line unreadable; without torchrun nobody else would tell of one."""
+    of_rank = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert main("--nonsense", **of_rank, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")) == (2, "", "")
+    assert "error: rank 1: unknown option --nonsense" in main("--nonsense", **of_rank)[2]
 
 
 def test_world_size_of_the_launcher_counts(main):
@@ -127,10 +129,17 @@ def test_wrong_options_import_neither_torch_nor_megatron_core():
     assert done.stdout.splitlines() == ["2", "[]"]
 
 
-def test_exit_is_one_line_from_rank_zero_with_status_two(capsys, monkeypatch):
-    """Every rank printing would bury the message under as many copies; status 0 would let a script go on."""
+@pytest.mark.parametrize("has_torchrun", [True, False])
+def test_exit_is_one_line_with_status_two(capsys, monkeypatch, tmp_path, has_torchrun):
+    """Every rank printing would bury the message under as many copies, but where torchrun does not tell of those that
+    fail alone; status 0 would let a script go on.
+    """
     monkeypatch.setattr(sys, "argv", ["somewhere/pretrain_sft.py"])
-    for rank, shown in ((1, ""), (0, "pretrain_sft.py: error: bore is wide\n")):
+    monkeypatch.setenv("RANK", "1")
+    if has_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    of_other = "" if has_torchrun else "pretrain_sft.py: error: rank 1: bore is wide\n"
+    for rank, shown in ((1, of_other), (0, "pretrain_sft.py: error: bore is wide\n")):
         with pytest.raises(SystemExit) as done:
             exit_with("bore is wide", rank)
         assert done.value.code == 2

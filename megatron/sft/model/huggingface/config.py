@@ -125,7 +125,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
     groups = config.get("num_key_value_heads") or heads
     hidden = _number(config, "hidden_size", where)
     base, scaling = _rope(config, family, where)
-    tied = config.get("tie_word_embeddings")
+    tied, epsilon = config.get("tie_word_embeddings"), config.get("rms_norm_eps")
     return {
         **_COMMON,
         "num_layers": _number(config, "num_hidden_layers", where),
@@ -135,7 +135,7 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
         "num_query_groups": groups if groups != heads else None,
         "kv_channels": config.get("head_dim") or family.head_dim or hidden // heads,
         "ffn_hidden_size": _number(config, "intermediate_size", where),
-        "norm_epsilon": float(config.get("rms_norm_eps", family.norm_epsilon)),
+        "norm_epsilon": float(family.norm_epsilon if epsilon is None else epsilon),
         "rotary_base": base,
         "rope_scaling": scaling,
         "untie_embeddings_and_output_weights": not (config["model_type"] == "gemma" if tied is None else tied),
