@@ -98,7 +98,11 @@ def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = 
             raise ValueError("--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True)
-        except Exception as error:  # of many kinds, by what is wrong with the files
+        except (
+            BaseException
+        ) as error:  # of many kinds, by what is wrong with the files; a panic of Rust is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"--tokenizer-model {tokenizer_model} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
