@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from examples.benchmarks.hf_training import LAYOUTS, batches, compare
 from tests.functional_tests.hf_models import train_by_product, train_by_transformers, write_model, write_peft
@@ -67,7 +68,7 @@ def measured(train: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int
         weights = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
         marks.append((weights, sum(tensor.nbytes for tensor in tensors), time.process_time()))
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(note)
     train(*arguments)
     assert len(marks) == NUM_STEPS + NUM_WARM_UP
     weights, num_bytes, end = marks[-1]

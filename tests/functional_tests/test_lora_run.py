@@ -34,7 +34,8 @@ LORA = "--lora --lora-rank 2 --lora-modules-to-save lm_head"
 def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base") -> str:
     """A run of four steps, which continues `run` if it is there; what it is refused for, if it is."""
     text = (
-        f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 --run-dir {path / run} "
+        f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 "
+        f"--adam-eps 1e-3 --run-dir {path / run} "  # a smaller one would divide rounding by itself
         f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf {path / run}-adapter "
         f"--num-workers 0 {LORA} {rest}"
     )
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 1e-3)])
+@pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 1e-5)])
 def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str, apart: float) -> None:
     """A shard of an adapter that is saved as a replica, or an expert's under another's name, is lost on the way."""
     whole = read_folder(folder / "run-adapter")
