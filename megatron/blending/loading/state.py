@@ -207,7 +207,7 @@ def _check(state: State) -> None:
             raise _damaged(f"its {name!r} is {state[name]!r:.100}")
     limits = {"world_size": 1, "num_shards": 1, "rank": 0, "pass": 0, "slot": 0, "count": 0}
     for name, least in limits.items():
-        most = END if name in ("slot", "count") else _MOST_RANKS
+        most = END + _MOST_RANKS if name in ("slot", "count") else _MOST_RANKS
         if not least <= state[name] <= most:
             raise _damaged(f"its {name!r} is {state[name]!r:.100}")
     for name in ("shards", "stream"):
