@@ -28,6 +28,8 @@ from megatron.packing import plugin
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.sft.model import cpu_support
+from megatron.sft.model.lora.adapters import add_adapters
+from megatron.sft.options.lora import LoraConfig
 
 VOCAB_SIZE, LONGEST, GLOBAL_BATCH_SIZE = 256, 512, 32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,6 +67,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-iters", type=int, default=10)
+    parser.add_argument("--lora", action="store_true", help="train adapters beside the weights, which stay")
     plugin.add_arguments(parser)  # plug-in 2
     arguments = parser.parse_args()
     cpu_support.install()  # changes nothing where CUDA is
@@ -92,6 +95,8 @@ def main() -> None:
         max_sequence_length=LONGEST,
         position_embedding_type="rope",
     ).to(DEVICE)
+    if arguments.lora:
+        add_adapters(gpt, LoraConfig(lora=True, lora_rank=8))
     model = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=gpt)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, min_lr=0.0), [model])
     config.grad_scale_func = optimizer.scale_loss

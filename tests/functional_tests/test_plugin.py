@@ -65,9 +65,10 @@ def run_example(*arguments: str) -> list[tuple[float, int]]:
     return [(float(loss), int(count)) for loss, count in steps]
 
 
-def test_the_example_trains_packed_as_padded() -> None:
+@pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["whole", "lora"])
+def test_the_example_trains_packed_as_padded(lora: tuple[str, ...]) -> None:
     """Users copy the example: a loss that is scaled, weighted or masked otherwise when packed would be their loss."""
-    padded, packed = run_example(), run_example(*PACKING.split(), "--prefetch-global-batches", "2")
+    padded, packed = run_example(*lora), run_example(*lora, *PACKING.split(), "--prefetch-global-batches", "2")
     assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in padded], abs=1e-5)
     assert {count for _, count in padded} == {16}
     assert all(count < 8 for _, count in packed), "this was not packed"
