@@ -112,11 +112,15 @@ def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cost of MODEL's packs, measured on this machine."""
+    """The cost of MODEL's packs, measured on this machine; again where other tests kept it so busy that no cost fits."""
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
     command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
-    subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}, timeout=TIMEOUT_SECONDS, check=True)
+    for is_last in (False, False, True):
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        measured = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_SECONDS, check=is_last)
+        if measured.returncode == 0:
+            break
     return path
 
 
