@@ -112,7 +112,7 @@ def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cost of MODEL's packs, measured on this machine; again where other tests kept it so busy that no cost fits."""
+    """The cost of MODEL's packs, measured here; again where other tests kept the machine so busy that none fits."""
     path = tmp_path_factory.mktemp("cost") / "cost.json"
     shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
     command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
