@@ -70,16 +70,16 @@ fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --write examples/benchmarks/results/fuzz.md
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
-# threads. `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.
+# threads (which sleep while they wait: ranks are more than cores). `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.
 CPU_TESTS = unit functional
 CPU_unit = --dist worksteal -n $(UNIT_WORKERS) tests/unit_tests
 CPU_functional = $(SPREAD) $(FUNCTIONAL)
 CPU_oldest = ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=1
 CPU_avx2 = ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	NPY_DISABLE_CPU_FEATURES='X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=2
+	NPY_DISABLE_CPU_FEATURES='X86_V4 AVX512_ICL AVX512_SPR' OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 CPU_avx512f = ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AVX512 ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1
-CPU_threads = OMP_NUM_THREADS=2
+CPU_threads = OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 CPUS := oldest $(shell for set in avx2 avx512f; do grep -qw $$set /proc/cpuinfo 2>/dev/null && echo $$set; done) threads
 
 test-cpus: $(addprefix test-cpu-,$(CPUS))
