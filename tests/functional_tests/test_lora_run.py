@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -31,13 +32,13 @@ FIRST = f"{SHARED} --tensor-model-parallel-size 2 --sequence-parallel"
 LORA = "--lora --lora-rank 2 --lora-modules-to-save lm_head"
 
 
-def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base") -> str:
+def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base", lora: str = LORA) -> str:
     """A run of four steps, which continues `run` if it is there; what it is refused for, if it is."""
     text = (
         f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 "
         f"--adam-eps 1e-3 --run-dir {path / run} "  # a smaller one would divide rounding by itself
         f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf {path / run}-adapter "
-        f"--num-workers 0 {LORA} {rest}"
+        f"--num-workers 0 {lora} {rest}"
     )
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -90,6 +91,18 @@ def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert (found[name] - tensor).abs().max() <= apart, name
+
+
+@pytest.mark.parametrize("lora", [LORA, ""], ids=["lora", "whole"])
+def test_the_norm_of_gradients_is_that_of_one_process(folder: Path, lora: str) -> None:
+    """A shard that is taken for a copy is not counted: gradients are clipped too little, which no gradient shows."""
+    norms = []
+    for num_processes, layout in ((1, ""), (2, FIRST)):
+        run = f"norm-{num_processes}-{len(lora)}"
+        assert train(num_processes, folder, run, f"{layout} --train-iters 1", lora=lora) == ""
+        steps = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+        norms += [step["grad_norm"] for step in steps if step.get("grad_norm")]
+    assert norms == [pytest.approx(norms[0], rel=1e-5)] * 2
 
 
 def test_a_checkpoint_holds_adapters_only(folder: Path) -> None:

@@ -19,6 +19,8 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -185,8 +187,22 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
         vp_stage=vp_stage,
     )
     gpt.model_type = ModelType.encoder_or_decoder
+    if not transformer_config.perform_initialization:
+        mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
     return gpt
+
+
+def mark_shards(gpt: torch.nn.Module) -> None:
+    """Tells megatron-core which weights are shards over tensor parallel, as it does itself where it initialises them.
+
+    Of weights that it takes for copies, the norm of the gradients counts one rank's alone, and clips too little.
+    """
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    for module in (module for module in gpt.modules() if isinstance(module, kinds)):
+        if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
