@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.packing.flags import FlagError
 from megatron.sft.environment import end_with_launcher, exit_with, program, quiet, world_from_environment
 from megatron.sft.options.config import SFTConfig, parse_config
-from megatron.sft.options.megatron_flags import told
+from megatron.sft.options.megatron_flags import megatron_flag_notes
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         config = parse_config(sys.argv[1:], world_size, program())
     except FlagError as failure:
         exit_with(str(failure), rank)
-    for line in told(sys.argv[1:]) if rank == 0 else ():
+    for line in megatron_flag_notes(sys.argv[1:]) if rank == 0 else ():
         print(line)
     quiet(rank)
     run(config, rank, world_size)

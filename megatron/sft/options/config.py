@@ -17,7 +17,7 @@ from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
 from megatron.sft.options.lora import LoraConfig
-from megatron.sft.options.megatron_flags import without_megatrons
+from megatron.sft.options.megatron_flags import without_megatron_flags
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.options.packing import PackingConfig
@@ -193,7 +193,7 @@ def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
 def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
     """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
     about = "Fine-tune a GPT on packed sequences with Megatron-Core."
-    arguments = without_megatrons(arguments)
+    arguments = without_megatron_flags(arguments)
     config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=_implied))
     config.check(world_size)
     return config

@@ -109,7 +109,7 @@ REFUSED = {
 }
 
 
-def without_megatrons(arguments: Sequence[str]) -> list[str]:
+def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those options of Megatron-LM that are accepted.
 
     Raises FlagError for those that are refused, and for values that are not as things are here.
@@ -130,7 +130,7 @@ def without_megatrons(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def told(arguments: Sequence[str]) -> list[str]:
+def megatron_flag_notes(arguments: Sequence[str]) -> list[str]:
     """Return a line for each kind of accepted options that are among the arguments."""
     names = [flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)]
     texts = {True: "as it always is here", False: "without effect here"}

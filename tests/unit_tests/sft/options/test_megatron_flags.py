@@ -8,7 +8,7 @@ import pytest
 
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.options.config import GROUPS
-from megatron.sft.options.megatron_flags import ACCEPTED, REFUSED, told, without_megatrons
+from megatron.sft.options.megatron_flags import ACCEPTED, REFUSED, megatron_flag_notes, without_megatron_flags
 from tests.unit_tests.sft.command_line import parse
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "megatron-lm.md"
@@ -39,9 +39,9 @@ def test_no_option_of_ours_is_hidden(flag: str) -> None:
 def test_recipe_trains_as_if_they_were_not_there() -> None:
     """Values of accepted options must go with them, and those of ours must stay."""
     recipe = "--sft --transformer-impl local --lr-decay-style cosine --timing-log-level 0 --ckpt-format=torch_dist"
-    assert without_megatrons(recipe.split()) == ["--lr-decay-style", "cosine"]
+    assert without_megatron_flags(recipe.split()) == ["--lr-decay-style", "cosine"]
     assert parse(recipe) == parse("--lr-decay-style cosine")
-    assert told(recipe.split()) == [
+    assert megatron_flag_notes(recipe.split()) == [
         "options of Megatron-LM, as it always is here: --sft --ckpt-format",
         "options of Megatron-LM, without effect here: --transformer-impl --timing-log-level",
     ]
