@@ -63,7 +63,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
     from megatron.sft.model.checkpoint import read_common
     from megatron.sft.model.checkpoint_weights import CheckpointWeights
     from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
-    from megatron.sft.model.huggingface.config import read_config
+    from megatron.sft.model.huggingface.config_file import read_config
     from megatron.sft.model.huggingface.write import check_target, write_folder
 
     path = _one_checkpoint(Path(checkpoint))

@@ -476,7 +476,8 @@ def _template(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.model.huggingface.config import options_of, read_config, window_of
+    from megatron.sft.model.huggingface.config import options_of, window_of
+    from megatron.sft.model.huggingface.config_file import read_config
     from megatron.sft.options.model import ModelConfig
 
     base = {

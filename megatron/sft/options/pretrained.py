@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import flag_of
-from megatron.sft.model.huggingface.config import options_of, read_config, window_of
+from megatron.sft.model.huggingface.config import options_of, window_of
+from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import options_of_adapter
 from megatron.sft.options.rope_scaling import parse_rope_scaling

@@ -13,7 +13,8 @@ from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
-from megatron.sft.model.huggingface.config import config_of, read_config
+from megatron.sft.model.huggingface.config import config_of
+from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.user_files import shown
 from megatron.sft.options.model import ModelConfig
 from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of
 
@@ -77,41 +76,8 @@ _COMMON: dict[str, Any] = {
     "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
 }
-
-
-_KINDS: Mapping[type, str] = {
-    str: "model_type hidden_act hidden_activation",
-    int: "num_key_value_heads head_dim max_position_embeddings sliding_window decoder_sparse_step",
-    float: "rms_norm_eps rope_theta partial_rotary_factor router_jitter_noise",
-    bool: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob qkv_bias use_sliding_window",
-    list: "mlp_only_layers layer_types",
-    dict: "rope_scaling rope_parameters quantization_config",
-}
-"""Type -> keys that have it wherever they are there and not null."""
 _MOST = 1 << 24
 _MOST_LAYERS = 10_000
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a HuggingFace folder; ValueError where it is missing or no JSON object."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
-        )
-    try:
-        config = read_json(path)
-    except ValueError as failure:
-        raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds {type(config).__name__}")
-    for kind, names in _KINDS.items():
-        for name in names.split():
-            value = config.get(name)
-            is_number = kind is float and type(value) is int
-            if value is not None and type(value) is not kind and not is_number:
-                raise ValueError(f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}")
-    return config
 
 
 def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:

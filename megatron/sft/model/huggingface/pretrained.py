@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron.sft.model.checkpoint_folder import latest_iteration
 from megatron.sft.model.huggingface.companions import weights_of
-from megatron.sft.model.huggingface.config import config_of, read_config
+from megatron.sft.model.huggingface.config import config_of
+from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import check_folder, open_folder
 from megatron.sft.model.huggingface.read import Pretrained, PretrainedAdapter
 from megatron.sft.model.huggingface.write import check_target
