@@ -143,6 +143,7 @@ class Loader(Generic[T_co]):
             self._stream.continue_by_name(merged, str(difference))
             self._begin_pass(0, 0)
             return
+        self._stream.check_shards(merged["shards"])
         self._stream.continue_as(merged["stream"], merged["num_shards"])
         self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]

@@ -73,6 +73,17 @@ class Stream:
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
 
+    def check_shards(self, shards: dict[int, ShardState]) -> None:
+        """ValueError unless the nodes that states are of are there, each behind those that it stands below."""
+        for number, state in shards.items():
+            known: set[int] = set()
+            for at, _ in state[3:]:
+                nodes = self.binding.nodes
+                above = [node for node in nodes if node.number <= at < node.end and isinstance(node, HoldingDataset)]
+                known.add(at)
+                if not above or {node.number for node in above} - known or above[-1].number != at:
+                    raise ValueError(f"shard {number} of the state is not of this stream; it is damaged")
+
     def sample_again(self, key: Sequence[Any]) -> Any:
         """Make an output again from its `__restore_key__`; it raises what the functions raise."""
         try:
