@@ -136,9 +136,11 @@ def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[s
 def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None) -> PackCost:
     """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was measured."""
     fitted.check_model(model_of(config, vocab_size))
-    return fitted.of_rank(
+    cost = fitted.of_rank(
         tensor_parallel_size=config.tensor_model_parallel_size, context_parallel_size=config.context_parallel_size
     )
+    flops = cost_of(config, vocab_size or 0)  # all tokens of the measured packs had a loss
+    return replace(cost, head=cost.linear * flops.head / flops.linear)
 
 
 def _shape_of(config: TransformerConfig) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def build_training(
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     if config.lora.lora:  # two products per matrix instead of three: those of frozen weights' gradients are not made
-        cost = replace(cost, linear=cost.linear * 2 / 3)
+        cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
+    if config.training.logits_of_masked_tokens:
+        cost = replace(cost, head=0.0)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
