@@ -38,6 +38,10 @@ class PackingOptions:
     """
     prefetch_global_batches: int = 0
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
+    megatron_lm_calls: bool = False
+    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most tensor-parallel ranks,
+    and the hook's result ends in two more entries, the global batch's sums of lengths and of their squares.
+    """
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
