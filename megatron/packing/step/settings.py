@@ -40,6 +40,10 @@ class PackingOptions:
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
     logits_of_masked_tokens: bool = False
     """The plug-in leaves a model's output layer as it is (see `model.head`)."""
+    megatron_lm_calls: bool = False
+    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most tensor-parallel ranks,
+    and the hook's result ends in two more entries, the global batch's sums of lengths and of their squares.
+    """
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:

@@ -235,18 +235,14 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
     training, batch = config.training, config.training.global_batch_size
-    decay_steps = (training.lr_decay_iters or training.train_iters) * batch
-    warmup_steps = training.lr_warmup_iters * batch
-    if training.lr_warmup_fraction is not None:
-        warmup_steps = int(training.lr_warmup_fraction * decay_steps)
     wsd_steps = None if training.lr_wsd_decay_iters is None else training.lr_wsd_decay_iters * batch
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=training.lr,
         min_lr=training.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=training.warmup_samples,
+        lr_decay_steps=training.decay_samples,
         lr_decay_style=training.lr_decay_style,
         wsd_decay_steps=wsd_steps,
         lr_wsd_decay_style=training.lr_wsd_decay_style,
