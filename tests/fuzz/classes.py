@@ -27,7 +27,7 @@ from megatron.blending.formats.prepared.prepare import Preparation, prepare_json
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.loading.load import get_train_dataset
 from megatron.blending.loading.loader import WorkerConfig, get_loader
-from megatron.blending.loading.state import compact, expanded
+from megatron.blending.loading.state_form import compact, expanded
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.group_batch import GroupBatchDataset

@@ -17,7 +17,8 @@ from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.collate import pinned
 from megatron.blending.loading.global_state import gather_states, send_states
 from megatron.blending.loading.server import END, Message, Server, Start
-from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
+from megatron.blending.loading.state import VERSION, checked_states, is_taken, merge_states
+from megatron.blending.loading.state_form import State, compact, expanded
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
 from megatron.blending.streams.failures import FailureLog, Failures

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.loading.state import State, check_stream, compact
+from megatron.blending.loading.state import check_stream
+from megatron.blending.loading.state_form import State, compact
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holding import HoldingDataset, keyed
 from megatron.blending.streams.mapping import SameOutputs
@@ -252,7 +253,9 @@ def _from_key(node: Any, key: Any) -> Any:
         samples = [_from_key(node.children[0], one) for one in key]
         encode = getattr(node, "sample_encoder", None)
         samples = samples if encode is None else list(map(encode, samples))
-        value = keyed(node.make(samples), samples)
+        made: Any = node.make(samples)
+        several = isinstance(made, GeneratorType)
+        value = Several(keyed(one, samples) for one in made) if several else keyed(made, samples)
     else:
         of_record = key
         while not isinstance(of_record[0], str):
@@ -262,10 +265,13 @@ def _from_key(node: Any, key: Any) -> Any:
             raise IndexError(f"no source is at place {of_record[0]!r}")
         value = _from_key(node.children[child], key)
         value = node.apply(value) if isinstance(node, SameOutputs) else value
+    if isinstance(value, (Several, GeneratorType)):
+        values = list(value)
+        if len(values) != 1:
+            raise ValueError(f"{len(values)} outputs were made of one; its key does not say which of them it was")
+        value = values[0]
     if isinstance(value, Hole):
         raise value.error or ValueError("the sample is left out")
-    if isinstance(value, (Several, GeneratorType)):
-        raise ValueError("several outputs were made of one; its key does not say which of them it was")
     return value
 
 

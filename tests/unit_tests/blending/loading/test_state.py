@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.loading.loader import get_savable_loader
-from megatron.blending.loading.state import checked_states, compact, expanded
+from megatron.blending.loading.state import checked_states
+from megatron.blending.loading.state_form import compact, expanded
 from megatron.blending.streams.mapping import MapDataset
 from megatron.blending.streams.packing_buffer import PackingDataset
 from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders
