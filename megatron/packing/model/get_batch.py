@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from packaging.version import Version
 from torch import Tensor
 
 from megatron.packing.model.zigzag import sent, shard_index
@@ -37,8 +39,19 @@ class Batch(NamedTuple):
 
 @cache
 def transformer_engine_installed() -> bool:
-    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device.
+
+    ValueError for one before 2.9, under which packs are known not to converge.
+    """
+    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
+        return False
+    found = import_module("transformer_engine").__version__
+    if Version(found) < Version("2.9"):
+        raise ValueError(
+            f"packs need Transformer Engine 2.9 or later, but {found} is installed; pip install "
+            "'transformer-engine[pytorch]>=2.9', or uninstall transformer-engine: torch's kernels do without"
+        )
+    return True
 
 
 def get_batch_on_this_rank_for_sequence_packing(
