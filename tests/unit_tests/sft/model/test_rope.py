@@ -61,5 +61,5 @@ def test_yarn_is_not_fused():
     """The fused kernel for packs takes no scale of attention scores, and megatron-core does not say so."""
     config = SimpleNamespace(apply_rope_fusion=True)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    prepare_config(config, SimpleNamespace(rope_scaling=json.dumps(scaling)))
+    prepare_config(config, SimpleNamespace(rope_scaling=json.dumps(scaling)))  # type: ignore[arg-type]
     assert (config.apply_rope_fusion, config.yarn_rotary_scaling_factor) == (False, 4.0)
