@@ -12,6 +12,7 @@ from megatron.sft.options.megatron_flags import (
     ACCEPTED,
     READ_AS,
     REFUSED,
+    TOKENIZERS,
     megatron_flag_notes,
     without_megatron_flags,
 )
@@ -24,6 +25,9 @@ def table() -> str:
     """The options in docs/megatron-lm.md, which is written by this."""
     lines = ["| option | here |", "|---|---|"]
     lines += [f"| `{flag}` | read as {read.others} |" for flag, read in READ_AS.items()]
+    for name, ours in TOKENIZERS.items():
+        what = f"read as {ours}" if ours else "refused: pass --tokenizer-model with a HuggingFace folder"
+        lines.append(f"| `--tokenizer-type {name}` | {what} |")
     for flag, accepted in ACCEPTED.items():
         what = "always so" if accepted.always_so else "without effect"
         values = f", as {' or '.join(accepted.values)}" if accepted.values else ""
@@ -51,6 +55,9 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
     assert megatron_flag_notes(recipe.split()) == [
         "options of Megatron-LM, as it always is here: --sft --ckpt-format",
         "options of Megatron-LM, without effect here: --transformer-impl --timing-log-level",
+    ]
+    assert megatron_flag_notes(["--train-data-path", "a"]) == [
+        "options of Megatron-LM, read as ours: --train-data-path as --data-path"
     ]
 
 
@@ -104,6 +111,15 @@ def test_data_in_files_of_arguments(tmp_path: Path) -> None:
         with pytest.raises(FlagError) as failure:
             read(text)
         assert message in str(failure.value)
+
+
+def test_tokenizers_of_megatron_lm() -> None:
+    """A name that argparse alone refuses comes with a list of ours, and no way to the same tokens."""
+    given = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "folder"]
+    assert without_megatron_flags(given) == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
+    assert without_megatron_flags(["--tokenizer-type=NullTokenizer"]) == ["--tokenizer-type", "NullTokenizer"]
+    with pytest.raises(FlagError, match="TikTokenizer is none here: pass --tokenizer-model with a HuggingFace folder"):
+        without_megatron_flags(["--tokenizer-type", "TikTokenizer"])
 
 
 def test_a_scheduler_alone_switches_packing_on() -> None:
