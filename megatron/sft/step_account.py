@@ -171,8 +171,8 @@ class StepAccount:
     def metrics(self, progress: Progress, update: Update, reduced: Reduced, seconds: float) -> StepMetrics:
         """Returns those of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
-        stats = self.padded_stats(reduced.counts) if batch is None else batch.stats
-        flops = self._cost.of_batch(stats.num_tokens, stats.square_sum)
+        stats = self.padded_stats(reduced) if batch is None else batch.stats
+        flops = self._cost.of_batch(stats.num_tokens, stats.square_sum, stats.num_loss_tokens)
         return StepMetrics(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -207,16 +207,18 @@ class StepAccount:
             sources=reduced.by_source(self._names),
         )
 
-    def padded_stats(self, counts: Counts) -> PackingStats:
+    def padded_stats(self, reduced: Reduced) -> PackingStats:
         """Returns the account of a step without packing: each rank computes the same shapes, so the balance is 1,
         and the bubble that of even microbatches.
         """
+        counts = reduced.counts
         idle = self._config.parallel.pipeline_model_parallel_size - 1
         capacity = self._config.training.micro_batch_size * self._config.model.seq_length
         return PackingStats(
             num_sequences=counts.num_sequences,
             num_tokens=counts.num_tokens,
             square_sum=counts.square_sum,
+            num_loss_tokens=reduced.num_loss_tokens,
             num_padded_tokens=self._share.num_ranks * self._share.num_draws * capacity,
             num_microbatches=self._share.num_draws,
             num_ranks=self._share.num_ranks,

@@ -26,6 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
+from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
@@ -53,7 +54,9 @@ def build_training(
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     if config.lora.lora:  # two products per matrix instead of three: those of frozen weights' gradients are not made
-        cost = replace(cost, linear=cost.linear * 2 / 3)
+        cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
+    if config.training.logits_of_masked_tokens:
+        cost = replace(cost, head=0.0)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
@@ -196,6 +199,8 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
+    if not config.training.logits_of_masked_tokens:
+        skip_masked_tokens(gpt, vocab_size if model.mask_vocab_padding else None)
     return gpt
 
 
