@@ -283,6 +283,11 @@ def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None
     assert anew[3]["loss"] == losses[3]  # the same samples, the weights after step 2
     assert anew[1]["loss"] != losses[1]
     parts = ["--no-load-optim", "--no-load-rng", "--exit-interval", "4"]
+    sharded = ["--bf16", "--use-distributed-optimizer"]  # whose own copies of the weights must follow those loaded
+    train(2, *load, *still, "--finetune", *sharded, "--run-dir", str(tmp_path / "sharded"))
+    found = steps_of(tmp_path / "sharded")[3]["loss"]
+    print("bf16", found, losses, anew[1]["loss"])
+    assert abs(found - losses[3]) < 0.02 < abs(losses[1] - losses[3])
     output = train(2, *load, "--train-iters", "6", *parts, "--run-dir", str(tmp_path / "further"))
     assert "stopped by --exit-interval after step 4" in output
     further = steps_of(tmp_path / "further")

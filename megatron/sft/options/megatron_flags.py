@@ -53,6 +53,7 @@ READ_AS = {
     "--use-rotary-position-embeddings": ReadAs(
         "--position-embedding-type rope", lambda values: ["--position-embedding-type", "rope", *values]
     ),
+    "--use-varlen-dataset": ReadAs("--sequence-packing", lambda values: ["--sequence-packing", *values]),
     "--varlen-mock-dataset-config-json": ReadAs(
         "--sft-mock-dataset-config-json", lambda values: ["--sft-mock-dataset-config-json", *values]
     ),
@@ -109,7 +110,6 @@ ACCEPTED = {
             "--use-dist-ckpt",
             "--use-flash-attn",
             "--use-mcore-models",
-            "--use-varlen-dataset",
         ),
         _SWITCH,
     ),
@@ -165,6 +165,8 @@ ACCEPTED = {
             "--null-tokenizer-pad-id",
             "--record-memory-history",
             "--te-rng-tracker",
+            "--tensorboard-log-interval",
+            "--tensorboard-queue-size",
             "--timing-log-level",
             "--use-persistent-ckpt-worker",
             "--use-te",
@@ -258,7 +260,7 @@ def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
         arguments = READ_AS[name].arguments(values)
     except ValueError as failure:
         raise FlagError(f"{name} {failure}" if len(values) != 1 else f"{name} {values[0]}: {failure}") from None
-    twice = names & set(arguments)
+    twice = names & set(arguments) if len(arguments) > 1 else set()
     if twice:
         raise FlagError(f"pass either {name} or {' '.join(sorted(twice))}, not both")
     return arguments
