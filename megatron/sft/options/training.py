@@ -22,7 +22,8 @@ class TrainingConfig:
     lr: float
     """Highest learning rate."""
     micro_batch_size: int = 1
-    """Sequences of a microbatch without packing; with packing, samples drawn at a time."""
+    """Sequences of a microbatch without packing, padded to the longest of them; with packing, samples drawn at a
+    time."""
     min_lr: float = 0.0
     """Lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
