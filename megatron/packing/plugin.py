@@ -26,9 +26,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.datasets import data_schedule as exposed_in
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.model import auxiliary_losses
@@ -86,6 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "metavar": "K",
             "help": "global batches that a thread draws, schedules and packs before training asks for them; the "
             "script's iterator then stands K batches ahead of the step (default: 0, none)",
+        },
+        "--logits-of-masked-tokens": {
+            "action": "store_true",
+            "help": "compute the output layer and the loss of masked tokens, too (to compare; losses are equal)",
         },
     }
     for flag, settings in options.items():
@@ -193,6 +198,16 @@ class PackingSchedule:
             check_config(get_model_config(chunk))
             check_modules(chunk)
             self._checked.add(chunk)
+            _leave_out_masked_tokens(chunk)
+
+
+def _leave_out_masked_tokens(chunk: torch.nn.Module) -> None:
+    from megatron.packing.model.head import skip_masked_tokens
+    from megatron.packing.step.settings import PackingOptions
+
+    gpt = unwrap_model(chunk)
+    if isinstance(gpt, GPTModel) and not PackingOptions.of(gpt.config).logits_of_masked_tokens:
+        skip_masked_tokens(gpt)
 
 
 def _asks_for_packing(arguments: argparse.Namespace) -> bool:
@@ -224,6 +239,8 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
         raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
     if ahead:
         options = replace(options, prefetch_global_batches=ahead)
+    if getattr(arguments, "logits_of_masked_tokens", False):
+        options = replace(options, logits_of_masked_tokens=True)
     max_steps = getattr(arguments, "outlier_delay_steps", 0)
     if max_steps and options.delay_queue is None:
         options = replace(options, delay_queue=DelayQueue(max_steps))

@@ -54,6 +54,7 @@ def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
     """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one before it is yielded.
+    `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for the device to see what counts.
 
     The copies are on a stream of their own, which the caller's current stream waits for; the host waits for nothing.
     Their memory belongs to that stream, so the allocator is told that the caller's stream uses it, too.
@@ -65,7 +66,8 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
         if following is not None:
             with torch.cuda.stream(stream):
                 fields = {name: following[name].to(device, non_blocking=True) for name in FIELDS if name in following}
-                upcoming = {**following, **fields}, stream.record_event()
+                on_host = {"host_loss_mask": following.get("loss_mask")}
+                upcoming = {**following, **fields, **on_host}, stream.record_event()
         if copied is not None:
             microbatch, is_there = copied
             current = torch.cuda.current_stream(device)

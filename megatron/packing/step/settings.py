@@ -38,6 +38,8 @@ class PackingOptions:
     """
     prefetch_global_batches: int = 0
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
+    logits_of_masked_tokens: bool = False
+    """The plug-in leaves a model's output layer as it is (see `model.head`)."""
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:

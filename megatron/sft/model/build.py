@@ -26,6 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.architecture import architecture
+from megatron.packing.model.head import skip_masked_tokens
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
@@ -190,6 +191,8 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)
+    if not config.training.logits_of_masked_tokens:
+        skip_masked_tokens(gpt, vocab_size if model.mask_vocab_padding else None)
     return gpt
 
 

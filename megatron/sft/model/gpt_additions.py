@@ -42,8 +42,10 @@ class _Hide:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def __call__(self, layer: Any, inputs: object, output: tuple[Tensor, Any]) -> None:
+    def __call__(self, layer: Any, inputs: object, output: tuple[Any, Any]) -> None:
         logits = output[0]
+        if not isinstance(logits, Tensor):
+            return  # `head` leaves the padding out itself
         num_real = max(self._vocab_size - layer.tp_group.rank() * logits.shape[-1], 0)
         if num_real < logits.shape[-1]:
             logits[..., num_real:] = -torch.inf

@@ -50,6 +50,8 @@ class TrainingConfig:
     """Adam's epsilon."""
     bf16: bool = False
     """Compute in bfloat16, with float32 main parameters."""
+    logits_of_masked_tokens: bool = False
+    """Compute the output layer and the loss of all tokens at once, masked ones too (to compare; losses are equal)."""
     seed: int = 1234
     """Of weights, order of data, dropout."""
     eval_interval: int = 1000

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.batch.microbatches import FIELDS
 from megatron.packing.model import get_batch as get_batch_module
+from megatron.packing.model import head
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing
 from megatron.sft.model.forward import loss_sum
@@ -34,6 +35,7 @@ def batch_on_device(context_parallel_size: int, **options: Any) -> Batch:
     parts = [([*range(n)], [*range(n)], [1.0] * n, [*range(n)]) for n in LENGTHS]
     unit = 2 * context_parallel_size if context_parallel_size > 1 else 1
     microbatch = packed(samples_of(parts), Alignment(sequence=unit, pack=unit))
+    microbatch["host_loss_mask"] = microbatch["loss_mask"]
     microbatch |= {name: microbatch[name].to(DEVICE) for name in FIELDS}
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), Ranks(context_parallel_size, 0), Ranks()
@@ -75,3 +77,15 @@ def test_attention_reads_nothing():
     assert out.shape == (sum(LENGTHS), 8)
     out.sum().backward()
     assert query.grad is not None
+
+
+@pytest.mark.parametrize("context_parallel_size", [1, 2])
+def test_the_output_layer_reads_nothing(context_parallel_size, monkeypatch):
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", 2 * 16)
+    rows = batch_on_device(context_parallel_size).packed_seq_params.loss_rows
+    assert rows.device == DEVICE
+    states = torch.empty(len(rows), 4, device=DEVICE, requires_grad=True)
+    weight = torch.empty(16, 4, device=DEVICE, requires_grad=True)
+    labels = torch.empty(len(rows), dtype=torch.int64, device=DEVICE)
+    head._CrossEntropy.apply(states, weight, labels, 15, Ranks()).sum().backward()
+    assert weight.grad is not None

@@ -1,0 +1,138 @@
+"""The output layer and loss of the tokens that count: the losses and gradients of all tokens at once, exactly."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatron.packing.model import head
+from megatron.packing.model.head import skip_masked_tokens
+from megatron.sft.model import cpu_support
+from tests.unit_tests.packing.stubs import Ranks
+
+NUM_TOKENS, WIDTH, NUM_WORDS = 21, 8, 16
+LOSS_MASK = torch.tensor([0.0, 1.0, 0.5, 0.0, 0.0, 2.0, 1.0]).repeat(3)
+
+
+def rows_and_weight(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(NUM_WORDS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return states, weight, torch.randint(12, (NUM_TOKENS,), generator=generator)
+
+
+def gradients(losses: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((losses * torch.linspace(-1, 2, len(losses), dtype=losses.dtype)).sum(), of)
+
+
+@pytest.mark.parametrize("num_words", [None, 12])
+@pytest.mark.parametrize("rows_at_a_time", [1, 4, NUM_TOKENS - 1, NUM_TOKENS, 1000])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-2)])
+def test_chunks_have_the_losses_and_gradients_of_the_whole(num_words, rows_at_a_time, dtype, limit, monkeypatch):
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
+    states, weight, labels = rows_and_weight(dtype)
+    logits = (states.double() @ weight.double().t())[:, :num_words]
+    expected = cross_entropy(logits, labels, reduction="none")
+    losses = head._CrossEntropy.apply(states, weight, labels, num_words, Ranks())
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(losses.double(), expected, rtol=0, atol=10 * limit)
+    found = gradients(losses, states, weight)
+    assert [gradient.dtype for gradient in found] == [dtype, dtype]
+    for gradient, true in zip(found, gradients(expected, states, weight)):
+        torch.testing.assert_close(gradient.double(), true.double(), rtol=limit, atol=20 * limit)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_label():
+    states, weight = torch.full((2, 1), 300.0, requires_grad=True), torch.tensor([[-300.0], [300.0]])
+    losses = head._CrossEntropy.apply(states, weight, torch.tensor([0, 1]), None, Ranks())
+    assert losses.tolist() == [180_000.0, 0.0]
+
+
+def test_weights_that_are_not_trained_get_no_gradient():
+    states, weight, labels = rows_and_weight(torch.float64)
+    losses = head._CrossEntropy.apply(states, weight.detach(), labels, None, Ranks())
+    (found,) = gradients(losses, states)
+    (expected,) = gradients(head._CrossEntropy.apply(states, weight, labels, None, Ranks()), states)
+    assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    cpu_support.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def gpt(**options) -> GPTModel:
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True, **options
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), NUM_WORDS, NUM_TOKENS, position_embedding_type="rope").train()
+
+
+def run(model: GPTModel, loss_mask: Tensor | None, batch: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens = torch.arange(NUM_TOKENS * batch).reshape(batch, NUM_TOKENS) % NUM_WORDS
+    mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).triu(1)
+    positions = torch.arange(NUM_TOKENS).expand(batch, -1)
+    losses = model(tokens, positions, mask, labels=tokens.roll(-1, dims=1), loss_mask=loss_mask)
+    model.zero_grad()
+    (losses * (1.0 if loss_mask is None else loss_mask)).sum().backward()
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("masked", ["some", "all", "none", None])
+def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(batch, masked, monkeypatch):
+    by_kind = {"some": LOSS_MASK, "all": torch.zeros(NUM_TOKENS), "none": torch.ones(NUM_TOKENS)}
+    loss_mask = None if masked is None else by_kind[masked].expand(batch, -1)
+    plain_losses, plain_gradients = run(gpt(hidden_dropout=0.0, attention_dropout=0.0), loss_mask, batch)
+    model, num_rows = gpt(hidden_dropout=0.0, attention_dropout=0.0), []
+    assert skip_masked_tokens(model)
+    assert skip_masked_tokens(model)  # once more changes nothing
+    apply = head._CrossEntropy.apply
+    monkeypatch.setattr(
+        head._CrossEntropy, "apply", lambda states, *more: num_rows.append(len(states)) or apply(states, *more)
+    )
+    losses, found = run(model, loss_mask, batch)
+    counted = torch.ones(batch, NUM_TOKENS) if loss_mask is None else (loss_mask != 0).float()
+    assert num_rows == [int(counted.sum())]
+    torch.testing.assert_close(losses, plain_losses * counted, rtol=1e-6, atol=1e-6)
+    assert found.keys() == plain_gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_without_labels_there_are_logits_of_all_tokens():
+    model = gpt()
+    skip_masked_tokens(model)
+    tokens, mask = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    assert model(tokens, tokens, mask).shape == (1, 4, NUM_WORDS)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_losses_of_ones_own_stay():
+    class WithOwnLoss(GPTModel):
+        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+            return super().compute_language_model_loss(labels, logits) + 1
+
+    model = gpt()
+    model.__class__ = WithOwnLoss
+    assert not skip_masked_tokens(model)
+    fused = gpt(cross_entropy_loss_fusion=True)
+    assert not skip_masked_tokens(fused)
+    assert type(fused.output_layer).forward.__get__(fused.output_layer) == fused.output_layer.forward
