@@ -127,12 +127,14 @@ def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path)
             profiler.start()
         return take_step(*arguments)
 
-    trainer._step = step  # type: ignore[method-assign]
+    trainer._step = step  # type: ignore[method-assign, assignment]
     trainer.train(StopSignals())
     result: dict[str, Any] = {"profile": profiler.costliest(PROFILED)} if case.is_profiled else {}
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["kind"] == "train"][WARM_UPS : WARM_UPS + case.num_steps]
-    total = {name: sum(step[name] for step in steps) for name in ("tokens", "padded_tokens", "step_seconds", "data_seconds")}
+    total = {
+        name: sum(step[name] for step in steps) for name in ("tokens", "padded_tokens", "step_seconds", "data_seconds")
+    }
     if case.way == "packed":
         flops = sum(step["tflops_per_device"] * step["step_seconds"] for step in steps) * 1e12
         result["flops_per_token"] = flops / total["tokens"]
@@ -179,6 +181,8 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
     AttentionInterface.register("packs", attend)
     shape = config.model
     datasets = build_datasets(config)
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    settings: dict[str, Any] = {"attn_implementation": "packs"}
     llama = LlamaConfig(
         vocab_size=padded_vocab_size(datasets.vocab_size, config),
         hidden_size=shape.hidden_size,
@@ -189,11 +193,10 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
         max_position_embeddings=shape.seq_length,
         rms_norm_eps=shape.norm_epsilon,
         tie_word_embeddings=not shape.untie_embeddings_and_output_weights,
-        attn_implementation="packs",
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        **settings,
     )
     with device:
-        torch.set_default_dtype(llama.dtype)
+        torch.set_default_dtype(dtype)
         model = LlamaForCausalLM(llama)
         torch.set_default_dtype(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
@@ -246,8 +249,8 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' interface: query [1, heads, t, d], key and value [1, groups, t, d] -> [1, t, heads, d]."""
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return attention.causal_attention(*flat, lengths, lengths, scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention.causal_attention(q, k, v, lengths, lengths, scaling)[None], None
 
 
 def by_matrix_products(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
