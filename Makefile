@@ -7,7 +7,7 @@
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
-# make gpu-bench  speed on a GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
+# make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make check  format, lint, types
 # make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
 
@@ -81,7 +81,8 @@ gpu-test: $(if $(GPU_PYTHON),,$(VENV)/.dev)
 	$(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) tests/gpu_tests
 
 gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/.dev)
-	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny)
+	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny) \
+	--output examples/benchmarks/results/throughput$(if $(filter cpu,$(GPU_DEVICE)),_dry_run).md
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads (which sleep while they wait: ranks are more than cores). `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.

@@ -17,7 +17,8 @@ from typing import Any
 
 _MODULES = {
     "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
-    "loading.dataset_loader": "DatasetLoader DatasetLoaderInterface Metadataset MetadatasetV2 load_dataset",
+    "loading.dataset_loader": """DatasetBlendMode DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList
+        Metadataset MetadatasetV2 load_dataset""",
     "streams.batching": "BatchDataset MixBatchDataset",
     "streams.choice": "BlendDataset ConcatDataset",
     "streams.group_batch": "GroupBatchDataset",
@@ -28,7 +29,7 @@ _MODULES = {
     "streams.window": "LeftOut WindowDataset",
     "streams.node": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
-    "streams.failures": "FatalSampleError SkipSample",
+    "streams.failures": "FatalSampleError SkipSample log_exception reraise_exception",
     "order.weights": "WeightSchedule",
     "encoding.default_encoder": "DefaultTaskEncoder",
     "encoding.task_encoder": "TaskEncoder",

@@ -81,7 +81,7 @@ def _prepare(options: argparse.Namespace) -> str:
 
 
 def _preparation(options: argparse.Namespace) -> Preparation:
-    asked = {field.name: getattr(options, field.name) for field in fields(Preparation)}
+    asked = {field.name: getattr(options, field.name) for field in fields(Preparation) if hasattr(options, field.name)}
     try:
         asked["field_map"] = json.loads(options.field_map)
     except json.JSONDecodeError as error:
@@ -93,7 +93,7 @@ def _preparation(options: argparse.Namespace) -> Preparation:
     try:
         asked["split_ratio"] = tuple(float(share) for share in options.split_ratio.split(","))
     except ValueError:
-        raise ValueError(f"--split-ratio must be three shares like 8,1,1, but is {options.split_ratio}") from None
+        raise ValueError(f"--split-ratio must be 3 shares like 8,1,1, but is {options.split_ratio}") from None
     return Preparation(**{**asked, **({"sample_type": None, "field_map": {}} if options.skip_dataset_yaml else {})})
 
 

@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -99,28 +99,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def install(config: TransformerConfig, arguments: argparse.Namespace | None = None) -> ExitStack:
+def install(
+    config: TransformerConfig, arguments: argparse.Namespace | None = None, *, megatron_lm_calls: bool = False
+) -> ExitStack:
     """Let models of `config` train packed: as `arguments` (see `add_arguments`) say, or with what `config` says itself.
 
     Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
     earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
     per config. The result may be used in a `with`, at whose end a first installation is taken back. With
     --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose state belongs in the
-    script's checkpoints.
+    script's checkpoints. megatron_lm_calls: calls are as Megatron-LM has them (see `conventions`), and what the
+    forward-backward function returns ends in two more entries: the sums of lengths and of their squares.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
     check_version("the packing plug-in", "or leave plugin.install out")
     if arguments is None or _asks_for_packing(arguments):
-        _configure(config, arguments)
+        _configure(config, arguments, megatron_lm_calls)
         check_config(config)
     taken_back = ExitStack()
     plain = {name: getattr(schedules, name) for name in SCHEDULES}
     plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
     for name, function in plain.items():
         setattr(schedules, name, PackingSchedule(function))
-    for name, value in _exposed().items():
-        if not hasattr(exposed_in, name):
+    for name, value in _exposed(config if megatron_lm_calls else None).items():
+        if not hasattr(exposed_in, name) or (megatron_lm_calls and _is_ours(getattr(exposed_in, name))):
             setattr(exposed_in, name, value)
     if plain:
         taken_back.callback(uninstall)
@@ -134,7 +137,7 @@ def uninstall() -> None:
     Raises RuntimeError if somebody replaced the forward-backward functions since.
     """
     found = {name: getattr(schedules, name) for name in SCHEDULES}
-    ours = [name for name, value in _exposed().items() if getattr(exposed_in, name, None) is value]
+    ours = [name for name, value in vars(exposed_in).items() if _is_ours(value)]
     for name, function in found.items():
         if ours and not isinstance(function, PackingSchedule):
             raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
@@ -163,23 +166,26 @@ class PackingSchedule:
     ) -> list[Any]:
         """See megatron-core's `get_forward_backward_func`."""
         chunks = model if isinstance(model, list) else [model]
-        if getattr(get_model_config(chunks[0]), "sequence_packing_scheduler", None) is None:
+        config = get_model_config(chunks[0])
+        if getattr(config, "sequence_packing_scheduler", None) is None:
             return self.plain(
                 data_iterator=data_iterator, model=model, forward_step_func=forward_step_func, **arguments
             )
         for chunk in chunks:
             self._check_once(chunk)
-        check_groups(arguments.get("pg_collection"))
-        run = self.plain
-        if not _is_packed(data_iterator):
+        groups = arguments.get("pg_collection")
+        check_groups(groups)
+        run: Callable[..., list[Any]] = self.plain
+        if not _is_packed(data_iterator, config, groups):
             run = self._packed_for(chunks[0])
         with auxiliary_losses.installed():
-            return run(
+            losses = run(
                 data_iterator=data_iterator,
                 model=model,
                 forward_step_func=checking_loss(forward_step_func),
                 **arguments,
             )
+        return _with_sums(losses, config)
 
     def close(self) -> None:
         """End what prepares batches ahead."""
@@ -218,7 +224,7 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
     return asks
 
 
-def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
+def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_calls: bool) -> None:
     """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as `PackingOptions`."""
     from megatron.packing.step.settings import PackingOptions, measured_cost
 
@@ -229,6 +235,7 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
     options = PackingOptions.of(config)
+    options = replace(options, megatron_lm_calls=megatron_lm_calls or options.megatron_lm_calls)
     policy, pack_cost = (getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost"))
     if policy is not None:
         options = replace(options, over_length_policy=policy)
@@ -247,21 +254,39 @@ def _configure(config: Any, arguments: argparse.Namespace | None) -> None:
     config.sequence_packing_options = options
 
 
-def _is_packed(data_iterator: object) -> bool:
-    """Whether the script called `wrap_dataloader` itself; the same on all ranks, since it gives each of them its
-    iterator.
+def _is_packed(data_iterator: object, config: Any, groups: Any) -> bool:
+    """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then has its iterator, or
+    with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
     """
+    from megatron.packing.conventions import heard_from_first
     from megatron.packing.data_schedule import PackedIterator
+    from megatron.packing.step.settings import PackingOptions
 
     first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
-    return isinstance(first, PackedIterator)
+    is_packed = isinstance(first, PackedIterator)
+    return heard_from_first(is_packed, groups) if PackingOptions.of(config).megatron_lm_calls else is_packed
 
 
-def _exposed() -> dict[str, Callable[..., Any]]:
-    from megatron.packing.data_schedule import wrap_data_iterator, wrap_dataloader, wrap_iterator_helper
-    from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing as get_batch
+def _with_sums(losses: list[Any], config: Any) -> list[Any]:
+    from megatron.packing.model.pipeline import PackedLosses
+    from megatron.packing.step.settings import PackingOptions
 
-    return {
-        function.__name__: function
-        for function in (wrap_dataloader, wrap_data_iterator, wrap_iterator_helper, get_batch)
-    }
+    if isinstance(losses, PackedLosses) and PackingOptions.of(config).megatron_lm_calls:
+        losses += [losses.batch.stats.num_tokens, losses.batch.stats.square_sum]
+    return losses
+
+
+def _exposed(config_of_calls: TransformerConfig | None) -> dict[str, Any]:
+    """What appears in `exposed_in`, by name: Megatron-LM's own calls where a config is given for them."""
+    from megatron.packing import conventions, data_schedule
+
+    names = ["wrap_data_iterator", "wrap_iterator_helper", "get_batch_on_this_rank_for_sequence_packing"]
+    if config_of_calls is None:
+        return {name: getattr(data_schedule, name) for name in ["wrap_dataloader", *names]}
+    names += ["BasePackingScheduler", "register_scheduler"]
+    calls = {name: getattr(conventions, name) for name in names}
+    return {**calls, "wrap_dataloader": partial(conventions.wrap_dataloader, installed=config_of_calls)}
+
+
+def _is_ours(value: object) -> bool:
+    return str(getattr(getattr(value, "func", value), "__module__", None)).startswith("megatron.packing.")

@@ -36,12 +36,15 @@ class ModelOptions(ModelShape):
 
     vocab_size: int | None = None
     """Vocabulary; without it the output layer is left out."""
+    loss_share: float = 1.0
+    """Part of the tokens that counts for the loss; the others need no output layer."""
     pack_cost: str | None = None
     """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a shape."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "vocab_size")
+        check_range(self, 0, 1, "loss_share")
         shape = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
         missing = [flag_of(name) for name, value in shape.items() if value is None]
         others = [name for name in ("ffn_hidden_size", "kv_channels", "num_query_groups") if getattr(self, name)]
@@ -49,6 +52,8 @@ class ModelOptions(ModelShape):
             raise ValueError(f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B default")
         if self.pack_cost is not None and len(missing) < len(shape):
             raise ValueError("pass either --pack-cost or a model's shape")
+        if self.pack_cost is not None and self.loss_share != 1:
+            raise ValueError("--loss-share needs a model's shape, as --pack-cost was measured; leave one of them out")
 
     def shape(self) -> ModelShape:
         """Returns the default model's shape where none was given, a measured one's as far as its file says."""
@@ -82,10 +87,8 @@ class ModelOptions(ModelShape):
         """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
             return read_pack_cost(self.pack_cost)[0]
-        return gpt_pack_cost(
-            **self.shape().resolved(),
-            vocab_size=self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0),
-        )
+        vocab_size = self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0)
+        return gpt_pack_cost(**self.shape().resolved(), vocab_size=vocab_size).at_loss_share(self.loss_share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) and name == "ranks_meet":
             continue
-        is_cost = name in ("linear", "quadratic", "fixed")
+        is_cost = name in ("linear", "quadratic", "fixed", "head")
         if type(value) not in ((int, float) if is_cost else (int,)) or not 0 <= value < _MOST or value < (not is_cost):
             raise ValueError(
                 f"{name} must be {'a number' if is_cost else 'a whole number above 0'}, but is {value!s:.60}"

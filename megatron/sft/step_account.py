@@ -184,7 +184,7 @@ class StepAccount:
         """Returns those of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
-        flops = self._cost.of_batch(stats.num_tokens, stats.square_sum)
+        flops = self._cost.of_batch(stats.num_tokens, stats.square_sum, stats.num_loss_tokens)
         return StepMetrics(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -230,6 +230,7 @@ class StepAccount:
             num_sequences=counts.num_sequences,
             num_tokens=counts.num_tokens,
             square_sum=counts.square_sum,
+            num_loss_tokens=reduced.num_loss_tokens,
             num_padded_tokens=reduced.num_padded_tokens,
             num_microbatches=self._share.num_draws,
             num_ranks=self._share.num_ranks,

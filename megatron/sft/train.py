@@ -161,12 +161,18 @@ class Trainer:
         folder = self._config.output.save
         way_on = f"continue with --load {folder}" if folder else "not saved: there is no --save"
         cause = "--exit-duration-in-mins" if self._is_out_of_time() else "a signal"
+        if self.num_steps_done and self._exits_after(self._progress.iteration):
+            cause = "--exit-interval"
         if log is not None:
             log.say(f"stopped by {cause} after step {self._progress.iteration}; {way_on}")
 
     def _stops_early(self) -> bool:
         limit = self._config.training.early_stopping
         return limit is not None and self._progress.evaluations_since_best >= limit
+
+    def _exits_after(self, iteration: int) -> bool:
+        interval = self._config.training.exit_interval
+        return interval is not None and iteration % interval == 0 and iteration < self._config.training.train_iters
 
     def _is_out_of_time(self) -> bool:
         minutes = self._config.training.exit_duration_in_mins
@@ -201,7 +207,7 @@ class Trainer:
         watch = Stopwatch(self._device)
         self._losses = self._run(taken, len(self._names), forward_only=False)
         watch.stop()
-        stops = signals.requested or self._is_out_of_time()
+        stops = signals.requested or self._is_out_of_time() or self._exits_after(self._progress.iteration + 1)
         self._reduction = Reduction(
             self._losses, stops, taken.counts, self._device, self._saved.is_written, taken.num_padded_tokens
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,8 +33,16 @@ _all_basic = itemgetter(*BASIC_KEYS)
 
 @dataclass_transform(kw_only_default=True)
 def edataclass(cls: T) -> T:
-    """Make a class of samples or batches: a dataclass by keyword only, compared by identity."""
-    return dataclass(cls, kw_only=True, eq=False)  # type: ignore[return-value]
+    """Make a class of samples or batches: a dataclass by keyword only, compared by identity.
+
+    The class keeps no defaults as attributes, so that a plain `@dataclass` derived from it may declare its fields anew,
+    without defaults, before its own.
+    """
+    made: Any = dataclass(cls, kw_only=True, eq=False)
+    for one in fields(made):
+        if one.name in vars(made):
+            delattr(made, one.name)
+    return made
 
 
 class _Fields:
@@ -63,14 +71,23 @@ class Sample(_Fields):
     __sources__: tuple[SourceInfo, ...] | None = None
 
     @classmethod
-    def derive_from(cls, base_sample: object, **fields: object) -> Self:
-        """Return a sample with `fields` that came from where `base_sample` came from."""
-        return cls(**{**basic_sample_keys(base_sample), **fields})
+    def derive_from(cls, base_sample: object, **own: object) -> Self:
+        """Return a sample with fields of its `own` that came from where `base_sample` came from."""
+        return cls(**{**basic_sample_keys(base_sample), **own})
 
     @classmethod
     def from_joined(cls, *samples: object, **named_samples: object) -> Self:
-        """Return one sample of those that a join found, in the order or by the names that it has them."""
-        raise NotImplementedError(f"{cls.__name__} must define from_joined to be the joiner of a join")
+        """Return one sample of those that a join found, in the order or by the names that it has them.
+
+        By default it has the fields of all, of which the last one's count; where they come from is the first one's.
+        """
+        if named_samples:
+            raise NotImplementedError(f"{cls.__name__} must define from_joined for samples that a join has by name")
+        has: dict[str, Any] = {}
+        for sample in filter(None, samples):
+            has.update((name, getattr(sample, name)) for name in field_names(sample) if name not in BASIC_KEYS)
+        sources = [one for sample in filter(None, samples) for one in getattr(sample, "__sources__", None) or ()]
+        return cls(**{**basic_sample_keys(samples[0]), **has, "__sources__": tuple(sources)})
 
 
 class CrudeSample(dict[str, Any]):
@@ -164,17 +181,17 @@ class Batch(_Fields):
     __sources__: tuple[SourceInfo, ...] | None = None
 
     @classmethod
-    def from_samples(cls, samples: Sequence[Any], **fields: Any) -> Self:
+    def from_samples(cls, samples: Sequence[Any], **own: Any) -> Self:
         """Return a batch whose every field is that of the samples, stacked with zeros where shapes differ, or listed.
 
-        `fields` are taken as they are. ValueError for a field that has no default and that the samples lack.
+        `own` fields are taken as they are. ValueError for a field that has no default and that the samples lack.
         """
-        return batch_samples(samples, cls, **fields)
+        return batch_samples(samples, cls, **own)
 
     @classmethod
-    def derive_from(cls, base_batch: object, **fields: object) -> Self:
-        """Return a batch with `fields` of the same samples as `base_batch`."""
-        return cls(**{**basic_sample_keys(base_batch), **fields})
+    def derive_from(cls, base_batch: object, **own: object) -> Self:
+        """Return a batch with fields of its `own` of the same samples as `base_batch`."""
+        return cls(**{**basic_sample_keys(base_batch), **own})
 
 
 SAMPLE_TYPES: dict[str, type[Sample]] = {kind.__name__: kind for kind in Sample.__subclasses__()}

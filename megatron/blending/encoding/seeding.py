@@ -10,10 +10,16 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import GeneratorType
 from typing import Any, TypeVar, overload
 
 import numpy as np
+
+BATCH_INDEX: ContextVar[int | None] = ContextVar("batch index", default=None)
+"""Of the output that is being made, among those of its rank."""
+SAMPLE_INDEX: ContextVar[int | None] = ContextVar("sample index", default=None)
+"""Of the sample that a seeded function was given."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,8 +58,12 @@ class Seeded:
 
     def __call__(self, sample: object, *args: object, **kwargs: object) -> Any:
         seed = seed_of(sample)
-        with seeded(seed):
-            made = self.function(sample, *args, **kwargs)
+        token = SAMPLE_INDEX.set(index_of(sample))
+        try:
+            with seeded(seed):
+                made = self.function(sample, *args, **kwargs)
+        finally:
+            SAMPLE_INDEX.reset(token)
         return _seeded_values(made, seed) if type(made) is GeneratorType else made
 
 
@@ -75,6 +85,16 @@ def seed_of(sample: object) -> int:
     has = sample.get if isinstance(sample, Mapping) else lambda name: getattr(sample, name, None)
     origin = has("__restore_key__") or has("__key__") or ""
     return int.from_bytes(hashlib.blake2b(repr(origin).encode(), digest_size=4).digest(), "little")
+
+
+def index_of(sample: object) -> int | None:
+    """Return the position of a sample, or the first of several, in the stream of its source; None if it says none."""
+    while isinstance(sample, list) and sample:
+        sample = sample[0]
+    key = sample.get("__restore_key__") if isinstance(sample, Mapping) else getattr(sample, "__restore_key__", None)
+    while isinstance(key, tuple) and key and isinstance(key[0], tuple):
+        key = key[0]
+    return key[1] if isinstance(key, tuple) and len(key) == 3 else None
 
 
 def seed_generators(seed: int) -> None:

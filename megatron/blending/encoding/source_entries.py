@@ -37,6 +37,7 @@ _OUR_MODULES = ("megatron.energon", "megatron.blending")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TOKENS_SUFFIX = ".bin"
 _NUM_PROBED = 64
+UNSAID: Any = "unsaid"
 
 Load = Callable[[Record, tuple[Any, ...]], Any]
 
@@ -50,6 +51,8 @@ class Reading:
     slice_length: int | None = None
     """Longest run of records that is read in one go; None: no runs, each record by itself."""
     shuffle_window: int = 0
+    decoder: Any = UNSAID
+    """In place of the encoder's."""
     allow_code: bool = False
     """Whether Python files and classes that a dataset.yaml or a join names may be run."""
 
@@ -209,7 +212,7 @@ def _joiner(join: Join, reading: Reading) -> Callable[..., Any]:
 
 def _decoder(reading: Reading) -> Decode:
     """Return what the encoder's `decoder` stands for: (name of a part, bytes) -> value."""
-    decoder = reading.encoder.decoder
+    decoder = reading.encoder.decoder if reading.decoder is UNSAID else reading.decoder
     if decoder is None:
         return keep_bytes
     if decoder is DECODE:

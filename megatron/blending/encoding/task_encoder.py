@@ -6,12 +6,13 @@ A step that is not overridden is not there: it costs nothing. Steps, in order (*
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
-from megatron.blending.encoding.seeding import with_seeds
+from megatron.blending.encoding.seeding import BATCH_INDEX, SAMPLE_INDEX, with_seeds
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
@@ -36,8 +37,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE
-    over_long: str = "error"
-    """What becomes of a sample that fits in no pack: "error", "alone" (a pack by itself), or "drop" (and count)."""
+    over_long: str = "drop"
+    """What becomes of a sample that fits in no pack: "drop" (log and count it), "alone" (a pack by itself), "error"."""
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
         """Return what the model's input is made of; raise SkipSample to leave it out. A generator gives several."""
@@ -77,6 +78,20 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         if tokens is None:
             raise NotImplementedError(f"{type(self).__name__} must define num_tokens: its samples have no 'tokens'")
         return len(tokens)
+
+    @property
+    def current_batch_index(self) -> int:
+        """It is the number of the output that is being made, among those of its rank: the same on all ranks."""
+        return _current(BATCH_INDEX, "current_batch_index is known while a loader makes an output, in its methods")
+
+    @property
+    def current_sample_index(self) -> int:
+        """It is the position of the sample at hand (of several, the first) in the stream of its source."""
+        return _current(
+            SAMPLE_INDEX,
+            "current_sample_index is known in methods with @stateless(restore_seeds=True); a sample's own "
+            "`__restore_key__` says in any where it stands",
+        )
 
     def uses(self, step: str) -> bool:
         """Whether the method of that name does anything: it is overridden, by the class or on the object."""
@@ -249,6 +264,13 @@ def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> No
     for step in ("select_samples_to_pack", "pack_selected_samples"):
         if not encoder.uses(step):
             raise ValueError(f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it")
+
+
+def _current(index: ContextVar[int | None], otherwise: str) -> int:
+    found = index.get()
+    if found is None:
+        raise RuntimeError(otherwise)
+    return found
 
 
 def is_touched(dataset: SavableDataset[Any]) -> bool:

@@ -14,13 +14,15 @@ import functools
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
-from megatron.blending.encoding.source_entries import Reading
-from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
+from megatron.blending.encoding.source_entries import UNSAID, Reading
+from megatron.blending.encoding.task_encoder import DECODE, TaskEncoder, check_encoder
+from megatron.blending.formats.decode import SampleDecoder
 from megatron.blending.loading.dataset_loader import (
     DatasetBlendMode,
     DatasetLoaderInterface,
@@ -38,6 +40,7 @@ from megatron.blending.streams.worker_config import WorkerConfig, check_worker_c
 Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]
 
+_DECODER_OPTIONS = ("image_decode", "av_decode", "video_decode_audio")
 _WITHOUT_EFFECT = ("packing_buffer_size", "weight_schedule")
 """What would be lost in silence if an overridden method did not take it."""
 
@@ -70,7 +73,7 @@ def get_train_dataset(
     `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over steps.
     `repeat=False`: one epoch; of a blend, until all sources are read.
     `allow_code`: whether Python code that a data set names may run.
-    `options`: those of DatasetLoader (subflavors, dataset_config, split_config).
+    `options`: of DatasetLoader (subflavors, dataset_config, split_config) and SampleDecoder (image_decode ...).
     ValueError for anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
@@ -83,6 +86,7 @@ def get_train_dataset(
     check_one_of("weights_by", weights_by, ("samples", "tokens"))
     reading = Reading(
         encoder=encoder,
+        decoder=_decoder(encoder, options, allow_code),
         slice_length=max_samples_per_sequence,
         shuffle_window=shuffle_buffer_size or 0,
         allow_code=allow_code,
@@ -158,11 +162,13 @@ def _validation(
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, {**asked, **locals()})
     check_whole("limit", asked["limit"], -math.inf, may_be_none=True)
+    options = dict(options)
+    decoder = _decoder(encoder, options, allow_code)
     loaded = _loader(path, options, get_val_dataset).get_datasets(
         training=False,
         split_part=split_part,
         worker_config=worker_config,
-        reading=Reading(encoder=encoder, is_shuffled=False, allow_code=allow_code),
+        reading=Reading(encoder=encoder, decoder=decoder, is_shuffled=False, allow_code=allow_code),
     )
     build = functools.partial(call_hook, encoder.build_val_datasets, worker_config=worker_config, **asked)
     return build, loaded.datasets
@@ -188,7 +194,7 @@ def _loader(
 ) -> DatasetLoaderInterface:
     """Return what gives the sources; `options`: what `function` was given besides its own arguments."""
     own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    check_options(options, own)
+    check_options(options, [*own, *_DECODER_OPTIONS])
     if isinstance(path, DatasetLoaderInterface):
         if options:
             raise ValueError(f"option {next(iter(options))!r} is for a path; give it to load_dataset")
@@ -196,6 +202,21 @@ def _loader(
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
     return load_dataset(path, **options)
+
+
+def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any:
+    """Take out of `options` what energon's older users say of decoding there, and return the decoder that it means."""
+    if options.pop("handler", None) is not None:
+        warnings.warn("handler has no effect; pass WorkerConfig(global_error_handler=...)", stacklevel=3)
+    asked = {name: options.pop(name) for name in _DECODER_OPTIONS if name in options}
+    if not options.pop("auto_decode", True):
+        return None
+    if not asked:
+        return UNSAID
+    decoder = SampleDecoder(**asked, allow_code=allow_code)
+    if encoder.decoder is not DECODE and encoder.decoder != decoder:
+        raise ValueError(f"{next(iter(asked))} is given, but {type(encoder).__name__} has a decoder; set it there")
+    return decoder
 
 
 def _check(encoder: Encoder, asked: Mapping[str, Any]) -> None:

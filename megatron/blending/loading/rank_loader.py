@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.collate import pinned
+from megatron.blending.loading.global_state import gather_states, send_states
 from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
 from megatron.blending.loading.stream import Stream
@@ -162,6 +163,33 @@ class Loader(Generic[T_co]):
         if state is not None:
             self.load_state_dict(state, on_change=on_change)
 
+    def save_state_global(self, global_dst_rank: int) -> list[State] | None:
+        """Return the states of all ranks on one of them, by its number among all processes; None on the others.
+
+        They are gathered over torch.distributed, by the process group of the WorkerConfig: all ranks call it.
+        """
+        return gather_states(self.state_dict(), self.config, global_dst_rank)
+
+    save_state = save_state_global
+    """Energon's older name of it."""
+
+    def restore_state_global(self, state: Sequence[State] | None, *, src_rank: int | None = None) -> None:
+        """Continue from what `save_state_global` gave, on any number of ranks.
+
+        `src_rank`: the only data-parallel rank that has it, which sends it to the others; None: all have it.
+        """
+        self.load_state_dict(send_states(state, self.config, src_rank))
+
+    restore_state = restore_state_global
+    """Energon's older name of it."""
+
+    def can_restore_sample(self) -> bool:
+        return True
+
+    def restore_sample(self, restore_key: Sequence[Any]) -> T_co:
+        """Make an output again from its `__restore_key__`, to look into it; the stream stays where it stands."""
+        return self._stream.sample_again(restore_key)
+
     def change_weights(self, weights: Sequence[float], *, blend: str = "", output: int | None = None) -> None:
         """From output number `output` of the whole stream on, give the children of a blend other weights, for good.
 
@@ -288,7 +316,7 @@ class Loader(Generic[T_co]):
             return
         failures = Failures(self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell)
         part = self.config.this_rank, self.config.num_ranks
-        server = Server(self._stream.root, self._stream.num_shards, *part, failures)
+        server = Server(self._stream.root, self._stream.num_shards, *part, failures, self.config.num_ranks)
         server.start(self._from(self._turn))
         server.catch_up()
         self._shards = server.shard_states()

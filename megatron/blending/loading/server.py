@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.blending.encoding.seeding import BATCH_INDEX
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
 from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
@@ -48,8 +49,8 @@ class Message(NamedTuple):
     """States of the shards that it changed."""
     num_failed: int = 0
     num_skipped: int = 0
-    error: tuple[str, bool] | None = None
-    """What went wrong in place of an output, and whether it was a sample."""
+    error: tuple[str, bytes] | None = None
+    """What went wrong in place of an output, and the exception, pickled; b"" if it cannot be."""
 
 
 class Server:
@@ -62,8 +63,10 @@ class Server:
         worker: int,
         num_workers: int,
         failures: Failures,
+        num_ranks: int = 1,
     ) -> None:
         """`root`: bound."""
+        self._num_ranks = num_ranks
         self.root = root
         self.failures = failures
         self.num_shards = num_shards
@@ -113,6 +116,7 @@ class Server:
         if (shard is None and is_beyond) or (shard is not None and self._is_done(shard, slot)):
             self._slot += self._step
             return None
+        BATCH_INDEX.set(slot // self._num_ranks)
         counts = self.failures.num_failed, self.failures.num_skipped
         try:
             if shard is None:

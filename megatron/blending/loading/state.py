@@ -57,7 +57,8 @@ def check_stream(saved: State, now: State) -> None:
     for place, (name, fingerprint, num_records) in before.items():
         if here.get(place, (name, fingerprint, num_records))[1:] != (fingerprint, num_records):
             records = here[place][2]
-            counts = "" if records == num_records else f": it had {num_records} records and has {records}"
+            same = "; or what its dataset.yaml says of them"
+            counts = same if records == num_records else f": it had {num_records} records and has {records}"
             raise _differs(f"the data of {name!r} changed{counts}")
     raise _differs("weights, batch sizes or the like changed")
 

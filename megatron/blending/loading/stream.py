@@ -6,11 +6,14 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from types import GeneratorType
 from typing import Any
 
 from megatron.blending.loading.state import State, check_stream, compact
 from megatron.blending.streams.choice import BlendDataset
-from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.holding import HoldingDataset, keyed
+from megatron.blending.streams.mapping import SameOutputs
+from megatron.blending.streams.node import Binding, Hole, SavableDataset, Several
 from megatron.blending.streams.sample_buffer import BufferDataset
 from megatron.blending.streams.shard import ShardState, block_length
 from megatron.blending.streams.source import SourceDataset
@@ -69,6 +72,13 @@ class Stream:
         salts, bases, told = remapped(state, describe_stream(self.root, self.binding))
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
+
+    def sample_again(self, key: Sequence[Any]) -> Any:
+        """Make an output again from its `__restore_key__`; it raises what the functions raise."""
+        try:
+            return _from_key(self.root, key)
+        except (TypeError, IndexError, StopIteration) as error:
+            raise ValueError(f"no __restore_key__ of this stream: {key!r:.200} ({error})") from error
 
     def change_weights(self, weights: Sequence[float], blend: str, turn: int, shards: dict[int, ShardState]) -> None:
         """From output `turn` on, give the children of the blend at a place other weights. ValueError if that is not the
@@ -216,6 +226,36 @@ def sources_of(root: SavableDataset[Any]) -> list[SourceDataset]:
     if isinstance(root, SourceDataset):
         return [root]
     return [source for child in root.children for source in sources_of(child)]
+
+
+def _from_key(node: Any, key: Any) -> Any:
+    """Return an output of a tree from its key: that of a record, or a tuple of those of what it was made of."""
+    if isinstance(node, SourceDataset):
+        if len(key) != 3 or not isinstance(key[2], int):
+            raise IndexError("a record's is (place, position, record)")
+        record = node.source[key[2]]
+        value = record if node.load is None else node.load(record, tuple(key))
+    elif isinstance(node, HoldingDataset):
+        if not key:
+            raise IndexError("it is empty")
+        samples = [_from_key(node.children[0], one) for one in key]
+        encode = getattr(node, "sample_encoder", None)
+        samples = samples if encode is None else list(map(encode, samples))
+        value = keyed(node.make(samples), samples)
+    else:
+        of_record = key
+        while not isinstance(of_record[0], str):
+            of_record = of_record[0]
+        child = _towards(node, of_record[0])
+        if child is None:
+            raise IndexError(f"no source is at place {of_record[0]!r}")
+        value = _from_key(node.children[child], key)
+        value = node.apply(value) if isinstance(node, SameOutputs) else value
+    if isinstance(value, Hole):
+        raise value.error or ValueError("the sample is left out")
+    if isinstance(value, (Several, GeneratorType)):
+        raise ValueError("several outputs were made of one; its key does not say which of them it was")
+    return value
 
 
 def _towards(root: SavableDataset[Any], place: str) -> int | None:

@@ -176,7 +176,12 @@ def serve(
 def _failed(generation: int, error: Exception) -> Message:
     is_sample = isinstance(error, FatalSampleError)
     text = str(error) if is_sample else "".join(traceback.format_exception(error)).rstrip()
-    return Message(generation, -1, error=(text, is_sample))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # whatever a class of the user's does there
+        pickled = b""
+    return Message(generation, -1, error=(text, pickled))
 
 
 def process_main(

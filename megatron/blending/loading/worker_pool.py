@@ -88,7 +88,7 @@ class WorkerProcess:
     def next(self) -> Message | Failure:
         """Return the next output of the latest generation, or a sample, of any, that failed.
 
-        RuntimeError if the worker failed, died or hangs.
+        RuntimeError if the worker died or hangs; where it failed, what it failed with.
         """
         while True:
             self._wait()
@@ -101,8 +101,7 @@ class WorkerProcess:
             if message.generation != self._generation:
                 continue
             if message.error is not None:
-                text, is_sample = message.error
-                raise (FatalSampleError if is_sample else RuntimeError)(f"{self._named()}: {text}")
+                raise self._error(*message.error)
             if message.slot != END:
                 self._tell("more")
             return message
@@ -146,6 +145,20 @@ class WorkerProcess:
             if waited >= self._timeout:
                 raise RuntimeError(told)
             logger.warning("%s", told)
+
+    def _error(self, text: str, pickled: bytes) -> Exception:
+        """Return what a worker failed with as what it was there, and where: the error that a run without workers has.
+
+        But for StopIteration, which would end a loop in silence, and what cannot be pickled: RuntimeError.
+        """
+        told = f"{self._named()}: {text}"
+        error = pickle.loads(pickled) if pickled else None
+        if isinstance(error, FatalSampleError):
+            return FatalSampleError(told)
+        if error is None or isinstance(error, StopIteration):
+            return RuntimeError(told)
+        error.__cause__ = RuntimeError(told)
+        return error
 
     def _named(self) -> str:
         return f"{self.name} (pid {self._process.pid})"
@@ -218,7 +231,7 @@ class WorkerPool:
         try:
             for number in range(max(1, config.num_workers)):
                 part = (config.worker_of_all(number), config.num_workers_of_all)
-                make = functools.partial(make_server, get_root, stream.num_shards, part, handling)
+                make = functools.partial(make_server, get_root, stream.num_shards, part, handling, config.num_ranks)
                 if config.num_workers == 0:
                     self._workers.append(make(self._log.tell))
                     continue
@@ -254,10 +267,11 @@ def make_server(
     num_shards: int,
     part: tuple[int, int],
     handling: tuple[int, Any],
+    num_ranks: int,
     tell: Callable[[Failure], None],
 ) -> Server:
     """Make a server where it works."""
-    return Server(get_root(), num_shards, *part, Failures(*handling, tell))
+    return Server(get_root(), num_shards, *part, Failures(*handling, tell), num_ranks)
 
 
 def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:

@@ -23,6 +23,10 @@ class SkipSample(Exception):
     """A function raises it that wants no part of the sample, which is left out, silently, and counted."""
 
 
+class NotChosen(SkipSample):
+    """No pack takes the sample, which is left out, logged and counted."""
+
+
 class FatalSampleError(RuntimeError):
     """Too many samples in a row failed, or one did in a way that others will too."""
 
@@ -70,7 +74,7 @@ class Failures:
         handler: Callable[[Exception, Any, Any], None] | None = None,
         tell: Callable[[Failure], None] | None = None,
     ):
-        """`handler(error, sample, place)` is called in place of the logging; what it raises ends the run.
+        """`handler(error, sample, sources)` is called in place of the logging; what it raises ends the run.
 
         `tell` gets each failing sample at once, as often as it fails; None: they are logged.
         """
@@ -107,6 +111,8 @@ class Failures:
         """
         if error is None or isinstance(error, SkipSample):
             self._skip(function, where)
+            if isinstance(error, NotChosen):
+                self._tell(Failure(node, place := where(), f"{place}: {error}"))
             return
         if isinstance(error, FatalSampleError):
             raise error
@@ -118,7 +124,7 @@ class Failures:
         tolerance = self._tolerance if own is None else own
         is_fatal = isinstance(error, _FATAL) or bool(tolerance and in_a_row >= tolerance)
         if self._handler is not None and not is_fatal:
-            self._handler(error, sample, where())
+            self._handler(error, sample, _sources_of(sample))
             return
         place = where()
         if is_fatal:
@@ -139,6 +145,23 @@ class Failures:
 def failure_tolerance_of(function: object) -> int | None:
     """Return what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
     return getattr(function, "__failure_tolerance__", None)
+
+
+def reraise_exception(error: Exception, sample: object, sources: object = None) -> None:
+    """A `global_error_handler` that ends the run with the first sample that fails."""
+    raise error
+
+
+def log_exception(error: Exception, sample: object, sources: object = None) -> None:
+    """A `global_error_handler` that logs each failure with its traceback, where the log without any has a line."""
+    logger.error("a sample of %s failed", sources, exc_info=error)
+
+
+def _sources_of(sample: object) -> list[Any] | None:
+    """Return the SourceInfos of a sample, or of several; None where it does not say."""
+    several = sample if isinstance(sample, list) else [sample]
+    has = [one.get("__sources__") if isinstance(one, dict) else getattr(one, "__sources__", None) for one in several]
+    return [source for sources in filter(None, has) for source in sources] or None
 
 
 def _is_power_of_two(number: int) -> bool:

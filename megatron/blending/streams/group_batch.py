@@ -10,6 +10,7 @@ from megatron.blending.streams.node import Hole, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
 from megatron.blending.streams.worker_config import WorkerConfig
 
+_ENERGON_ONLY = ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance")
 _ABOUT_HELD = 32
 # How many keys are there is not known before: half-filled batches of eight, say.
 _ABOUT_OPEN = 4
@@ -69,15 +70,15 @@ class GroupBatchDataset(BufferDataset):
     def __init__(
         self,
         dataset: SavableDataset[Any],
-        sample_group_key: Callable[[Any], tuple[Hashable, int | None]],
+        fixed_batch_size: int | None = None,
+        sample_group_key: Callable[[Any], tuple[Hashable, int | None]] | None = None,
         batcher: Callable[[list[Any]], Any] | None = None,
         *,
-        fixed_batch_size: int | None = None,
         drop_last: bool = False,
         worker_config: WorkerConfig | None = None,
         **ignored: object,
     ) -> None:
-        check_no_more("GroupBatchDataset", ignored, ("batcher_stateless", "batcher_config", "error_handler"))
+        check_no_more("GroupBatchDataset", ignored, _ENERGON_ONLY)
         super().__init__(dataset, fixed_batch_size or _ABOUT_HELD, worker_config)
         check_function("GroupBatchDataset: sample_group_key", sample_group_key)
         self.sample_group_key: Any = sample_group_key

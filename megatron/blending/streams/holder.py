@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from megatron.blending.streams.holding import entries_of, remade, value_again
+from megatron.blending.streams.holding import entries_of, keyed, remade, value_again
 from megatron.blending.streams.node import (
     EXHAUSTED,
     Holders,
@@ -191,4 +191,5 @@ class Holder:
             except Exception as error:
                 return [*[EXHAUSTED] * self._given, Hole(self.node.number, self.node.make, error)]
         made = applied(self.node.make, values, self.node.number)
-        return made if type(made) is Several else [made]
+        several = made if type(made) is Several else [made]
+        return [one if type(one) is Hole else keyed(one, values) for one in several]

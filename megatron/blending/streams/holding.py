@@ -10,6 +10,7 @@ What such a node holds is saved as origins, from which samples are made again: o
 p; or [p, part of several, origin of the output of another such node, or None].
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any, ClassVar
@@ -63,13 +64,31 @@ class HoldingDataset(SavableDataset[Any]):
     def remade(self, inner: list[Any]) -> object:
         """Return an output again, from where it came from."""
         origins, part = inner
-        made = self.make(self.values_again(origins))
+        samples = self.values_again(origins)
+        made = self.make(samples)
         if type(made) is not GeneratorType:
-            return made
-        values = list(made)
+            return keyed(made, samples)
+        values = [keyed(value, samples) for value in made]
         if part < len(values):
             return values[part]
         raise ValueError(f"a generator gave {len(values)} values, but more before; it must give the same each time")
+
+
+def keyed(made: Any, samples: list[Any]) -> Any:
+    """Give an output that has a `__restore_key__` those of what it was made of, whatever the function put there."""
+    is_dict = isinstance(made, dict)
+    if ("__restore_key__" in made) if is_dict else hasattr(made, "__restore_key__"):
+        keys = [restore_key_of(sample) for sample in samples]
+        if all(keys):
+            # What is frozen stays as it is.
+            with contextlib.suppress(AttributeError):
+                made.update(__restore_key__=tuple(keys)) if is_dict else setattr(made, "__restore_key__", tuple(keys))
+    return made
+
+
+def restore_key_of(sample: object) -> Any:
+    """Return where a sample says it came from; () if it says nothing."""
+    return sample.get("__restore_key__", ()) if isinstance(sample, dict) else getattr(sample, "__restore_key__", ())
 
 
 def remade(node: SavableDataset[Any], origin: Origin) -> object:
@@ -117,12 +136,13 @@ class HoldingPlan:
 
     def _made(self, start: int, end: int) -> object:
         try:
-            made = self._node.make(self._child.values(start, end, ONLY_PLAIN))
+            values = self._child.values(start, end, ONLY_PLAIN)
+            made = self._node.make(values)
         except Exception as error:
             raise NotPlain from error
         if type(made) is GeneratorType:
             raise NotPlain
-        return made
+        return keyed(made, values)
 
     def child(self, number: int) -> Plan:
         return self._child

@@ -99,8 +99,10 @@ class FilterDataset(SameOutputs):
         filter_fn: Callable[[Any], bool],
         *,
         worker_config: WorkerConfig | None = None,
+        **ignored: object,
     ) -> None:
         super().__init__(dataset, worker_config)
+        check_no_more("FilterDataset", ignored, ("filter_fn_config",))
         check_function("FilterDataset: filter_fn", filter_fn)
         self.filter_fn: Any = filter_fn
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
-from megatron.blending.streams.failures import FatalSampleError
+from megatron.blending.streams.failures import FatalSampleError, NotChosen
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import packed_origins, unpacked_origins
 from megatron.blending.streams.node import Hole, Origin, SavableDataset
@@ -16,6 +16,11 @@ from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
 from megatron.blending.streams.worker_config import WorkerConfig
 
 OVER_LONG = ("error", "alone", "drop")
+# What energon's takes besides, and nothing here needs.
+_ENERGON_ONLY = (
+    *("final_packer_stateless", "sample_encoder_stateless", "packer_config", "error_handler"),
+    *(f"{name}_failure_tolerance" for name in ("pre_packer", "final_packer", "sample_encoder")),
+)
 _MOST_OFFERS = 16
 _MOST_COPIES = 20_000
 
@@ -135,11 +140,12 @@ class PackingHolder(BufferHolder):
         if self.node.over_long == "alone":
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
-            self.leave_out(Hole(self.node.number, self.node.pre_packer, None, value), origin)
+            reason = NotChosen("select_samples_to_pack does not choose this sample")
+            self.leave_out(Hole(self.node.number, self.node.pre_packer, reason, value), origin)
         else:
             raise FatalSampleError(
                 f"{self.described(origin)}: select_samples_to_pack does not choose this sample; "
-                "cut it if it is too long, or pass over_long='alone' or 'drop'"
+                "cut it if it is too long, or set over_long to 'alone' or 'drop'"
             )
 
     def _encoded(self, group: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -173,9 +179,9 @@ class PackingDataset(BufferDataset):
 
     `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
     `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
-    its first sample is over-long: `over_long` says whether that is an error, whether it makes a pack by itself, or is
-    dropped and counted. So is one that was not chosen from two full buffers and does not fit; but for "error" any that
-    was not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
+    its first sample is over-long: `over_long` says whether it is dropped, logged and counted, makes a pack by itself,
+    or is an error. So is one that was not chosen from two full buffers and does not fit; but for "error" any that was
+    not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
     over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
     """
 
@@ -189,11 +195,11 @@ class PackingDataset(BufferDataset):
         final_packer: Callable[[list[Any]], Any],
         *,
         sample_encoder: Callable[[Any], Any] | None = None,
-        over_long: str = "error",
+        over_long: str = "drop",
         worker_config: WorkerConfig | None = None,
         **ignored: object,
     ) -> None:
-        check_no_more("PackingDataset", ignored, ("final_packer_stateless", "packer_config", "error_handler"))
+        check_no_more("PackingDataset", ignored, _ENERGON_ONLY)
         check_whole("PackingDataset: buffer_size", buffer_size)
         check_one_of("PackingDataset: over_long", over_long, OVER_LONG)
         super().__init__(dataset, buffer_size, worker_config)

@@ -45,7 +45,8 @@ class SourceDataset(SavableDataset[Any]):
         """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
         If it has a method `many(records, keys)`, that makes several.
 
-        `multiplier`: a pass reads each record so often; -1: reads are drawn with replacement; None: as shuffle=False.
+        `multiplier`: so many passes read each record as often; -1: reads are drawn with replacement; None: as
+        shuffle=False.
         `slice_length`: so many consecutive records are read near one another, mixed within about `shuffle_window`.
         `name`: stands in states and errors; by it a changed blend is recognised.
         """
@@ -67,13 +68,13 @@ class SourceDataset(SavableDataset[Any]):
             slice_length=slice_length or 1,
             window_length=shuffle_window or 1,
         )
-        self.size = self.order.epoch_length
+        self.size = len(source)
         self.salt = ""
         self.base = 0
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
-        return self.order.epoch_length
+        return len(self.source)
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self.order = self.order._replace(seed=binding.seed_at(self.place))

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,13 @@ class WorkerConfig:
     failure_tolerance: int = DEFAULT_TOLERANCE
     """So many failures of a function in a row are fatal; 0: none ever is. `@stateless(failure_tolerance=...)` wins."""
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
-    """Called with (error, sample, place) in place of the log, for a sample that failed; what it raises is fatal."""
+    """Called with (error, sample or list of samples, list of SourceInfo or None) in place of the log, for a sample that
+    failed; what it raises is fatal."""
+    restore_error_handler: Any = None
+    worker_debug_path: str | None = None
+    worker_log_level: int = 0
+    """These three are energon's, and of no effect: a sample that is read again is handled as any other, and what fails
+    is in the log `megatron.blending` of the rank."""
     start_method: str | None = None
     """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
@@ -59,6 +66,9 @@ class WorkerConfig:
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         if self.global_error_handler is not None:
             check_function("global_error_handler", self.global_error_handler)
+        for name in ("restore_error_handler", "worker_debug_path", "worker_log_level"):
+            if getattr(self, name):
+                warnings.warn(f"WorkerConfig: {name} has no effect here", stacklevel=3)
         for name in ("slow_worker_seconds", "worker_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

@@ -7,7 +7,8 @@
 
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and labels of -100 are
 masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a missing `source` is 0. A field is a
-numpy array, a tensor or a list, [L] or [1, L].
+numpy array, a tensor or a list, [L] or [1, L]; arrays and tensors [B, L] are B samples. What has `input_ids` and no
+`tokens` is of HuggingFace's collators (see `huggingface`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.batch.huggingface import IGNORED, as_megatron_sample
 from megatron.packing.batch.samples import IntArray, Samples, counted, next_tokens, spread
 
-IGNORED = -100
-"""The label that HuggingFace's collators give to tokens without a loss."""
 _LIMIT = 2**31
 """Ids travel as int32; what it cannot hold is refused, not changed."""
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_HUGGINGFACE = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seq_lens_q")
 
 
 class SampleError(ValueError):
@@ -49,17 +50,25 @@ class SampleReader:
     def add(self, drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]], draw: int) -> None:
         """Take what one `next` returned: a dict, or any number of them. ValueError for a dict that is no sample."""
         for item in (drawn,) if isinstance(drawn, Mapping) else drawn:
-            self._add_item(item, draw)
+            shape: tuple[int, ...] = getattr(item.get("tokens", item.get("input_ids")), "shape", ())
+            if len(shape) == 2 and shape[0] > 1:
+                for row in range(shape[0]):
+                    self._add_item(_row(item, row, shape[0]), draw)
+            else:
+                self._add_item(item, draw)
 
     def _add_item(self, item: Mapping[str, Any], draw: int) -> None:
+        if item.get("tokens") is None and item.get("input_ids") is not None:
+            given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
+            item = {"source": item.get("source", 0), **as_megatron_sample(given)}
         given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
         if "tokens" not in given:
-            raise ValueError(f"a sample must have the key 'tokens', but has {sorted(item)}")
+            raise ValueError(f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}")
         size = given["tokens"].size
         for name, values in given.items():
             if values.size != size:
                 raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}")
-        source = int(item.get("source", 0))
+        source = _number(item.get("source", 0))
         if not 0 <= source < _LIMIT:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
         lengths = [size]
@@ -146,7 +155,7 @@ def read_samples(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samp
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
     """Return the first token and the length of each sequence in an item of `size` tokens; at least one sequence."""
     if item.get("cu_seqlens") is None:
-        length = int(item.get("original_seq_len", size))
+        length = _number(item.get("original_seq_len", size))
         if not 0 < length <= size:
             raise ValueError(f"a sample must have at least one token, but has {length} of {size} tokens")
         return np.zeros(1, np.int64), np.array([length])
@@ -164,6 +173,16 @@ def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
             raise ValueError(f"'cu_seqlens_padded' must place sequences within {size} tokens, but is {padded.tolist()}")
     is_real = lengths > 0
     return starts[is_real], lengths[is_real]
+
+
+def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
+    """Return one sample of a batch; what has no entry for each row is the same for all."""
+    return {name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value for name, value in item.items()}
+
+
+def _number(value: Any) -> int:
+    """Return a number, or the only one of an array or a tensor."""
+    return int(value.item() if hasattr(value, "item") else value)
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:

@@ -76,7 +76,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
     params = packed_seq_params(microbatch, device)
     mask = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
-    if fields["loss_mask"] is not None and mask.device.type == "cpu" != device.type:
+    if fields["loss_mask"] is not None and mask is not None and mask.device.type == "cpu" != device.type:
         mask = mask if index is None else mask[index]  # what counts, for `head`, which must not ask the device
         params.loss_rows = _sent(mask.nonzero().squeeze(1), device)  # type: ignore[attr-defined]
     return Batch(

@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
-    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64 [N], descending).
+    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64 [N]).
 
     The largest of: the mean over ranks; the costliest sequence; and for each k, of the k * num_ranks + 1 costliest
     sequences some rank holds k + 1, at the least the k + 1 cheapest of them.
@@ -28,6 +28,7 @@ def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
     """
     if cost.size == 0:
         return 0.0
+    cost = -np.sort(-cost)
     sums = np.concatenate(([0.0], np.cumsum(cost)))
     cheapest = np.arange(num_ranks, cost.size, num_ranks)
     k = np.arange(1, cheapest.size + 1)
@@ -57,11 +58,11 @@ def fewest_packs(length: IntArray, capacity: int) -> int:
 def step_bound(cost: FloatArray, fixed: float, num_ranks: int, fewest: int, model: StepModel) -> float:
     """What no schedule of at least `fewest` microbatches takes less than, in the unit of the cost.
 
-    cost: float64 [N], of the sequences, descending; fixed: of a microbatch besides.
+    cost: float64 [N], of the sequences; fixed: of a microbatch besides.
     """
     if cost.size == 0:
         return fixed * (fewest + model.bubble_packs) / model.num_stages
-    more, costliest = model.bubble_packs, float(cost[0])
+    more, costliest = model.bubble_packs, float(cost.max())
     longest = costliest * (1 + more)
     # Time falls with the number of microbatches, as there is less to fill and drain, and grows by their fixed costs.
     # The best number, were it any from the fewest on:

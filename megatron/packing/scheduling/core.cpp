@@ -2,7 +2,7 @@
 // the same arguments), so that no Python headers are needed to build them. What each does is told by the Python function
 // of its name in placement.py, step_time.py or moved_tokens.py.
 //
-// Sequences come in descending order of length, and so of cost. Pack numbers are rank * per_rank + position.
+// Sequences come in descending order of length, and so, but for masked tokens, of cost. Pack numbers are rank * per_rank + position.
 
 #include <algorithm>
 #include <cstdint>

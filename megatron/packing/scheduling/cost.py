@@ -1,14 +1,15 @@
 """pure: cost of a pack, which schedulers balance, and from which reports compute model FLOPs utilisation.
 
 A sequence of L tokens costs `linear * L + quadratic * L^2` FLOPs: matrix products over tokens, and causal attention
-over pairs of tokens. Packing changes neither term, so two sums over a batch, of L and of L^2, give its FLOPs exactly.
-A microbatch costs `fixed` besides, whatever it holds.
+over pairs of tokens; less `head` for each masked token, which needs no output layer. Packing changes none of the terms,
+so sums over a batch, of L, of L^2 and of loss tokens, give its FLOPs exactly. A microbatch costs `fixed` besides,
+whatever it holds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,30 +25,46 @@ _FLOPS_PER_BYTE = 256
 
 @dataclass(frozen=True)
 class PackCost:
-    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2) + fixed` over its sequences' lengths L.
+    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 - head * masked tokens) + fixed` over
+    its sequences, of length L.
 
-    In FLOPs, or any other unit: schedulers use only the ratios. Never falls as sequences grow: `linear` must be above
-    0, the others at least 0.
+    In FLOPs, or any other unit: schedulers use only the ratios. `linear` must be above `head`, the others at least 0.
     """
 
     linear: float
     quadratic: float
     fixed: float = 0.0
+    head: float = 0.0
+    """Of `linear`, what a token costs that counts for the loss, and no other."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.linear < math.inf and 0 <= self.quadratic < math.inf and 0 <= self.fixed < math.inf):
-            raise ValueError(f"a pack cost needs linear > 0, quadratic >= 0 and fixed >= 0, all finite, but is {self}")
+        terms = (self.quadratic, self.fixed, self.head)
+        if not (self.head < self.linear < math.inf and all(0 <= term < math.inf for term in terms)):
+            raise ValueError(
+                f"a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, but is {self}"
+            )
 
-    def of_sequences(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Cost of each sequence of `lengths` (tokens, int64, any shape), float64 of the same shape."""
-        tokens = lengths.astype(np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
+    def of_sequences(
+        self, lengths: npt.NDArray[np.int64], loss_tokens: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Cost of each sequence of `lengths` (tokens, int64, any shape), float64 of the same shape.
 
-    def of_batch(self, num_tokens: int, square_sum: int) -> float:
-        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths and of their squares (exact
-        integers); `fixed`, which is time but not work, is left out.
+        loss_tokens: of each; None: all of them.
         """
-        return self.linear * num_tokens + self.quadratic * square_sum
+        tokens = lengths.astype(np.float64)
+        costs = tokens * (self.linear + self.quadratic * tokens)
+        return costs if loss_tokens is None or not self.head else costs - self.head * (lengths - loss_tokens)
+
+    def of_batch(self, num_tokens: int, square_sum: int, num_loss_tokens: int | None = None) -> float:
+        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths, of their squares and of
+        their loss tokens (exact integers; None: all); `fixed`, which is time but not work, is left out.
+        """
+        num_masked = 0 if num_loss_tokens is None else num_tokens - num_loss_tokens
+        return self.linear * num_tokens + self.quadratic * square_sum - self.head * num_masked
+
+    def at_loss_share(self, share: float) -> PackCost:
+        """The cost where that part of each sequence's tokens counts for the loss, as a cost of lengths alone."""
+        return replace(self, linear=self.linear - self.head * (1 - share), head=0.0)
 
 
 def gpt_pack_cost(
@@ -96,4 +113,5 @@ def gpt_pack_cost(
         linear=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token),
         quadratic=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_square),
         fixed=float(_BYTES_PER_WEIGHT * _FLOPS_PER_BYTE * num_weights),
+        head=float(_FLOPS_PER_MULTIPLY_ADD * hidden_size * vocab_size),
     )

@@ -131,7 +131,7 @@ def write_fitted_cost(
 ) -> None:
     """Write the file; `circumstances` are device, versions and date."""
     content = {
-        **asdict(fit.cost),
+        **{name: getattr(fit.cost, name) for name in _TERMS},
         "relative_error": {"mean": fit.mean_error, "worst": fit.worst_error},
         "model": dict(model),
         **circumstances,

@@ -149,7 +149,7 @@ class _Pipelines:
         # Even packs of interleaved pipelines make smaller bubbles; a costly one among others passes all stages alone.
         self._more = request.model.num_stages - 1
         of_rank = rank_cost_bound(self._cost, request.num_ranks)
-        self._low = max(of_rank * (1 + request.model.bubble_packs / number), self._cost[0] * (1 + self._more))
+        self._low = max(of_rank * (1 + request.model.bubble_packs / number), float(self._cost.max()) * (1 + self._more))
 
     def first(self, is_quick: bool) -> Placed:
         """By few ways; or by the better one in the flow shop, and a single shape."""
@@ -243,7 +243,7 @@ class _Pipelines:
         others = Packs(self._packs.num_ranks - in_use, number, self._packs.capacity)
         length, cost = self._length[rest], self._cost[rest]
         limit = (time - cost.sum() / others.num_ranks) / more
-        if limit < cost[0]:
+        if limit < cost.max():
             return None
         even, _ = first_fit(length, cost, others.each_alone(), limit=limit)
         if even.min() < 0:

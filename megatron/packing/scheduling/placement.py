@@ -3,8 +3,9 @@
 The loops are those of core.cpp. Where that is not built, each way is taken by a few lines of Python, slower, and what
 only refines a placement leaves it as it is.
 
-Sequences come in descending order of length, and so of cost: `length` is int64 [N], `cost` float64 [N]. A placement
-is int64 [N]: the pack of each, rank * num_microbatches + microbatch. A sequence goes to the emptiest pack of its rank.
+Sequences come in descending order of length, and so, but for masked tokens, of cost: `length` is int64 [N], `cost`
+float64 [N]. A placement is int64 [N]: the pack of each, rank * num_microbatches + microbatch. A sequence goes to the
+emptiest pack of its rank.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def bisect_ranks(length: IntArray, cost: FloatArray, packs: Packs, high: float) 
     """
     if length.size == 0:
         return None
-    low, best = max(float(cost.sum()) / packs.num_ranks, float(cost[0])), None
+    low, best = max(float(cost.sum()) / packs.num_ranks, float(cost.max())), None
     head = min(length.size, _PER_RANK * packs.num_ranks)
     head = length.size if 2 * head > length.size else head
     for _ in range(_MAX_BISECTIONS if length.size <= _MANY else 1):

@@ -37,7 +37,8 @@ class Sorted(NamedTuple):
     length: IntArray
     """int64 [N], tokens."""
     cost: FloatArray
-    """float64 [N], of the sequence alone, in the unit of the request's cost."""
+    """float64 [N], of the sequence alone, in the unit of the request's cost. Descending, but where long sequences have
+    few loss tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,12 @@ class ScheduleRequest:
         """The sequences, the longest first."""
         order = sorted_order(-self.lengths)
         length = self.lengths[order]
-        return Sorted(order, length, self.cost.of_sequences(length))
+        return Sorted(order, length, self.sequence_costs[order])
+
+    @cached_property
+    def sequence_costs(self) -> FloatArray:
+        """float64 [N], of each sequence alone."""
+        return self.cost.of_sequences(self.lengths, self.loss_tokens)
 
     @cached_property
     def fewest_microbatches(self) -> int:
@@ -128,7 +134,7 @@ class ScheduleRequest:
         """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included."""
         num_packs = schedule.num_ranks * schedule.num_microbatches
         costs = np.full(num_packs, float(self.cost.fixed))
-        costs += np.bincount(schedule.pack, weights=self.cost.of_sequences(self.lengths), minlength=num_packs)
+        costs += np.bincount(schedule.pack, weights=self.sequence_costs, minlength=num_packs)
         return costs.reshape(schedule.num_ranks, -1)
 
     def time_of(self, schedule: Schedule) -> float:

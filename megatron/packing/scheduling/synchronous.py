@@ -156,7 +156,7 @@ class _Search:
         while full[-1].rest.size and len(full) <= min(number, _MAX_FULL):
             done, pack, rest = full[-1]
             length, cost = self._length[rest], self._cost[rest]
-            limit = float(cost[0]) * height
+            limit = float(cost.max()) * height
             if limit * num_ranks * (number - done) <= cost.sum():
                 break
             rank = (
@@ -175,7 +175,7 @@ class _Search:
             return
         left = self._packs.num_microbatches - full.number
         length, cost = self._length[full.rest], self._cost[full.rest]
-        fewest = max(int(cost.sum() / (self._packs.num_ranks * cost[0])), 1)
+        fewest = max(int(cost.sum() / (self._packs.num_ranks * cost.max())), 1)
         some = (fewest, fewest + 1) if self._cost.size <= _MANY else (fewest,)
         for num_even in sorted({min(number, left) for number in (*some, self._packs.num_microbatches)} - {0}):
             even = spread(length, cost, Packs(self._packs.num_ranks * num_even, 1, self._packs.capacity))

@@ -40,6 +40,10 @@ class PackingOptions:
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
     logits_of_masked_tokens: bool = False
     """The plug-in leaves a model's output layer as it is (see `model.head`)."""
+    megatron_lm_calls: bool = False
+    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most tensor-parallel ranks,
+    and the hook's result ends in two more entries, the global batch's sums of lengths and of their squares.
+    """
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
@@ -136,9 +140,11 @@ def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[s
 def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None) -> PackCost:
     """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was measured."""
     fitted.check_model(model_of(config, vocab_size))
-    return fitted.of_rank(
+    cost = fitted.of_rank(
         tensor_parallel_size=config.tensor_model_parallel_size, context_parallel_size=config.context_parallel_size
     )
+    flops = cost_of(config, vocab_size or 0)  # all tokens of the measured packs had a loss
+    return replace(cost, head=cost.linear * flops.head / flops.linear)
 
 
 def _shape_of(config: TransformerConfig) -> dict[str, Any]:

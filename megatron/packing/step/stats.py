@@ -22,6 +22,8 @@ class PackingStats:
     num_sequences: int
     num_tokens: int
     square_sum: int
+    num_loss_tokens: int
+    """Of the sequences, those that count for the loss; all of them where that is not known."""
     num_padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
     num_microbatches: int
@@ -80,6 +82,7 @@ def packing_stats(
     return PackingStats(
         num_sequences=len(length),
         num_tokens=int(length.sum()),
+        num_loss_tokens=int((length if request.loss_tokens is None else request.loss_tokens).sum()),
         square_sum=sum(value * value for value in length.tolist()),
         num_padded_tokens=int(computed.sum()),
         num_microbatches=num_microbatches,

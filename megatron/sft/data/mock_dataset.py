@@ -57,9 +57,10 @@ class MockSFTDataset(RecordSource):
       seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
     - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo their number; random
       tokens. A relative path is relative to the folder of the JSON file.
-    - `verification`: "prefix" of a .bin/.idx pair, whose tokens fill lengths drawn as in `distribution`.
+    - `verification`: "data_path", the prefix of a .bin/.idx pair, whose tokens fill lengths drawn as in `distribution`;
+      without "type" lognormal, from 100 to 4096 but at most seq_length, mean 2048, sigma 1.1, or as the keys say.
 
-    None is `{"mode": "distribution"}`.
+    In all of them "format" may be "thd", as Megatron-LM's recipes have it. None is `{"mode": "distribution"}`.
 
     A sample is a dict of `tokens` and `labels` (the next tokens), int64 [L], and `loss_mask`, float32 [L], all ones.
     ValueError for a configuration that is wrong or could give a sample longer than `seq_length`.
@@ -73,6 +74,8 @@ class MockSFTDataset(RecordSource):
                 raise ValueError(f"{name} must be at least 1, but is {value}")
         config, folder = _load(config_json)
         mode, config = take_key(config, "mode", str)
+        if config.pop("format", "thd") != "thd":
+            raise config_error('format must be "thd": samples are padded where --sequence-packing is left out; drop it')
         self._lengths: LengthSource
         self._tokens: TokenSource = RandomTokens(vocab_size)
         if mode == "file":
@@ -81,7 +84,9 @@ class MockSFTDataset(RecordSource):
         elif mode == "distribution":
             self._lengths = DrawnLengths(_distribution(config, seq_length))
         elif mode == "verification":
-            prefix, config = take_key(config, "prefix", str)
+            prefix, config = take_key(config, "data_path", str)
+            if "type" not in config:
+                config = _lognormal_of_verification(seq_length) | config
             self._lengths = DrawnLengths(_distribution(config, seq_length))
             self._tokens = IndexedTokens(str(folder / prefix), vocab_size)
         else:
@@ -155,9 +160,9 @@ class IndexedTokens:
         try:
             self._documents = IndexedSource(prefix)
         except ValueError as error:
-            raise config_error(f"prefix must name a .bin/.idx pair, but {error}") from None
+            raise config_error(f"data_path must name a .bin/.idx pair, but {error}") from None
         if not self._documents.lengths.any():
-            raise config_error(f"prefix must hold tokens, but {prefix}.bin is empty")
+            raise config_error(f"data_path must hold tokens, but {prefix}.bin is empty")
 
     def __call__(self, seed: int, index: int, count: int) -> IntArray:
         num_documents = len(self._documents)
@@ -226,6 +231,20 @@ def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
     if not isinstance(config, dict):
         raise config_error(f"{where} must be a JSON object, but is {shown(config)}")
     return config, folder
+
+
+def _lognormal_of_verification(seq_length: int) -> dict[str, Any]:
+    """Megatron-LM's own values, as far as samples may be so long."""
+    longest = min(4096, seq_length)
+    shortest = min(100, longest)
+    mean = min(2048, (shortest + longest) / 2)
+    return {
+        "type": "lognormal",
+        "min_seq_len": shortest,
+        "max_seq_len": longest,
+        "mean_seq_len": mean,
+        "lognormal_sigma": 1.1,
+    }
 
 
 def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribution:

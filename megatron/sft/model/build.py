@@ -54,7 +54,9 @@ def build_training(
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
     if config.lora.lora:  # two products per matrix instead of three: those of frozen weights' gradients are not made
-        cost = replace(cost, linear=cost.linear * 2 / 3)
+        cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
+    if config.training.logits_of_masked_tokens:
+        cost = replace(cost, head=0.0)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
     transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
@@ -233,18 +235,14 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
 def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Builds megatron-core's schedule; it counts samples, as Megatron's trainers make it."""
     training, batch = config.training, config.training.global_batch_size
-    decay_steps = (training.lr_decay_iters or training.train_iters) * batch
-    warmup_steps = training.lr_warmup_iters * batch
-    if training.lr_warmup_fraction is not None:
-        warmup_steps = int(training.lr_warmup_fraction * decay_steps)
     wsd_steps = None if training.lr_wsd_decay_iters is None else training.lr_wsd_decay_iters * batch
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=training.lr,
         min_lr=training.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=training.warmup_samples,
+        lr_decay_steps=training.decay_samples,
         lr_decay_style=training.lr_decay_style,
         wsd_decay_steps=wsd_steps,
         lr_wsd_decay_style=training.lr_wsd_decay_style,

@@ -186,8 +186,13 @@ class SFTConfig:
 
 
 def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    packs = given.get("sequence_packing_scheduler") is not None
-    return implied_options(given) | ({"sequence_packing": True} if packs else {})
+    implied = implied_options(given)
+    if given.get("sequence_packing_scheduler") is not None:
+        implied["sequence_packing"] = True
+    samples, batch = given.get("train_samples"), given.get("global_batch_size", 0)
+    if samples is not None and batch > 0:
+        implied["train_iters"] = samples // batch
+    return implied
 
 
 def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:

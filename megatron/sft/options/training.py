@@ -17,6 +17,8 @@ class TrainingConfig:
     """Steps to train for."""
     train_epochs: float | None = None
     """Passes over the training data, in place of --train-iters."""
+    train_samples: int | None = None
+    """Sequences to train on, in place of --train-iters; whole steps of them."""
     global_batch_size: int
     """Sequences of one step."""
     lr: float
@@ -30,8 +32,12 @@ class TrainingConfig:
     """How the learning rate falls; WSD: it stays highest until the last --lr-wsd-decay-iters."""
     lr_decay_iters: int | None = None
     """Steps until it is lowest (default: --train-iters)."""
+    lr_decay_samples: int | None = None
+    """The same in sequences, in place of --lr-decay-iters."""
     lr_warmup_iters: int = 0
     """Steps in which it rises from zero."""
+    lr_warmup_samples: int | None = None
+    """The same in sequences, in place of --lr-warmup-iters."""
     lr_warmup_fraction: float | None = None
     """Share of the steps of decay in which it rises, in place of --lr-warmup-iters."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
@@ -60,6 +66,8 @@ class TrainingConfig:
     """Global batches of an evaluation; 0: none."""
     early_stopping: int | None = None
     """End after this many evaluations in a row without a lower validation loss."""
+    exit_interval: int | None = None
+    """Save and end after each step whose number is a multiple of this; the last step of the run ends it as ever."""
     exit_duration_in_mins: float | None = None
     """Save and end after the step in which so many minutes have gone by."""
     skip_nan_steps: int = 0
@@ -68,11 +76,14 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if self.train_iters and self.train_epochs is not None:
             raise ValueError("pass either --train-iters or --train-epochs, not both")
+        check_range(self, self.global_batch_size, None, "train_samples")
         if self.train_iters < 1 and self.train_epochs is None:
             raise ValueError(f"--train-iters must be at least 1 without --train-epochs, but is {self.train_iters}")
+        if self.train_samples is not None and self.train_samples // self.global_batch_size != self.train_iters:
+            raise ValueError("pass either --train-iters or --train-samples, not both")
         check_range(self, 1e-9, None, "train_epochs")
         check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
-        check_range(self, 1, None, "lr_decay_iters", "early_stopping")
+        check_range(self, 1, None, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval")
         check_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
         check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
         for name in ("adam_beta1", "adam_beta2"):
@@ -83,16 +94,40 @@ class TrainingConfig:
         if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_iters is not None):
             raise ValueError("--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none")
         check_range(self, 1, None, "lr_wsd_decay_iters")
-        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            raise ValueError("pass either --lr-warmup-iters or --lr-warmup-fraction, not both")
+        self._check_warmup()
+
+    def _check_warmup(self) -> None:
+        ways = {
+            "--lr-warmup-iters": self.lr_warmup_iters,
+            "--lr-warmup-samples": self.lr_warmup_samples,
+            "--lr-warmup-fraction": self.lr_warmup_fraction,
+        }
+        given = [flag for flag, value in ways.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"pass either {' or '.join(given)}, not both")
+        if self.lr_decay_iters and self.lr_decay_samples:
+            raise ValueError("pass either --lr-decay-iters or --lr-decay-samples, not both")
         if not 0 <= (self.lr_warmup_fraction or 0) < 1:
             raise ValueError(f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}")
-        decay_iters = self.lr_decay_iters or self.train_iters
-        if not 0 <= self.lr_warmup_iters < (decay_iters or math.inf):
+        decay = self.decay_samples / self.global_batch_size
+        if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
+            flag = (given or ["--lr-warmup-iters"])[0]
             raise ValueError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} must be less than the steps of decay, "
-                f"{decay_iters}; lower it or raise --lr-decay-iters"
+                f"{flag} {ways[flag]} must be less than the steps of decay, {decay:g}; lower it or raise "
+                "--lr-decay-iters"
             )
+
+    @property
+    def decay_samples(self) -> int:
+        """Samples until the learning rate is lowest; 0 where --train-epochs are not known as steps yet."""
+        return self.lr_decay_samples or (self.lr_decay_iters or self.train_iters) * self.global_batch_size
+
+    @property
+    def warmup_samples(self) -> int:
+        """Samples in which the learning rate rises."""
+        if self.lr_warmup_fraction is not None:
+            return int(self.lr_warmup_fraction * self.decay_samples)
+        return self.lr_warmup_samples or self.lr_warmup_iters * self.global_batch_size
 
     def for_records(self, num_records: int) -> TrainingConfig:
         """Returns these options for training data of so many records: --train-epochs as steps, the last one whole.

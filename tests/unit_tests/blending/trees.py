@@ -115,7 +115,7 @@ ENDLESS = {
     "blend with packs": lambda: shares(
         PackingDataset(endless("a"), 10, first_fit, list), BatchDataset(endless("b"), 3)
     ),
-    "groups": lambda: GroupBatchDataset(MapDataset(endless(), skip_thirds), parity, fixed_batch_size=4),
+    "groups": lambda: GroupBatchDataset(MapDataset(endless(), skip_thirds), 4, parity),
 }
 
 FINITE = {
@@ -137,5 +137,5 @@ FINITE = {
     "several": lambda: BatchDataset(MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), several), 5),
     "limited filter": lambda: ConcatDataset(LimitDataset(FilterDataset(source_of("a", 200), is_odd), 30)),
     "packs": lambda: PackingDataset(ConcatDataset(source_of("a", 400), source_of("b", 300)), 10, first_fit, list),
-    "groups": lambda: GroupBatchDataset(source_of("a", 200), parity, fixed_batch_size=4),
+    "groups": lambda: GroupBatchDataset(source_of("a", 200), 4, parity),
 }

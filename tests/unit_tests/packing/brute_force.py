@@ -1,5 +1,6 @@
 """The best of all schedules of a few sequences, to hold bounds and schedulers against."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -69,8 +70,10 @@ def optimum(asked: ScheduleRequest) -> float:
     return min(time for number in numbers if (time := least_time(asked, number)) is not None)
 
 
-def random_request(rng, model: StepModel) -> ScheduleRequest:
-    """Small enough for brute force. Costs are small integers in some, so that they tie."""
+def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleRequest:
+    """Small enough for brute force. Costs are small integers in some, so that they tie. masks: some tokens have no
+    loss and cost less, so that the longest need not be the costliest.
+    """
     longest = int(rng.integers(1, 25))
     lengths = descending(rng, 1, longest + 1, rng.integers(0, 7))
     capacity = int(lengths.max(initial=1) * rng.choice([1, 1, 1.25, 1.5, 2, 3, 10]))
@@ -79,7 +82,18 @@ def random_request(rng, model: StepModel) -> ScheduleRequest:
         int(rng.integers(1, 4)) / divisor, int(rng.integers(0, 3)) / divisor, float(rng.choice([0, 0, 1, 5, 30, 300]))
     )
     multiple = int(rng.choice([1, 1, 2, 3])) * model.stage_group
-    return request(lengths, int(rng.integers(1, 4)), capacity, microbatch_multiple=multiple, cost=cost, model=model)
+    loss_tokens = None
+    if masks:
+        cost, loss_tokens = replace(cost, head=cost.linear / 2), rng.integers(0, lengths + 1)
+    return request(
+        lengths,
+        int(rng.integers(1, 4)),
+        capacity,
+        microbatch_multiple=multiple,
+        cost=cost,
+        model=model,
+        loss_tokens=loss_tokens,
+    )
 
 
 MODES = {

@@ -46,6 +46,7 @@ def request(
     per_draw: int = 1,
     cost: PackCost = COST,
     model: StepModel | None = None,
+    loss_tokens=None,
 ) -> ScheduleRequest:
     """Sequences dealt to source ranks in equal shares, `per_draw` of them by each `next`."""
     n = len(lengths)
@@ -55,6 +56,7 @@ def request(
         lengths=np.array(lengths, np.int64),
         source_rank=np.arange(n) // max(per_rank, 1),
         source_draw=position // per_draw,
+        loss_tokens=None if loss_tokens is None else np.array(loss_tokens, np.int64),
         num_ranks=num_ranks,
         num_draws=-(-per_rank // per_draw),
         capacity=capacity,
@@ -78,8 +80,14 @@ def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
         capacity * per_draw if whole_draws_fit else capacity,
         microbatch_multiple=draw(st.integers(1, 4)) * model.stage_group,
         per_draw=per_draw,
-        cost=PackCost(1.0, draw(st.sampled_from([0.0, 1 / 64, 3.0])), draw(st.sampled_from([0.0, 0.3, 10.0, 1e6]))),
+        cost=PackCost(
+            1.0,
+            draw(st.sampled_from([0.0, 1 / 64, 3.0])),
+            draw(st.sampled_from([0.0, 0.3, 10.0, 1e6])),
+            draw(st.sampled_from([0.0, 0.25, 0.99])),
+        ),
         model=model,
+        loss_tokens=[draw(st.integers(0, length)) for length in lengths],
     )
 
 

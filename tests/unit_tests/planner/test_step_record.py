@@ -64,7 +64,7 @@ def test_ranks_draw_equal_parts():
         ({"packs": [[[1], [True]]]}, r"packs\[0\]\[1\] must be lengths above 0"),
         ({"packs": [[[16, 1], [2]]]}, "a pack holds 16"),
         ({"packs": [[[17], [2]]]}, "a pack holds 16"),
-        ({"cost": {"linear": 0, "quadratic": 0}}, "linear > 0"),
+        ({"cost": {"linear": 0, "quadratic": 0}}, "linear > head"),
         ({"model": {"stages": 1}}, "not a schedule as --dump-schedule writes them"),
         ({"capacity": "x"}, "capacity must be a whole number above 0, but is x"),
     ],

@@ -9,7 +9,7 @@ Written by `python -m megatron.blending prepare` and by energon. Nothing that a 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.blending.arguments import nearest
@@ -28,7 +28,9 @@ _MOST_SAMPLES = 1 << 48
 
 _OUR_MODULES = re.compile(r"megatron\.(energon|blending)(\..*)?")
 _LEGACY_CLASS = re.compile(r"(\w+)Webdataset")
-_DATASET_KEYS = "__module__ __class__ sample_type field_map sample_loader part_filter subflavors subflavor".split()
+_DATASET_KEYS = (
+    "__module__ __class__ sample_type field_map sample_loader part_filter subflavors subflavor split_config".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class SampleType:
     """`file.py:function` beside the YAML file."""
     part_filter: str | tuple[str, ...] | None = None
     """`file.py:function`, or the names of the parts that are read; None: all."""
+    split_config: str | None = None
+    """The file that says how the shards are split, in place of split.yaml."""
     where: str = ""
 
 
@@ -145,6 +149,7 @@ def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tupl
     """Return the kind of sample and the subflavors; ValueError naming file, line and key."""
     path = join_location(root, f"{FOLDER}/{dataset_config}")
     if not is_file(path):
+        read_info(root)  # which says so of a folder that is not prepared at all
         raise ValueError(
             f"{path}: no such file; write one, or run python -m megatron.blending prepare with --sample-type and "
             "--field-map"
@@ -154,7 +159,7 @@ def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tupl
     table = place.table(content)
     place.check_keys(table, _DATASET_KEYS)
     subflavors = dict(place.at("subflavors", table).table(table["subflavors"])) if table.get("subflavors") else {}
-    return _sample_type(table, place), subflavors
+    return replace(_sample_type(table, place), split_config=place.text(table, "split_config")), subflavors
 
 
 def _sample_type(table: Table, place: Place) -> SampleType:

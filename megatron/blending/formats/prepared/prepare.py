@@ -35,8 +35,6 @@ SAMPLE_TYPES = (
 ).split()
 
 _ENERGON_VERSION = "7.4.1"
-_SPLIT_NAMES = ("train", "val", "test")
-_SHUFFLE_SEED = 42
 _SHARDS_AHEAD_PER_WORKER = 2
 _LOADER_FILE = "sample_loader.py"
 
@@ -46,13 +44,19 @@ class Preparation:
     """A Preparation says what is asked for, in the words of `energon prepare`."""
 
     split_ratio: tuple[float, ...] = (1.0, 0.0, 0.0)
-    """Shares of the shards for train, val and test, which are cut in order."""
+    """Shares of the shards for the parts that `split_names` has, which are cut in order."""
+    split_names: Sequence[str] = ("train", "val", "test")
+    split_config: str = "split.yaml"
+    """The file that says so, also as JSON."""
+    shards: Sequence[str] = ()
+    """Names, with braces; none: all below the folder."""
     split_parts: Sequence[str] = ()
     """`train:train/.*`: part, regular expression from the start of a shard's name, with braces; instead of shares."""
     exclude: str | None = None
     """Regular expression; a shard in whose name it is found is left out."""
     shuffle_tars: bool = False
     """Deal the shards in a random order, the same each time."""
+    shuffle_seed: int = 42
     sample_type: str | None = None
     """Class of the samples, or CrudeWebdataset; None: no dataset.yaml is written."""
     field_map: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +67,9 @@ class Preparation:
     num_workers: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.split_ratio) != 3 or min(self.split_ratio) < 0 or sum(self.split_ratio) <= 0:
-            raise ValueError(f"--split-ratio must be three shares like 8,1,1, but is {self.split_ratio}")
+        num_parts = len(self.split_names)
+        if len(self.split_ratio) != num_parts or min(self.split_ratio) < 0 or sum(self.split_ratio) <= 0:
+            raise ValueError(f"--split-ratio must be {num_parts} shares like 8,1,1, but is {self.split_ratio}")
         for part in self.split_parts:
             if ":" not in part:
                 raise ValueError(f"--split-parts must be like 'train:train/.*', but is {part!r}")
@@ -131,6 +136,8 @@ def _find_shards(folder: str, asked: Preparation) -> list[str]:
         return list(read_info(folder))
     if is_prepared and not asked.force_overwrite:
         raise ValueError(f"{folder}: is prepared already; pass --force-overwrite to prepare it anew")
+    if asked.shards:
+        return [name for pattern in asked.shards for name in expand_braces(pattern)]
     names = [name for pattern in ("*.tar", "*.tgz", "*.tar.gz") for name in list_names(folder, f"**/{pattern}")]
     shards = [name for name in names if not (asked.exclude and re.search(asked.exclude, name))]
     for name in shards:
@@ -205,9 +212,9 @@ def _deal(shards: list[str], asked: Preparation) -> dict[str, list[str]]:
             for part, expression in expressions.items()
         }
     if asked.shuffle_tars:
-        random.Random(_SHUFFLE_SEED).shuffle(shards)
+        random.Random(asked.shuffle_seed).shuffle(shards)
     ends = [int(len(shards) * share) for share in np.cumsum(asked.split_ratio) / sum(asked.split_ratio)]
-    return {part: shards[start:end] for part, start, end in zip(_SPLIT_NAMES, [0, *ends], ends)}
+    return {part: shards[start:end] for part, start, end in zip(asked.split_names, [0, *ends], ends)}
 
 
 def _dataset_config(folder: str, asked: Preparation) -> dict[str, Any] | None:
@@ -238,7 +245,9 @@ def _write_config(
         _put_text(folder, asked.dataset_yaml_name, yaml.safe_dump(dataset_config, sort_keys=False))
     collapsed = {part: collapse_numbers(shards) for part, shards in split_parts.items()}
     split = {"split_parts": collapsed, "exclude": []}
-    _put_text(folder, "split.yaml", yaml.safe_dump(split, sort_keys=False, allow_unicode=True))
+    is_json = asked.split_config.endswith(".json")
+    text = json.dumps(split, indent=2) if is_json else yaml.safe_dump(split, sort_keys=False, allow_unicode=True)
+    _put_text(folder, asked.split_config, text)
     info = {"energon_version": _ENERGON_VERSION, "shard_counts": counts}
     legacy = os.path.join(folder, FOLDER, ".info.yaml")
     if os.path.isfile(legacy):

@@ -13,6 +13,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def open_webdataset(
     may name; else such a data set is refused.
     """
     path = path.rstrip("/") or path
-    part = read_split_part(path, split_part, split_config)
     sample_type, subflavors = read_dataset_config(path, dataset_config)
+    part = read_split_part(path, split_part, sample_type.split_config or split_config)
     return WebDataset(path, part, sample_type, subflavors, allow_code=allow_code)
 
 
@@ -144,6 +145,21 @@ class WebDataset(RecordSource):
             return {"__key__": record["__key__"], **self._sample_loader(decoded)}
         return decoded
 
+    def num_bytes(self, records: range) -> int | None:
+        """Return the bytes that consecutive records take in their archives, headers and all; None of remote ones.
+
+        Of many shards it opens each, in about 30 microseconds.
+        """
+        if not self._is_local or not records:
+            return None if not self._is_local else 0
+        (first, start), (last, end) = self._places([records.start, records.stop - 1])
+        total = 0
+        for number in range(first, last + 1):
+            offsets = self._shard(number).offsets
+            until = end + 1 if number == last else len(offsets) - 1
+            total += int(offsets[until]) - int(offsets[start if number == first else 0])
+        return total
+
     def find(self, keys: Iterable[str]) -> dict[str, int]:
         """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there is none."""
         if self._start_of_file is None:
@@ -164,8 +180,11 @@ class WebDataset(RecordSource):
         return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
-        """It is made of names, numbers and exclusions, and of the files of 8 evenly spread shards."""
-        digest = hashlib.blake2b(repr((self._shards, self._skipped.tolist())).encode(), digest_size=16)
+        """It is made of names, numbers and exclusions, of the files of 8 evenly spread shards, and of what dataset.yaml
+        makes of their parts.
+        """
+        kind = replace(self.sample_type, where="")
+        digest = hashlib.blake2b(repr((self._shards, self._skipped.tolist(), kind)).encode(), digest_size=16)
         last = len(self._shards) - 1
         for number in sorted({probe * last // (_FINGERPRINT_SHARDS - 1) for probe in range(_FINGERPRINT_SHARDS)}):
             digest.update(

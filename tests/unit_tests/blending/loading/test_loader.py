@@ -642,7 +642,7 @@ def test_a_refused_change_of_weights_changes_nothing(num_workers):
 def test_weights_below_a_buffer_are_not_changed_on_several_ranks():
     """Each would have changed them elsewhere: ranks draw samples twice, and their states do not fit together."""
     blend = BlendDataset((endless("a"), 1), (endless("b"), 1))
-    for tree in (PackingDataset(blend, 20, first_fit, list), GroupBatchDataset(blend, parity, fixed_batch_size=4)):
+    for tree in (PackingDataset(blend, 20, first_fit, list), GroupBatchDataset(blend, 4, parity)):
         for loader in loaders(tree, 2):
             next(loader)
             with pytest.raises(ValueError, match=r"below packing_buffer_size.*plan the change \(weight_schedule\)"):
@@ -734,7 +734,7 @@ def test_packs_read_each_sample_once_per_epoch():
 
 
 def test_groups_read_each_sample_once_per_epoch():
-    samples, num_shards = first_samples(GroupBatchDataset(endless("a", 800), parity, fixed_batch_size=8), 100)
+    samples, num_shards = first_samples(GroupBatchDataset(endless("a", 800), 8, parity), 100)
     assert len(set(samples)) > 0.98 * len(samples) == 784
     assert num_shards == 2
 

@@ -200,8 +200,8 @@ def test_over_long_samples():
         return PackingDataset(endless("a", 50), 4, up_to_40, list, **options)
 
     with pytest.raises(FatalSampleError, match=r"a:4\d: select_samples_to_pack does not choose this sample"):
-        listed(tree(), 1000)
-    dropped = {pack[0][1] for pack in listed(tree(over_long="drop"), 1000)}
+        listed(tree(over_long="error"), 1000)
+    dropped = {pack[0][1] for pack in listed(tree(), 1000)}
     assert dropped == set(range(41))
     alone = {pack[0][1] for pack in listed(tree(over_long="alone"), 1000)}
     assert alone == set(range(50))
@@ -246,7 +246,7 @@ def test_an_over_long_sample_is_found_while_others_are_chosen():
         return PackingDataset(MapDataset(endless("a", 400), long_or_short), 10, packs_of_80, list, **options)
 
     with pytest.raises(FatalSampleError, match="a:7: select_samples_to_pack does not choose this sample"):
-        listed(tree(), 400, num_shards=1)
+        listed(tree(over_long="error"), 400, num_shards=1)
     # Small ones wait for long, as the longest are packed first, but they do fit.
     assert listed(PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list), 400, num_shards=1)
 
@@ -277,14 +277,14 @@ def test_select_must_return_what_it_was_given():
 
 
 def test_groups():
-    batches = listed(GroupBatchDataset(source_of("a", 100), parity, fixed_batch_size=4))
+    batches = listed(GroupBatchDataset(source_of("a", 100), 4, parity))
     assert all(len({index % 2 for _, index in batch}) == 1 for batch in batches)
     assert sorted(index for batch in batches for _, index in batch) == list(range(100))
 
     def sized(sample):
         return sample[1] % 2, 2 + sample[1] % 2
 
-    assert {len(batch) for batch in listed(GroupBatchDataset(endless(), sized), 30)} == {2, 3}
+    assert {len(batch) for batch in listed(GroupBatchDataset(endless(), None, sized), 30)} == {2, 3}
 
 
 def test_one_data_set_may_stand_in_two_places():

@@ -143,12 +143,12 @@ def nothing_passes(sample):
 def test_an_own_handler():
     seen = []
 
-    def handler(error, sample, place):
-        seen.append((str(error), sample, place))
+    def handler(error, sample, sources):
+        seen.append((str(error), sample, sources))
 
     loader = get_loader(MapDataset(source_of("a", 8), fail_sevens), config(global_error_handler=handler))
     assert len(list(loader)) == 6
-    assert sorted(seen) == [("seven", ("a", 0), "a:0"), ("seven", ("a", 7), "a:7")]
+    assert sorted(seen) == [("seven", ("a", 0), None), ("seven", ("a", 7), None)]
 
 
 def test_failures_of_batches_and_packs():

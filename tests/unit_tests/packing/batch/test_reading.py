@@ -108,6 +108,38 @@ def test_lists_of_samples_keep_their_order() -> None:
     assert read([]) == []
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_rows_of_a_batch_are_samples(make: Any) -> None:
+    """Collators stack; rows run together would attend to one another, and lengths would be the padded ones."""
+    batch = {"tokens": make([[5, 6, 7], [8, 9, 0]]), "original_seq_len": make([[3], [2]]), "source": make([4, 1])}
+    assert tokens_of(batch) == [[5, 6, 7], [8, 9]]
+    assert read_samples(batch).sources.tolist() == [4, 1]
+    packs = {"tokens": make([[5, 6, 7], [8, 9, 0]]), "cu_seqlens": make([[0, 1, 3], [0, 2, 2]])}
+    assert tokens_of(packs) == [[5], [6, 7], [8, 9]]
+
+
+def test_huggingface_samples() -> None:
+    """Labels stand above their own token there: trained as they are, a model would learn to repeat its input."""
+    answer = ([5, 6, 7, 8], [0, 7, 8, 0], [0.0, 1.0, 1.0, 0.0], [0, 1, 2, 3])
+    sides = {
+        "input_ids": torch.tensor([[5, 6, 7, 8, 0], [0, 5, 6, 7, 8]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]),
+        "labels": torch.tensor([[-100, -100, 7, 8, -100], [-100, -100, -100, 7, 8]]),
+    }
+    assert read(sides) == [answer, answer]
+    assert read({"input_ids": [5, 6, 7]}) == [DERIVED]
+
+
+@pytest.mark.parametrize("ends", [{"position_ids": [0, 1, 2, 0, 1]}, {"cu_seq_lens_q": [0, 3, 5]}])
+def test_huggingface_samples_without_padding_between_them(ends: dict[str, Any]) -> None:
+    """The collator that flattens a batch says only so where each begins; the label after the last one is unknown."""
+    item = {"input_ids": [[5, 6, 7, 8, 9]], "labels": [[5, 6, 7, 8, 9]], **ends}
+    assert read(item) == [
+        ([5, 6, 7], [6, 7, 0], [1.0, 1.0, 0.0], [0, 1, 2]),
+        ([8, 9], [9, 0], [1.0, 0.0], [0, 1]),
+    ]
+
+
 def test_a_reader_knows_which_draw_gave_each() -> None:
     """Schedulers keep together what was drawn together, and errors name the draw."""
     reader = SampleReader()
@@ -124,8 +156,12 @@ def test_a_reader_knows_which_draw_gave_each() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"text": [1]}, "must have the key 'tokens', but has ['text']"),
-        ({"tokens": None, "labels": [1]}, "must have the key 'tokens'"),
+        ({"text": [1]}, "must have the key 'tokens' or 'input_ids', but has ['text']"),
+        ({"tokens": None, "labels": [1]}, "must have the key 'tokens' or 'input_ids'"),
+        ({"input_ids": [1, 2], "labels": [2]}, "'labels' must be as long as 'input_ids' (2), but is 1"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "at least one token, but 'attention_mask' says"),
+        ({"input_ids": [1, 2], "cu_seq_lens_q": [0, 3]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
+        ({"tokens": np.ones((2, 3), int), "cu_seqlens": np.array([0, 3])}, "'cu_seqlens' must rise from 0"),
         ({"tokens": [1, 2], "labels": [2]}, "'labels' must be as long as 'tokens' (2), but is 1"),
         ({"tokens": [1, 2], "loss_mask": [1, 1, 1]}, "'loss_mask' must be as long as 'tokens' (2), but is 3"),
         ({"tokens": [1, 2], "position_ids": []}, "'position_ids' must be as long as 'tokens' (2), but is 0"),

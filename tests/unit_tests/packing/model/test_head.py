@@ -1,6 +1,7 @@
 """The output layer and loss of the tokens that count: the losses and gradients of all tokens at once, exactly."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -100,13 +101,16 @@ def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(batch,
     by_kind = {"some": LOSS_MASK, "all": torch.zeros(NUM_TOKENS), "none": torch.ones(NUM_TOKENS)}
     loss_mask = None if masked is None else by_kind[masked].expand(batch, -1)
     plain_losses, plain_gradients = run(gpt(hidden_dropout=0.0, attention_dropout=0.0), loss_mask, batch)
-    model, num_rows = gpt(hidden_dropout=0.0, attention_dropout=0.0), []
+    model, num_rows = gpt(hidden_dropout=0.0, attention_dropout=0.0), list[int]()
     assert skip_masked_tokens(model)
     assert skip_masked_tokens(model)  # once more changes nothing
     apply = head._CrossEntropy.apply
-    monkeypatch.setattr(
-        head._CrossEntropy, "apply", lambda states, *more: num_rows.append(len(states)) or apply(states, *more)
-    )
+
+    def counting(states: Tensor, *others: Any) -> Tensor:
+        num_rows.append(len(states))
+        return apply(states, *others)
+
+    monkeypatch.setattr(head._CrossEntropy, "apply", counting)
     losses, found = run(model, loss_mask, batch)
     counted = torch.ones(batch, NUM_TOKENS) if loss_mask is None else (loss_mask != 0).float()
     assert num_rows == [int(counted.sum())]

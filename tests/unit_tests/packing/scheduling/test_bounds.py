@@ -11,13 +11,14 @@ from tests.unit_tests.packing.requests import request
 from tests.unit_tests.packing.stubs import array
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("mode", "met"), [("ranks", 0.75), ("pipelines", 0.4), ("ranks that meet", 0.45)])
-def test_bound_is_never_above_the_optimum_and_often_meets_it(mode, met):
+def test_bound_is_never_above_the_optimum_and_often_meets_it(mode, met, masks):
     """A bound above the optimum reports "1.000 of the bound" for schedules that others beat, and ends searches."""
     rng = np.random.default_rng(11)
     exact = total = 0
     for case in range(450):
-        asked = random_request(rng, MODES[mode][case % len(MODES[mode])])
+        asked = random_request(rng, MODES[mode][case % len(MODES[mode])], masks)
         best = optimum(asked)
         assert asked.bound <= best * (1 + 1e-9), asked
         exact += asked.bound >= best * (1 - 1e-9)

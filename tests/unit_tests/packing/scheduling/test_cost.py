@@ -66,14 +66,33 @@ def test_fixed_cost_is_no_work():
     assert with_fixed.of_sequences(lengths).tolist() == without.of_sequences(lengths).tolist()
 
 
+def test_masked_tokens_need_no_output_layer():
+    cost, lengths, loss_tokens = PackCost(3.0, 0.5, 1e9, head=1.0), np.array([3, 4]), np.array([0, 3])
+    assert cost.of_sequences(lengths).tolist() == [3 * 4.5, 4 * 5]
+    assert cost.of_sequences(lengths, loss_tokens).tolist() == [3 * 3.5, 4 * 5 - 1]
+    assert cost.of_batch(7, 25) == 33.5
+    assert cost.of_batch(7, 25, 3) == 33.5 - 4 == cost.at_loss_share(3 / 7).of_batch(7, 25)
+
+
 NAN, INFINITE = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
     "numbers",
-    [(0.0, 1.0), (-1.0, 0.0), (1.0, -1.0), (NAN, 0.0), (1.0, NAN), (INFINITE, 0.0), (1.0, 0.0, -1.0), (1.0, 0.0, NAN)],
+    [
+        (0.0, 1.0),
+        (-1.0, 0.0),
+        (1.0, -1.0),
+        (NAN, 0.0),
+        (1.0, NAN),
+        (INFINITE, 0.0),
+        (1.0, 0.0, -1.0),
+        (1.0, 0.0, NAN),
+        (1.0, 0.0, 0.0, 1.0),
+        (1.0, 0.0, 0.0, -0.5),
+    ],
 )
 def test_cost_that_could_fall_is_refused(numbers):
     """Schedulers place the costliest first and count on it being the longest."""
-    with pytest.raises(ValueError, match="linear > 0, quadratic >= 0 and fixed >= 0, all finite"):
+    with pytest.raises(ValueError, match="linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite"):
         PackCost(*numbers)

@@ -55,6 +55,7 @@ def test_literal_account():
         num_sequences=3,
         num_tokens=10,
         square_sum=9 + 25 + 4,
+        num_loss_tokens=10,
         num_padded_tokens=16 + 8 + 8 + 8,
         num_microbatches=2,
         num_ranks=2,

@@ -230,8 +230,14 @@ def without(key):
             )
         ),
         (
-            {"mode": "verification", "prefix": "nowhere"},
-            "prefix must name a .bin/.idx pair, but nowhere.bin: no such file",
+            {**LOGNORMAL, "format": "sbhd"},
+            'format must be "thd": samples are padded where --sequence-packing is left out',
+        ),
+        ({**LOGNORMAL, "fromat": "thd"}, "unknown key fromat; "),
+        ({"mode": "verification", "data_path": "nowhere", "min_len": 2}, "unknown key min_len; did you mean"),
+        (
+            {"mode": "verification", "data_path": "nowhere"},
+            "data_path must name a .bin/.idx pair, but nowhere.bin: no such file",
         ),
     ],
 )
@@ -251,7 +257,7 @@ def test_verification_reads_real_tokens(tmp_path, monkeypatch):
     for document in documents:
         builder.add_document(np.array(document, np.uint16), [len(document)])
     builder.finalize(str(tmp_path / "real.idx"))
-    config = {"mode": "verification", "prefix": "real", "type": "constant", "seq_len": 20}
+    config = {"mode": "verification", "data_path": "real", "type": "constant", "seq_len": 20}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     data = dataset(str(tmp_path / "config.json"), seq_length=20, vocab_size=34)
@@ -267,8 +273,19 @@ def test_verification_reads_real_tokens(tmp_path, monkeypatch):
     assert sample["tokens"].dtype == np.int64
 
     monkeypatch.chdir(tmp_path)
-    drawn = dataset({"mode": "verification", "prefix": "real"}, seq_length=20, vocab_size=34)
-    assert (drawn.lengths(MANY) == dataset(None, seq_length=20).lengths(MANY)).all()
-    small = dataset({"mode": "verification", "prefix": "real"}, seq_length=20, vocab_size=33)
+    drawn = dataset({"mode": "verification", "data_path": "real"}, seq_length=20, vocab_size=34)
+    assert drawn.lengths(MANY).max() == 20
+    upstream = {
+        "type": "lognormal",
+        "min_seq_len": 100,
+        "max_seq_len": 4096,
+        "mean_seq_len": 2048,
+        "lognormal_sigma": 1.1,
+    }
+    for given in ({}, {"min_seq_len": 1000}, {"mean_seq_len": 512, "lognormal_sigma": 0.5}):
+        drawn = dataset({"mode": "verification", "data_path": "real", "format": "thd", **given})
+        same = dataset({"mode": "distribution", **upstream, **given})
+        assert (drawn.lengths(MANY) == same.lengths(MANY)).all()
+    small = dataset({"mode": "verification", "data_path": "real"}, seq_length=20, vocab_size=33)
     with pytest.raises(ValueError, match=r"document 2 of real holds token 33, but the vocabulary is 33 tokens"):
         [small[i] for i in range(30)]

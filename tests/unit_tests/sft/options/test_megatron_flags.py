@@ -8,7 +8,13 @@ import pytest
 
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.sft.options.config import GROUPS
-from megatron.sft.options.megatron_flags import ACCEPTED, REFUSED, megatron_flag_notes, without_megatron_flags
+from megatron.sft.options.megatron_flags import (
+    ACCEPTED,
+    READ_AS,
+    REFUSED,
+    megatron_flag_notes,
+    without_megatron_flags,
+)
 from tests.unit_tests.sft.command_line import parse
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "megatron-lm.md"
@@ -17,6 +23,7 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "megatron-lm.md"
 def table() -> str:
     """The options in docs/megatron-lm.md, which is written by this."""
     lines = ["| option | here |", "|---|---|"]
+    lines += [f"| `{flag}` | read as {read.others} |" for flag, read in READ_AS.items()]
     for flag, accepted in ACCEPTED.items():
         what = "always so" if accepted.always_so else "without effect"
         values = f", as {' or '.join(accepted.values)}" if accepted.values else ""
@@ -29,7 +36,7 @@ def test_document_lists_all() -> None:
     assert table() in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize("flag", [*ACCEPTED, *REFUSED])
+@pytest.mark.parametrize("flag", [*READ_AS, *ACCEPTED, *REFUSED])
 def test_no_option_of_ours_is_hidden(flag: str) -> None:
     """One that becomes ours must leave the table, or it would be dropped before it is read."""
     with pytest.raises(FlagError, match=f"unknown option {flag}"):
@@ -66,6 +73,37 @@ def test_what_is_not_so_here_is_refused(arguments: str, message: str) -> None:
     with pytest.raises(FlagError) as failure:
         parse(arguments)
     assert str(failure.value) == message
+
+
+def test_data_in_files_of_arguments(tmp_path: Path) -> None:
+    """Weights and paths of long blends stand in files; read in another order, another blend is trained."""
+    (tmp_path / "blend.txt").write_text("5 a.jsonl\n3 b.jsonl\n")
+    (tmp_path / "splits.json").write_text(
+        '{"train": ["5", "a.jsonl", 3, "b.jsonl"], "valid": ["c.jsonl"], "test": null}'
+    )
+    for path in ("test", "list"):
+        (tmp_path / f"{path}.json").write_text('{"train": ["a"], "test": ["t"]}' if path == "test" else "[1]")
+
+    def read(text: str) -> list[str]:
+        return without_megatron_flags(text.replace("DIR", str(tmp_path)).split())
+
+    blend = ["--data-path", "5", "a.jsonl", "3", "b.jsonl"]
+    assert read("--data-args-path DIR/blend.txt --bf16") == [*blend, "--bf16"]
+    assert read("--per-split-data-args-path=DIR/splits.json") == [*blend, "--valid-data-path", "c.jsonl"]
+    assert read("--train-data-path a b --recompute-activations") == [
+        *("--data-path", "a", "b"),
+        *("--recompute-granularity", "selective"),
+    ]
+    for text, message in (
+        ("--data-path a --data-args-path DIR/blend.txt", "either --data-args-path or --data-path, not both"),
+        ("--data-args-path", "--data-args-path must be one file, but is missing"),
+        ("--data-args-path DIR/none.txt", "none.txt: "),
+        ("--per-split-data-args-path DIR/list.json", 'must be a file with JSON such as {"train"'),
+        ("--per-split-data-args-path DIR/test.json", "has data for test; take it out"),
+    ):
+        with pytest.raises(FlagError) as failure:
+            read(text)
+        assert message in str(failure.value)
 
 
 def test_a_scheduler_alone_switches_packing_on() -> None:

@@ -11,6 +11,11 @@ CONTRADICTIONS = [
     ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "--lr-decay-iters"]),
     ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, ["--lr-warmup-iters 4", "--lr-decay-iters"]),
     ("--lr-warmup-iters -1", 1, ["--lr-warmup-iters -1"]),
+    ("--train-samples 80", 1, ["pass either --train-iters or --train-samples"]),
+    ("--lr-warmup-samples 160", 1, ["--lr-warmup-samples 160 must be less than the steps of decay, 10"]),
+    ("--lr-warmup-samples 8 --lr-warmup-iters 1", 1, ["either --lr-warmup-iters or --lr-warmup-samples"]),
+    ("--lr-decay-samples 80 --lr-decay-iters 5", 1, ["either --lr-decay-iters or --lr-decay-samples"]),
+    ("--exit-interval 0", 1, ["--exit-interval must be at least 1"]),
 ]
 
 
@@ -24,6 +29,22 @@ def test_adam_that_never_forgets_is_refused():
     """torch refuses it without the option's name, after the process groups are built."""
     with pytest.raises(FlagError, match="--adam-beta2"):
         parse("--adam-beta2 1.0")
+
+
+SAMPLES = f"{MODEL} --mock-data --lr 1e-3"
+
+
+def test_a_run_counted_in_samples() -> None:
+    """Megatron-LM's recipes count so; the learning rate must rise and fall where it does for steps."""
+    given = "--global-batch-size 16 --train-samples 170 --lr-warmup-samples 24 --lr-decay-samples 120"
+    training = parse(given, base=SAMPLES).training
+    assert (training.train_iters, training.warmup_samples, training.decay_samples) == (10, 24, 120)
+    training = parse("--lr-warmup-iters 2 --lr-decay-iters 8").training
+    assert (training.warmup_samples, training.decay_samples) == (32, 128)
+    training = parse("--lr-warmup-fraction 0.25").training
+    assert (training.warmup_samples, training.decay_samples) == (40, 160)
+    with pytest.raises(FlagError, match="--train-samples must be at least 16, but is 15"):
+        parse("--global-batch-size 16 --train-samples 15", base=SAMPLES)
 
 
 EPOCHS = f"{MODEL} --data-path chats.jsonl --global-batch-size 16 --lr 1e-3"

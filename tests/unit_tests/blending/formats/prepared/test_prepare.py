@@ -150,9 +150,9 @@ def test_splits(tmp_path, asked, parts):
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
-        ({"split_ratio": (1, 1)}, "--split-ratio must be three shares"),
-        ({"split_ratio": (0, 0, 0)}, "--split-ratio must be three shares"),
-        ({"split_ratio": (2, -1, 0)}, "--split-ratio must be three shares"),
+        ({"split_ratio": (1, 1)}, "--split-ratio must be 3 shares"),
+        ({"split_ratio": (0, 0, 0)}, "--split-ratio must be 3 shares"),
+        ({"split_ratio": (2, -1, 0)}, "--split-ratio must be 3 shares"),
         ({"split_parts": ["train"]}, "--split-parts must be like 'train:train/.*'"),
         ({"sample_type": "TextSampel"}, "but is 'TextSampel'; did you mean 'TextSample'?"),
         ({"field_map": {"text": "txt"}}, "--field-map needs --sample-type"),
@@ -245,7 +245,7 @@ def test_command_without_a_sample_type_says_what_is_missing(tmp_path, capsys):
         (["none"], "none: no .tar file is below it"),
         ([".", "--field-map", "{"], "--field-map is not JSON"),
         ([".", "--field-map", '{"a": 1}'], "--field-map must map fields to parts"),
-        ([".", "--split-ratio", "a,b"], "--split-ratio must be three shares"),
+        ([".", "--split-ratio", "a,b"], "--split-ratio must be 3 shares"),
         (["empty.jsonl"], "empty.jsonl: has no records"),
         (["zipped"], "zipped: a.tgz is compressed"),
         (["nosample"], "nosample: none of its 1 tar files has a sample"),
