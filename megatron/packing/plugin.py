@@ -34,7 +34,14 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.model import auxiliary_losses
 from megatron.packing.model.mcore_versions import check_version
-from megatron.packing.plugin_checks import check_config, check_groups, check_modules, checking_loss
+from megatron.packing.plugin_checks import (
+    check_config,
+    check_groups,
+    check_modules,
+    check_training,
+    checking_loss,
+    checking_packs,
+)
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.delay import DelayQueue
@@ -175,10 +182,12 @@ class PackingSchedule:
             self._check_once(chunk)
         groups = arguments.get("pg_collection")
         check_groups(groups)
+        if not arguments.get("forward_only"):
+            check_training(config)
         run: Callable[..., list[Any]] = self.plain
         if not _is_packed(data_iterator, config, groups):
             run = self._packed_for(chunks[0])
-        with auxiliary_losses.installed():
+        with auxiliary_losses.installed(), checking_packs(chunks):
             losses = run(
                 data_iterator=data_iterator,
                 model=model,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.packing.scheduling.registry import get_scheduler
@@ -33,8 +36,25 @@ def check_config(config: Any) -> None:
         )
     demands = [
         (
-            config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather",
-            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths',
+            config.num_moe_experts is None or config.moe_token_dispatcher_type == "alltoall",
+            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which "allgather" cannot '
+            'take, and "flex" was not checked with',
+        ),
+        (
+            config.num_moe_experts is None or config.moe_expert_capacity_factor is None,
+            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who shares their pack",
+        ),
+        (
+            config.num_moe_experts is None or not _balancing_types(config) & {"seq_aux_loss", "sinkhorn"},
+            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
+        ),
+        (
+            not config.multi_latent_attention or config.context_parallel_size == 1,
+            "context_parallel_size=1 with multi_latent_attention: the two were not checked together with packs",
+        ),
+        (
+            not config.apply_rope_fusion or _yarn_get_concentration_factor_from_config(config) == 1.0,
+            "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of attention scores",
         ),
         (
             config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
@@ -53,6 +73,40 @@ def check_config(config: Any) -> None:
     ]
     pipeline.require(demands)
     pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _balancing_types(config: Any) -> set[str]:
+    types = config.moe_router_load_balancing_type
+    return {types} if isinstance(types, str) else set(types)
+
+
+def check_training(config: Any) -> None:
+    """ValueError for a config whose gradients nobody would add up over ranks and divide by the number of tokens."""
+    if config.finalize_model_grads_func is None:
+        raise ValueError(
+            "sequence packing needs TransformerConfig finalize_model_grads_func, or gradients stay sums of this rank; "
+            "set it to megatron.core.distributed.finalize_model_grads"
+        )
+
+
+@contextmanager
+def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """ValueError for a forward step that gives the model's attention no `packed_seq_params`, inside the `with`."""
+
+    def check(module: torch.nn.Module, arguments: object, options: dict[str, Any]) -> None:
+        if options.get("packed_seq_params") is None:
+            raise ValueError(
+                "the model was called without packed_seq_params, and sequences of a pack would attend to one another; "
+                "pass packed_seq_params=batch.packed_seq_params in the forward step"
+            )
+
+    found = [next((m for m in chunk.modules() if isinstance(m, Attention)), None) for chunk in chunks]
+    hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in found if m is not None]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_modules(chunk: torch.nn.Module) -> None:

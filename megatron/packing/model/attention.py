@@ -6,8 +6,9 @@ fp16, else `scaled_dot_product_attention` sequence by sequence, which costs the 
 of T x T.
 
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag
-pieces attends to all tokens up to its own last one. Memory: the keys and values of the whole pack, per layer, until the
-backward pass; `recompute_granularity="selective"` gathers them again instead.
+pieces of a sequence attends to all tokens up to its own last one, as if it were a sequence of its own. Memory: the keys
+and values of the whole pack, per layer, until the backward pass; `recompute_granularity="selective"` gathers them again
+instead.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron.packing.model.zigzag import zigzag
-
-Lengths = tuple[int, ...]
+from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
 
 
 class PackedDotProductAttention(MegatronModule):
@@ -81,7 +80,7 @@ class PackedDotProductAttention(MegatronModule):
     ) -> Tensor:
         """See the class. `attention_mask` is not looked at: rows are padded at their end, where no real token looks."""
         if packed_seq_params is not None:
-            return self._attend(query, key, value, _padded_lengths(packed_seq_params)).flatten(1)
+            return self._attend(query, key, value, padded_lengths(packed_seq_params)).flatten(1)
         rows, batch = query.shape[:2]
         flat = [x.transpose(0, 1).reshape(rows * batch, *x.shape[2:]) for x in (query, key, value)]
         out = self._attend(flat[0], flat[1], flat[2], (rows * self.cp_group.size(),) * batch)
@@ -90,18 +89,12 @@ class PackedDotProductAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
         if self.cp_group.size() == 1:
             return causal_attention(query, key, value, lengths, lengths, self.softmax_scale)
-        order = zigzag(lengths, self.cp_group.size(), self.cp_group.rank(), query.device)
+        seen = zigzag(lengths, self.cp_group.size(), self.cp_group.rank(), query.device)
         gathered = gather_from_sequence_parallel_region(
             torch.cat((key, value), dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
         )
-        outputs = []
-        for half in order.halves:
-            keys, values = gathered.index_select(0, half.key_index).chunk(2, dim=-1)
-            queries = query.index_select(0, half.query_index)
-            outputs.append(
-                causal_attention(queries, keys, values, half.query_lengths, half.key_lengths, self.softmax_scale)
-            )
-        return torch.cat(outputs).index_select(0, order.output_index)
+        keys, values = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
+        return causal_attention(query, keys, values, seen.query_lengths, seen.key_lengths, self.softmax_scale)
 
 
 def causal_attention(
@@ -180,8 +173,3 @@ def _flash_kernel() -> Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float
 def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
     """int32 running sum; cached, so that the copy is made once per microbatch and not once per layer."""
     return torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
-
-
-def _padded_lengths(packed_seq_params: Any) -> Lengths:
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return tuple((packed_seq_params.cu_seqlens_q if padded is None else padded).diff().tolist())

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -60,12 +59,19 @@ def get_batch_on_this_rank_for_sequence_packing(
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
     microbatch = next(data_iterator)
+    if not (isinstance(microbatch, dict) and microbatch.keys() >= {"cu_seqlens_padded", "padding_mask"}):
+        raise ValueError(
+            "the data iterator gave something else than a packed microbatch; call plugin.install(config, arguments) "
+            "before get_forward_backward_func(), or pass the iterator through wrap_dataloader"
+        )
     device = device_of(groups.tp)
-    index = _shard_index(microbatch, groups.cp)
+    params = packed_seq_params(microbatch, device)
+    index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
+    if index is not None:
+        index = _sent(index, microbatch["padding_mask"].device)  # where all fields are
 
     def shard(values: Tensor) -> Tensor:
-        shard = values if index is None else values[_sent(index, values.device)]
-        return _sent(shard, device).unsqueeze(0)
+        return _sent(values if index is None else values.index_select(0, index), device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
@@ -91,17 +97,11 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size]; padding is from 0 or
     from its sequence's, and masked. No collective.
     """
-    index = _shard_index(microbatch, groups.cp)
-    sources = microbatch["sources"].repeat_interleave(microbatch["cu_seqlens_padded"].diff().long())
+    lengths = microbatch["cu_seqlens_padded"].diff()
+    index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
+    sources = microbatch["sources"].repeat_interleave(lengths.long())
     shard = sources if index is None else sources[index]
     return _sent(shard, device_of(groups.tp)).unsqueeze(0)
-
-
-def _shard_index(microbatch: dict[str, Any], cp: dist.ProcessGroup) -> Tensor | None:
-    """Which tokens of the pack are this rank's; None for all of them."""
-    if cp.size() == 1:
-        return None
-    return shard_index(tuple(microbatch["cu_seqlens_padded"].diff().tolist()), cp.size(), cp.rank())
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
@@ -111,22 +111,23 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> PackedSeqParams:
+def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
     """The layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs had no padding.
 
     Padding follows its sequence, so causal attention never looks at it, and it costs no more than its few tokens. Told
     of both kinds, Transformer Engine overlooks padding after the last sequence, divides real lengths by the
     context-parallel size whether or not they are multiples of it, and compares the two on the host in each layer;
     multi-token prediction cuts the pack by the real ones. They are on the device for Transformer Engine, else on the
-    host, where megatron-core's RoPE reads them: a device tensor would be one host sync per layer.
+    host, where multi-token prediction reads them: a device tensor would be host syncs.
     """
-    padded = microbatch["cu_seqlens_padded"]
-    if transformer_engine_installed():
-        padded = _sent(padded, device)
-    return PackedSeqParams(
+    on_host = microbatch["cu_seqlens_padded"]
+    padded = _sent(on_host, device) if transformer_engine_installed() else on_host
+    params: Any = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=padded,
         cu_seqlens_kv=padded,
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )
+    params.padded_lengths = tuple(on_host.diff().tolist())  # for `zigzag.padded_lengths`, which then reads no device
+    return params

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,23 +17,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.packing.model.rotary import PackedSelfAttention
 
 
 def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with context parallel).
 
     With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one, in which the core
-    attention and the norms are ours, since its own refuse packs, context parallel and sequence parallel.
+    attention and the norms are ours, since its own refuse packs, context parallel and sequence parallel. In both,
+    rotary embeddings that no kernel fuses are applied to whole packs (see `rotary`).
     """
     use_transformer_engine = transformer_engine_installed()
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
     if use_transformer_engine:
-        return spec
-    return TransformerBlockSubmodules(
-        layer_specs=[_takes_packs(layer) for layer in spec.layer_specs], layer_norm=TorchNorm
-    )
+        return replace(spec, layer_specs=[_turns_packs(layer) for layer in spec.layer_specs])
+    layers = [_turns_packs(_takes_packs(layer)) for layer in spec.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
 
 def packed_mtp_block_spec(
@@ -63,6 +65,14 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
             layer.submodules, self_attention=attention, input_layernorm=TorchNorm, pre_mlp_layernorm=TorchNorm
         ),
     )
+
+
+def _turns_packs(layer: ModuleSpec) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    if attention.module is not SelfAttention:  # latent attention turns a part of each head, in its own way
+        return layer
+    turning = replace(attention, module=PackedSelfAttention)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=turning))
 
 
 class TorchNorm:

@@ -1,4 +1,4 @@
-"""tensor. Which tokens of a pack a context-parallel rank holds, and how to see a whole pack again.
+"""tensor. Which tokens of a pack a context-parallel rank holds, and what they attend to.
 
 Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal attention costs
 every rank the same. All results are pure functions of (lengths, size, rank) and cached, since every layer asks for
@@ -8,71 +8,77 @@ the same ones.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.packing.batch.samples import spread
+
+Lengths = tuple[int, ...]
+
+
+def padded_lengths(packed_seq_params: Any) -> Lengths:
+    """The length of each segment of a pack, padding included; read once per microbatch, and kept with it."""
+    kept: Lengths | None = getattr(packed_seq_params, "padded_lengths", None)
+    if kept is None:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        kept = tuple((packed_seq_params.cu_seqlens_q if padded is None else padded).diff().tolist())
+        packed_seq_params.padded_lengths = kept
+    return kept
+
+
+def starts_of_tokens(lengths: Lengths) -> Tensor:
+    """int64 [T]: where each token's segment starts in the pack: (2, 1) -> [0, 0, 2]."""
+    segments = np.array(lengths)
+    return torch.from_numpy(np.repeat(segments.cumsum() - segments, segments))
+
 
 @lru_cache(maxsize=32)
-def shard_index(padded_lengths: tuple[int, ...], size: int, rank: int) -> Tensor | None:
+def shard_index(lengths: Lengths, size: int, rank: int) -> Tensor | None:
     """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by sequence; None for all of
     them.
     """
-    if size == 1:
-        return None
-    starts = np.cumsum((0, *padded_lengths[:-1]))
-    return torch.from_numpy(np.concatenate([_pieces(start, n, size, rank) for start, n in zip(starts, padded_lengths)]))
+    return None if size == 1 else torch.from_numpy(_shard(_nonempty(lengths), size, rank))
 
 
-def _pieces(start: int, length: int, size: int, rank: int) -> np.ndarray:
-    piece = length // (2 * size)
-    return start + np.concatenate(
-        (np.arange(rank * piece, (rank + 1) * piece), np.arange(length - (rank + 1) * piece, length - rank * piece))
-    )
+def _nonempty(lengths: Lengths) -> npt.NDArray[np.int64]:
+    return np.array([length for length in lengths if length], np.int64)
 
 
-class Half(NamedTuple):
-    """One of the two pieces of every sequence that a rank holds, as causal attention sees it."""
-
-    query_index: Tensor
-    """int64: where the piece's tokens stand in the rank's own shard."""
-    key_index: Tensor
-    """int64: where all tokens up to the piece's last stand in the shards of all ranks, one after the other."""
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
+def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray[np.int64]:
+    starts, pieces = segments.cumsum() - segments, segments // (2 * size)
+    first, last = starts + rank * pieces, starts + segments - (rank + 1) * pieces
+    return spread(np.column_stack((first, last)).ravel(), pieces.repeat(2))
 
 
 class Zigzag(NamedTuple):
-    """A rank's two halves, and how to put their outputs back in the order of its shard."""
+    """What a rank's tokens, in their order, attend to: each of its two pieces of a sequence to all tokens up to the
+    piece's last.
+    """
 
-    halves: tuple[Half, Half]
-    output_index: Tensor
+    query_lengths: Lengths
+    """Two pieces per sequence."""
+    key_lengths: Lengths
+    key_index: Tensor
+    """int64: where the keys stand in the shards of all ranks, one after the other."""
 
 
 @lru_cache(maxsize=32)
-def zigzag(padded_lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Zigzag:
-    """What rank `rank` of `size` (at least 2) attends to, for packs whose keys were gathered from all ranks in rank
-    order.
+def zigzag(lengths: Lengths, size: int, rank: int, device: torch.device) -> Zigzag:
+    """What rank `rank` of `size` (at least 2) attends to, where keys were gathered from all ranks in rank order.
+
+    One sequence of 4 at size 2: rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2, so gathered they are 0 3 1 2; rank
+    1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3.
     """
-    gathered = np.empty(sum(padded_lengths), dtype=np.int64)
-    shards = [shard_index(padded_lengths, size, r) for r in range(size)]
-    gathered[torch.cat([shard for shard in shards if shard is not None]).numpy()] = np.arange(len(gathered))
-    starts = np.cumsum((0, *padded_lengths[:-1]))
-    pieces = [length // (2 * size) for length in padded_lengths]
-    local_starts = np.cumsum([0] + [2 * piece for piece in pieces[:-1]])
-    halves = []
-    for which, number in enumerate((rank, 2 * size - 1 - rank)):
-        query = [np.arange(local + which * p, local + (which + 1) * p) for local, p in zip(local_starts, pieces)]
-        key = [gathered[start : start + (number + 1) * p] for start, p in zip(starts, pieces)]
-        halves.append(
-            Half(
-                query_index=torch.from_numpy(np.concatenate(query)).to(device, non_blocking=True),
-                key_index=torch.from_numpy(np.concatenate(key)).to(device, non_blocking=True),
-                query_lengths=tuple(pieces),
-                key_lengths=tuple((number + 1) * p for p in pieces),
-            )
-        )
-    output_index = torch.cat([half.query_index for half in halves]).argsort()
-    return Zigzag((halves[0], halves[1]), output_index)
+    segments = _nonempty(lengths)
+    starts, pieces = segments.cumsum() - segments, segments // (2 * size)
+    gathered = np.concatenate([_shard(segments, size, other) for other in range(size)]).argsort()
+    num_keys = np.column_stack(((rank + 1) * pieces, segments - rank * pieces)).ravel()
+    return Zigzag(
+        query_lengths=tuple(pieces.repeat(2).tolist()),
+        key_lengths=tuple(num_keys.tolist()),
+        key_index=torch.from_numpy(gathered[spread(starts.repeat(2), num_keys)]).to(device, non_blocking=True),
+    )

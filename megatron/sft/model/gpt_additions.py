@@ -15,9 +15,10 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def prepare_config(transformer_config: TransformerConfig, model: ModelConfig) -> None:
-    """Tell megatron-core's attention by how much yarn raises scores; it reads that by name."""
+    """Tell megatron-core's attention by how much yarn raises scores; it reads that by name, but in fused kernels."""
     if model.rope_scaling is not None and (scaling := parse_rope_scaling(model.rope_scaling)).rope_type == "yarn":
         transformer_config.yarn_rotary_scaling_factor = scaling.factor  # type: ignore[attr-defined]
+        transformer_config.apply_rope_fusion = False
 
 
 def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import pipeline_parallel
 from megatron.core.datasets import data_schedule
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,6 +21,7 @@ def make_config(**settings: Any) -> Any:
     )
     config.max_seqlen_per_dp_cp_rank = 64
     config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_model_grads
     for name, value in settings.items():
         setattr(config, name, value)
     return config

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.packing import plugin
@@ -32,6 +33,12 @@ REFUSED = [
         "overlap_p2p_comm=True and batch_p2p_comm=False",
     ),
     ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
+    ({"num_moe_experts": 2, "moe_token_dispatcher_type": "flex"}, '"flex" was not checked'),
+    ({"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=None"),
+    ({"num_moe_experts": 2, "moe_router_load_balancing_type": "seq_aux_loss"}, '"aux_loss" or "none"'),
+    ({"num_moe_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, '"aux_loss" or "none"'),
+    ({"multi_latent_attention": True, "context_parallel_size": 2}, "context_parallel_size=1 with multi_latent"),
+    ({"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0}, "apply_rope_fusion=False with YaRN"),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
     ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
@@ -103,3 +110,57 @@ def test_refuses_a_collection_without_the_groups_it_needs(calls: list[dict[str, 
             num_microbatches=1,
             pg_collection=groups,
         )
+
+
+def test_refuses_to_train_without_a_way_to_finish_gradients(calls: list[dict[str, Any]]) -> None:
+    """megatron-core passes over it, and each rank steps by its own tokens' gradients. Evaluation needs none."""
+    config = make_config(finalize_model_grads_func=None)
+    plugin.install(config)
+    arguments: dict[str, Any] = {
+        "data_iterator": PackedIterator([{}]),
+        "model": Model(config),
+        "forward_step_func": forward_step,
+        "num_microbatches": 1,
+    }
+    with pytest.raises(ValueError, match=r"set it to megatron\.core\.distributed\.finalize_model_grads"):
+        get_forward_backward_func()(**arguments)
+    assert calls == []
+    get_forward_backward_func()(**arguments, forward_only=True)
+    assert len(calls) == 1
+
+
+class Taking(Attention):
+    """As much of an attention as is called."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+    def forward(self, packed_seq_params: object = None) -> object:
+        return packed_seq_params
+
+    def get_query_key_value_tensors(self, *arguments: object) -> None: ...
+
+
+def test_refuses_a_step_that_forgets_where_sequences_end(calls: list[dict[str, Any]]) -> None:
+    """All sequences of a pack would be one: its loss falls, too. A call outside of training is the script's own."""
+    config = make_config()
+    plugin.install(config)
+    model = Model(config)
+    model.attention = Taking()
+    given: list[object] = [None]
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        model.attention(packed_seq_params=given[0])
+        return forward_step(data_iterator, model)
+
+    def run() -> None:
+        get_forward_backward_func()(
+            data_iterator=PackedIterator([{}]), model=model, forward_step_func=step, num_microbatches=1
+        )
+
+    with pytest.raises(ValueError, match=r"pass packed_seq_params=batch\.packed_seq_params"):
+        run()
+    model.attention()
+    given[0] = "where they end"
+    run()
+    assert len(calls) == 2

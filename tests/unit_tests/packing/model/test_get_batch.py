@@ -184,3 +184,10 @@ def test_missing_iterator_is_named():
     """None is what Megatron's own code passes to most ranks; here it would fail later, as a TypeError of `next`."""
     with pytest.raises(ValueError, match="must have a data iterator from wrap_dataloader"):
         get_batch_on_this_rank_for_sequence_packing(None)
+
+
+@pytest.mark.parametrize("source", [{"tokens": torch.zeros(2)}, [{"tokens": torch.zeros(2)}]])
+def test_refuses_what_is_not_packed(source):
+    """Where the plug-in's install was forgotten it would be a KeyError of a name that the script never heard of."""
+    with pytest.raises(ValueError, match=r"call plugin\.install\(config, arguments\) before get_forward"):
+        get_batch(source)

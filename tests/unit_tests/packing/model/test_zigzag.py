@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.packing.model.zigzag import shard_index, zigzag
+from megatron.packing.model.zigzag import padded_lengths, shard_index, starts_of_tokens, zigzag
 
 CPU = torch.device("cpu")
 
@@ -50,13 +51,13 @@ def visible_keys(padded_lengths, size, rank) -> dict[int, list[int]]:
     """Pack position of each of the rank's queries -> pack positions of the keys that it sees, bottom-right causal."""
     found = shards(padded_lengths, size)
     gathered = [position for shard in found for position in shard]
+    order = zigzag(padded_lengths, size, rank, CPU)
+    queries, keys = torch.tensor(found[rank]).split(order.query_lengths), order.key_index.split(order.key_lengths)
+    assert len(queries) == len(keys) == 2 * len(padded_lengths)
     seen = {}
-    for half in zigzag(padded_lengths, size, rank, CPU).halves:
-        queries, keys = half.query_index.split(half.query_lengths), half.key_index.split(half.key_lengths)
-        assert len(queries) == len(keys) == len(padded_lengths)
-        for q, k in zip(queries, keys):
-            for i, query in enumerate(q.tolist()):
-                seen[found[rank][query]] = [gathered[key] for key in k[: len(k) - len(q) + i + 1].tolist()]
+    for q, k in zip(queries, keys):
+        for i, query in enumerate(q.tolist()):
+            seen[query] = [gathered[key] for key in k[: len(k) - len(q) + i + 1].tolist()]
     return seen
 
 
@@ -75,14 +76,26 @@ def test_each_query_sees_its_sequence_up_to_itself(cut):
     assert seen == expected
 
 
-@given(cut_packs())
-def test_outputs_return_to_the_order_of_the_shard(cut):
-    """Outputs in another order than the queries are added to the wrong tokens' residuals."""
-    padded_lengths, size = cut
-    for rank in range(size):
-        order = zigzag(padded_lengths, size, rank, CPU)
-        computed = torch.cat([half.query_index for half in order.halves])
-        assert computed[order.output_index].tolist() == list(range(sum(padded_lengths) // size))
+def test_starts_of_tokens():
+    """Positions of RoPE are counted from here; an empty segment has no token."""
+    assert starts_of_tokens((2, 0, 1)).tolist() == [0, 0, 2]
+
+
+def test_segments_without_a_token_hold_and_see_nothing():
+    """megatron-core's own `cu_seqlens` may repeat their last entry."""
+    assert shards((4, 0), 2) == [[0, 3], [1, 2]]
+    order = zigzag((4, 0), 2, 1, CPU)
+    assert (order.query_lengths, order.key_lengths) == ((1, 1), (2, 3))
+    assert order.key_index.tolist() == [0, 2, 0, 2, 3]  # the docstring's example
+
+
+def test_lengths_are_read_once_per_microbatch():
+    """Where `cu_seqlens` are on a device, each read waits for all work queued so far, in each layer."""
+    params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 6]), cu_seqlens_q_padded=torch.tensor([0, 4, 8]))
+    assert padded_lengths(params) == (4, 4)
+    params.cu_seqlens_q_padded = None
+    assert padded_lengths(params) == (4, 4)
+    assert padded_lengths(PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 6]))) == (4, 2)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,8 +1,12 @@
 """Frequencies of rotary embeddings, beside those of transformers."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron.sft.model.gpt_additions import prepare_config
 from megatron.sft.model.rope import inverse_frequencies
 from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of, yarn_attention_factor
 
@@ -51,3 +55,11 @@ def test_what_is_no_scaling_is_refused(text):
     """In a line."""
     with pytest.raises(ValueError, match="--rope-scaling"):
         parse_rope_scaling(text)
+
+
+def test_yarn_is_not_fused():
+    """The fused kernel for packs takes no scale of attention scores, and megatron-core does not say so."""
+    config = SimpleNamespace(apply_rope_fusion=True)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    prepare_config(config, SimpleNamespace(rope_scaling=json.dumps(scaling)))  # type: ignore[arg-type]
+    assert (config.apply_rope_fusion, config.yarn_rotary_scaling_factor) == (False, 4.0)

@@ -1,0 +1,130 @@
+"""Rotary embeddings of whole packs: megatron-core's own, without a loop over sequences."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.packing.batch.layout import Alignment, PackLayout
+from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.model import attention
+from megatron.packing.model.get_batch import packed_seq_params
+from megatron.packing.model.layer_spec import packed_block_spec
+from megatron.packing.model.rotary import _Turn, frequencies_of_tokens, turns_of
+from megatron.planner.calibrate import one_process
+from tests.unit_tests.packing.stubs import Ranks
+
+CPU = torch.device("cpu")
+WIDTH, HEADS = 16, 3
+
+
+def frequencies(positions: int, rotated: int, is_interleaved: bool) -> torch.Tensor:
+    """As megatron-core's RotaryEmbedding gives them."""
+    plain = torch.outer(torch.arange(positions).double(), 100.0 ** -torch.linspace(0, 1, rotated // 2).double())
+    both = plain.repeat_interleave(2, -1) if is_interleaved else torch.cat((plain, plain), -1)
+    return both[:, None, None]
+
+
+@pytest.mark.parametrize("rotated", [WIDTH, 12])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("by_pack", [False, True])
+def test_is_megatron_cores_own(rotated, is_interleaved, scale, size, rank, by_pack):
+    """Of part of a head's channels, in both kinds of pairs, under YaRN's scale, for a rank's two pieces of each
+    sequence, for positions of sequences and (as multimodal ones are) of the pack; and its gradient.
+    """
+    lengths = tuple(2 * size * pieces for pieces in (3, 1, 4))
+    own = frequencies(sum(lengths) if by_pack else max(lengths), rotated, is_interleaved)
+    x = torch.randn(sum(lengths) // size, HEADS, WIDTH, dtype=torch.float64, requires_grad=True)
+    config = SimpleNamespace(
+        apply_rope_fusion=False, rotary_interleaved=is_interleaved, multi_latent_attention=False, mrope_section=None
+    )
+    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0)
+    expected = apply_rotary_pos_emb(x, own, config, cu_seqlens, scale, Ranks(size, rank))
+    of_tokens = frequencies_of_tokens(own, lengths, size, rank)
+    turned = _Turn.apply(x.unsqueeze(1), *turns_of(of_tokens, WIDTH, is_interleaved, scale, x.dtype)).squeeze(1)
+    torch.testing.assert_close(turned, expected, rtol=0, atol=1e-14)
+    weights = torch.randn_like(x)
+    gradients = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (turned, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(**options) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        **options,
+    )
+    return GPTModel(config, packed_block_spec(config), 32, 64, position_embedding_type="rope")
+
+
+def run(model: GPTModel, *lengths: int) -> torch.Tensor:
+    layout = PackLayout.of(lengths, Alignment())
+    params = packed_seq_params(layout_microbatches([layout])[0], CPU)
+    tokens = torch.arange(sum(lengths))[None] % 32
+    loss = model(tokens, tokens, None, labels=tokens, packed_seq_params=params)
+    loss.sum().backward()
+    return loss
+
+
+@pytest.fixture
+def single_process():
+    with one_process(CPU):
+        yield
+
+
+@pytest.mark.usefixtures("single_process")
+def test_no_operation_is_per_sequence(monkeypatch):
+    """64 sequences and 32 layers would be thousands of launches more per microbatch. Attention itself is one kernel on
+    a GPU, for which here stands one operation.
+    """
+    monkeypatch.setattr(attention, "causal_attention", lambda query, key, value, *_: query + key + value)
+    model = model_of()
+    counts = []
+    for lengths in ((12, 12), (2,) * 12):
+        model.rotary_pos_emb(max(lengths), packed_seq=True)  # which megatron-core keeps for each longest sequence
+        model.zero_grad()
+        with Operations() as operations:
+            run(model, *lengths)
+        counts.append(operations.counts)
+    assert counts[0] == counts[1]
+    assert counts[0]["aten.addcmul_.default"] == 2 * 2 * 2 * 2  # layers, query and key, halves, forward and backward
+    assert counts[0]["aten.cos.default"] == 1
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}, {"no_rope_freq": [1, 0]}])
+def test_model_is_the_one_with_megatron_cores_attention(options):
+    """Layers may also leave RoPE out, and norms of queries and keys come before it."""
+    losses = []
+    for turns in (True, False):
+        torch.manual_seed(1)
+        model = model_of(qk_layernorm=True, normalization="RMSNorm", **options)
+        if not turns:
+            for layer in model.decoder.layers:
+                layer.self_attention.__class__ = layer.self_attention.__class__.__mro__[1]
+        model.double()
+        losses.append(run(model, 5, 9, 1))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    assert losses[0].isfinite().all()
