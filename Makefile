@@ -20,6 +20,8 @@ PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
+# The fast attention kernels of a GPU take no float32.
+PRECISION = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo --bf16)
 TINY_CHAT = data/tiny_chat
 TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
@@ -35,12 +37,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml --save-hf runs/tiny_chat/huggingface
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml $(PRECISION) --save-hf runs/tiny_chat/huggingface
 
 finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	rm -rf runs/tiny_finetune
 	for step in pretrain finetune; do \
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/$$step.yaml || exit; done
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/$$step.yaml $(PRECISION) || exit; done
 	for model in base chat; do \
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 

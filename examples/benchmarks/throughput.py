@@ -78,9 +78,9 @@ class Case:
 
 def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     """Returns all of them, in the order in which they are worth their time."""
-    kernels = ["scaled_dot_product"] if is_tiny else ["varlen_attn"]
-    if find_spec("flash_attn") is not None and not is_tiny:
-        kernels.append("flash-attn-4")
+    kernels = ["scaled_dot_product"] if is_tiny else []
+    if find_spec("flash_attn") is not None and not is_tiny:  # else torch's is what the product takes by itself
+        kernels = ["varlen_attn", "flash-attn-4"] if find_spec("transformer_engine") is not None else ["varlen_attn"]
     first = [
         case
         for shape in SHAPES

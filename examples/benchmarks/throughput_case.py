@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.packing.model import attention, get_batch, layer_spec
+from megatron.packing.model import architecture, attention, attention_kernels, get_batch, layer_spec
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
@@ -54,53 +55,21 @@ def main() -> None:
 def attention_by(kernel: str) -> Iterator[str]:
     """Let attention be by `kernel`, if one is named, instead of what the product takes; yields its name."""
     if not kernel:
-        yield "Transformer Engine" if transformer_engine_installed() else "as installed"
+        installed = "flash-attn-4" if find_spec("flash_attn") is not None else "varlen_attn"
+        other = installed if torch.cuda.is_available() else "scaled_dot_product"
+        yield "Transformer Engine" if transformer_engine_installed() else other
         return
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(attention, "causal_attention", KERNELS[kernel]))
-        for module in (get_batch, layer_spec):
+        patches.enter_context(mock.patch.object(attention, "causal_attention", KERNELS[kernel]()))
+        for module in (architecture, get_batch, layer_spec):
             patches.enter_context(mock.patch.object(module, "transformer_engine_installed", return_value=False))
         yield kernel
 
 
-def flash_attention_4(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lengths: tuple[int, ...],
-    key_lengths: tuple[int, ...],
-    scale: float,
-) -> Tensor:
-    """As `causal_attention`, by the kernels of the package flash-attn-4; they are compiled at their first call."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    ends = [
-        torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device, non_blocking=True)
-        for lengths in (query_lengths, key_lengths)
-    ]
-    out = flash_attn_varlen_func(
-        q=query,
-        k=key,
-        v=value,
-        cu_seqlens_q=ends[0],
-        cu_seqlens_k=ends[1],
-        max_seqlen_q=max(query_lengths),
-        max_seqlen_k=max(key_lengths),
-        softmax_scale=scale,
-        causal=True,
-    )
-    return out[0] if isinstance(out, tuple) else out
-
-
-def varlen_attn(*arguments: Any) -> Tensor:
-    """As `causal_attention`, by torch's own kernel."""
-    return attention._flash_kernel()(*arguments)
-
-
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    "flash-attn-4": flash_attention_4,
-    "varlen_attn": varlen_attn,
-    "scaled_dot_product": attention._by_sequence,
+KERNELS: dict[str, Callable[[], attention_kernels.Kernel]] = {
+    "flash-attn-4": attention_kernels._flash_4,
+    "varlen_attn": attention_kernels._varlen,
+    "scaled_dot_product": lambda: attention_kernels._by_sequence,
 }
 
 

@@ -14,7 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.packing.flags import FlagError
-from megatron.sft.environment import end_with_launcher, exit_with, program, quiet, world_from_environment
+from megatron.sft.environment import (
+    compiling_when_called,
+    end_with_launcher,
+    exit_with,
+    program,
+    quiet,
+    world_from_environment,
+)
 from megatron.sft.options.config import SFTConfig, parse_config
 from megatron.sft.options.megatron_flags import megatron_flag_notes
 
@@ -37,14 +44,15 @@ def main() -> None:
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    from megatron.sft.data.datasets import build_datasets
-    from megatron.sft.distributed import process_groups
-    from megatron.sft.model.huggingface.pretrained import open_pretrained
-    from megatron.sft.peers import Peers, end_after
-    from megatron.sft.report.report import report
-    from megatron.sft.report.run_folder import prepare_output
-    from megatron.sft.stop import StopSignals
-    from megatron.sft.train import Trainer
+    with compiling_when_called():
+        from megatron.sft.data.datasets import build_datasets
+        from megatron.sft.distributed import process_groups
+        from megatron.sft.model.huggingface.pretrained import open_pretrained
+        from megatron.sft.peers import Peers, end_after
+        from megatron.sft.report.report import report
+        from megatron.sft.report.run_folder import prepare_output
+        from megatron.sft.stop import StopSignals
+        from megatron.sft.train import Trainer
 
     chosen = config.output.run_dir or config.output.save
     run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it

@@ -10,9 +10,11 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.packing.user_files import shortened
 
@@ -48,6 +50,30 @@ def quiet(rank: int) -> None:
         logging.getLogger("megatron.sft").setLevel(logging.ERROR)
     for name in ("megatron.core", "torch.utils.cpp_extension"):  # the latter: CUDA's compiler is here, but no GPU
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def compiling_when_called() -> Iterator[None]:
+    """Lets `torch.compile` wait with importing its compiler until a function that it was given meanwhile is called.
+
+    megatron-core decorates a dozen functions as it is imported, most of which no run calls; their compiler is half of
+    what a start takes.
+    """
+    import torch
+
+    compile_now = torch.compile
+
+    def compile_when_called(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(compile_when_called, **options)
+        compiled = cache(lambda: compile_now(function, **options))
+        return wraps(function)(lambda *arguments, **named: compiled()(*arguments, **named))
+
+    torch.compile = compile_when_called  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def end_with_launcher() -> None:

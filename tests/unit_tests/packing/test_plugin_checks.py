@@ -39,6 +39,8 @@ REFUSED = [
     ({"num_moe_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, '"aux_loss" or "none"'),
     ({"multi_latent_attention": True, "context_parallel_size": 2}, "context_parallel_size=1 with multi_latent"),
     ({"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0}, "apply_rope_fusion=False with YaRN"),
+    ({"fp8": "hybrid"}, "fp8=None without Transformer Engine"),
+    ({"fp4": "e2m1"}, "fp4=None"),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
     ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
