@@ -115,8 +115,9 @@ def build_transformer_config(
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
         use_cpu_initialization=device.type == "cpu",
+        deterministic_mode=config.training.deterministic_mode,
         perform_initialization=config.output.pretrained_checkpoint is None,  # all weights are read, then
-        variable_seq_lengths=packing.sequence_packing,
+        variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them

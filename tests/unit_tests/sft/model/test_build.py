@@ -74,7 +74,7 @@ def test_config_without_packing_has_no_scheduler(arguments):
     built = build_transformer_config(config_of(arguments), CPU)
     assert getattr(built, "sequence_packing_scheduler", None) is None
     assert built.max_seqlen_per_dp_cp_rank is None
-    assert not built.variable_seq_lengths
+    assert built.variable_seq_lengths  # microbatches are as long as their longest row
     assert built.calculate_per_token_loss
 
 
