@@ -56,6 +56,7 @@ def use_deterministic_kernels() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is read by nothing
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
