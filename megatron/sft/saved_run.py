@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint import Progress, gather_delayed, load_checkpoint, whole_parameters
+from megatron.sft.model.checkpoint import Progress, Wanted, gather_delayed, load_checkpoint, whole_parameters
 from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
 from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
@@ -55,17 +55,25 @@ class SavedRun:
         self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
-        """Returns that of the newest checkpoint of --load; None without one."""
-        folder, save = self._output.load, self._output.save
+        """Returns that of the checkpoint of --load; None without one, or where only its weights are taken."""
+        folder, save, anew = self._output.load, self._output.save, self._output.finetune
         if folder is None:
             return None
-        loaded = load_checkpoint(folder, self._training, self._model_options, self._identity, self._allow_changed_data)
+        wanted = Wanted(
+            iteration=self._output.ckpt_step,
+            optimizer=self._output.load_optim and not anew,
+            random_states=self._output.load_rng and not anew,
+            progress=not anew,
+            changed_blend=self._allow_changed_data,
+        )
+        loaded = load_checkpoint(folder, self._training, self._model_options, self._identity, wanted)
         if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
             self._saved_iteration = loaded.iteration
         if dist.get_rank() == 0:
+            done = "taking the weights of" if anew else "continuing"
             found = f"no checkpoint in {folder}; starting anew"
-            print(found if loaded is None else f"continuing {folder} after step {loaded.iteration}", flush=True)
-        return loaded
+            print(found if loaded is None else f"{done} {folder} after step {loaded.iteration}", flush=True)
+        return None if anew else loaded
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
         """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish` completes it."""

@@ -271,6 +271,32 @@ def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, t
     assert "was trained on other data, or in another order" in output
 
 
+def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None:
+    """Weights of another step, or an optimizer that is there after all, train another model without a word."""
+    load = ["--data-path", str(chats), "--load", str(whole / "checkpoints"), "--ckpt-step", "2"]
+    losses = {iteration: step["loss"] for iteration, step in steps_of(whole).items()}
+    still = ["--train-iters", "3", "--lr", "0"]
+    output = train(2, *load, *still, "--finetune", "--run-dir", str(tmp_path / "anew"))
+    assert "taking the weights of" in output
+    anew = steps_of(tmp_path / "anew")
+    assert list(anew) == [1, 2, 3]
+    assert anew[3]["loss"] == losses[3]  # the same samples, the weights after step 2
+    assert anew[1]["loss"] != losses[1]
+    parts = ["--no-load-optim", "--no-load-rng", "--exit-interval", "4"]
+    sharded = ["--bf16", "--use-distributed-optimizer"]  # whose own copies of the weights must follow those loaded
+    train(2, *load, *still, "--finetune", *sharded, "--run-dir", str(tmp_path / "sharded"))
+    found = steps_of(tmp_path / "sharded")[3]["loss"]
+    print("bf16", found, losses, anew[1]["loss"])
+    assert abs(found - losses[3]) < 0.02 < abs(losses[1] - losses[3])
+    output = train(2, *load, "--train-iters", "6", *parts, "--run-dir", str(tmp_path / "further"))
+    assert "stopped by --exit-interval after step 4" in output
+    further = steps_of(tmp_path / "further")
+    assert list(further) == [3, 4]
+    assert further[3]["loss"] == losses[3]
+    assert further[3]["lr"] == steps_of(whole)[3]["lr"]
+    assert further[4]["loss"] != losses[4]  # Adam's first step is another one than its third
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number: int) -> None:
     """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last checkpoint; it may end
@@ -327,11 +353,13 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
 
 
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
-    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation."""
+    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation; and
+    torch's deterministic mode, which ends a run at an operation that has no such way.
+    """
     config = tmp_path / "run.yaml"
     config.write_text(
         "mock-data: true\nnum-experts: 4\ndisable-bias-linear: true\nbf16: true\n"
-        "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\n"
+        "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\ndeterministic-mode: true\n"
     )
     lengths = '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, "mean_seq_len": 40, '
     output = train(

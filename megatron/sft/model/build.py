@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.enums import AttnBackend, ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -94,8 +94,14 @@ def build_transformer_config(
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
+    described = architecture(model) | {"attention_backend": AttnBackend[model.attention_backend]}
+    if model.recompute_granularity == "full":
+        described["recompute_method"] = model.recompute_method or "uniform"
+        described["recompute_num_layers"] = model.recompute_num_layers or 1
+    exchanges = [name.replace("allgather", "all_gather") for name in parallel.cp_comm_type]
     transformer_config = TransformerConfig(
-        **architecture(model),
+        **described,
+        cp_comm_type=exchanges[0] if len(exchanges) == 1 else exchanges,
         layernorm_epsilon=model.norm_epsilon,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -108,9 +114,10 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
+        deterministic_mode=config.training.deterministic_mode,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=config.output.pretrained_checkpoint is None,  # all weights are read, then
-        variable_seq_lengths=packing.sequence_packing,
+        variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         deallocate_pipeline_outputs=device.type == "cuda",  # gloo would still be sending them

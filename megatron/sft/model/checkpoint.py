@@ -48,6 +48,19 @@ class Progress(NamedTuple):
     """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
 
 
+class Wanted(NamedTuple):
+    """What a run takes of the checkpoints that it continues from."""
+
+    iteration: int | None = None
+    """None for the newest."""
+    optimizer: bool = True
+    random_states: bool = True
+    progress: bool = True
+    """With the learning rate's schedule; without it other data are no matter."""
+    changed_blend: bool = False
+    """Whether the position may be one in another blend."""
+
+
 def restored_queue(
     packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
 ) -> DelayQueue | None:
@@ -104,28 +117,33 @@ def load_checkpoint(
     training: Training,
     model_options: dict[str, Any],
     data: dict[str, Any],
-    allow_changed_data: bool = False,
+    wanted: Wanted,
 ) -> Progress | None:
-    """Continue from the newest checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
+    """Continue from a checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
 
     Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
     checkpoint's are reported and taken.
 
     Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another model, of another
-    blend, unless `allow_changed_data`, or of a later megatron-core; ValueError if it holds objects that could run code.
+    blend, unless that is `wanted`, or of a later megatron-core; ValueError if it holds objects that could run code.
     Random states (of dropout) continue only in the same
     layout.
     """
     iteration = latest_iteration(folder)
     if iteration is None:
         return None
+    iteration = wanted.iteration or iteration
     path = checkpoint_path(folder, iteration)
     check_sound(folder, iteration)
     common = read_common(path)
+    if not wanted.optimizer:
+        model_options = {name: value for name, value in model_options.items() if name != "use_distributed_optimizer"}
     _check_same_model(path, common["model_options"], model_options)
-    _check_same_blend(path, common["data"], data, allow_changed_data)
+    if wanted.progress:
+        _check_same_blend(path, common["data"], data, wanted.changed_blend)
     with only_weights(path / "*.distcp"):
-        state = _load_state(path, training, with_random_states=_layout() == common["layout"])
+        same_layout = _layout() == common["layout"]
+        state = _load_state(path, training, wanted._replace(random_states=wanted.random_states and same_layout))
     return Progress(**state["progress"])
 
 
@@ -174,13 +192,14 @@ def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], a
         print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)
 
 
-def _load_state(path: Path, training: Training, with_random_states: bool) -> dict[str, Any]:
+def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any]:
     """Fill `training` and return all that was loaded; the learning rate's limits stay this run's."""
     rates = [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in training.optimizer.param_groups]
     with torch.no_grad():
-        _make_adam_state(training)
-        template = _sharded_state(training, is_loading=True)
-        if not with_random_states:
+        if wanted.optimizer:
+            _make_adam_state(training)
+        template = _sharded_state(training, is_loading=True, with_optimizer=wanted.optimizer)
+        if not wanted.random_states:
             del template["random_states"]
         state = dist_checkpointing.load(template, str(path))
         for number, chunk in enumerate(training.model):
@@ -188,22 +207,28 @@ def _load_state(path: Path, training: Training, with_random_states: bool) -> dic
             missing, unknown = gpt.load_state_dict(state[f"model{number}"], strict=False)
             assert not unknown, unknown
             assert set(missing) <= _frozen(gpt), missing
-        training.optimizer.load_state_dict(state["optimizer"])
+        if wanted.optimizer:
+            training.optimizer.load_state_dict(state["optimizer"])
+        else:
+            training.optimizer.reload_model_params()
         for group, rate in zip(training.optimizer.param_groups, rates):
             group.update(rate)
-        training.scheduler.load_state_dict(state["scheduler"])
-    if with_random_states:
+        if wanted.progress:
+            training.scheduler.load_state_dict(state["scheduler"])
+    if wanted.random_states:
         _restore_random_states(state["random_states"])
     return state
 
 
-def _sharded_state(training: Training, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(training: Training, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(training.model):
         gpt = unwrap_model(chunk)
         whole, frozen = gpt.sharded_state_dict(metadata=METADATA), _frozen(gpt)
         state[f"model{number}"] = {name: entry for name, entry in whole.items() if name not in frozen}
-    state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
+    if with_optimizer:
+        optimizer = training.optimizer
+        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
     state["layout"] = _layout()
     state["random_states"] = ShardedObject(
         "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
@@ -248,6 +273,8 @@ def _random_states() -> dict[str, Any]:
 
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
+    if (states["cuda"] is None) == torch.cuda.is_available():
+        return  # the run goes on with another kind of device, whose generators cannot take these states
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

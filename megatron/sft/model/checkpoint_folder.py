@@ -79,8 +79,14 @@ def track(folder: str | Path, name: str, iteration: int) -> None:
     os.replace(temporary, Path(folder) / name)
 
 
-def check_load(load: str | Path, save: str | Path | None) -> None:
-    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be new."""
+def check_load(load: str | Path, save: str | Path | None, iteration: int | None = None) -> None:
+    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be new.
+
+    iteration: of the one that is wanted; None for the newest.
+    """
+    found = iterations(load)
+    if iteration is not None and found and iteration not in found:
+        raise ValueError(f"--ckpt-step {iteration} must be one of --load {load}: {', '.join(map(str, found))}")
     if latest_iteration(load) is not None or (save is not None and Path(load).resolve() == Path(save).resolve()):
         return
     folder = Path(load)

@@ -119,6 +119,15 @@ class SFTConfig:
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
+        run = (model.recompute_num_layers or 1) if model.recompute_method != "block" else 1
+        num_layers = model.num_layers // parallel.pipeline_model_parallel_size // (self.num_virtual_stages or 1)
+        if num_layers % run:
+            raise ValueError(
+                f"--recompute-num-layers {run} must divide the layers of a stage, {num_layers}; lower it, or pass "
+                "--recompute-method block"
+            )
+        if len(parallel.cp_comm_type) not in (1, model.num_layers):
+            raise ValueError(f"--cp-comm-type must be one value, or one for each of --num-layers {model.num_layers}")
         if self.num_virtual_stages == 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"

@@ -50,10 +50,32 @@ READ_AS = {
         "--recompute-granularity selective", lambda values: ["--recompute-granularity", "selective", *values]
     ),
     "--train-data-path": ReadAs("--data-path", lambda values: ["--data-path", *values]),
+    "--use-rotary-position-embeddings": ReadAs(
+        "--position-embedding-type rope", lambda values: ["--position-embedding-type", "rope", *values]
+    ),
+    "--use-varlen-dataset": ReadAs("--sequence-packing", lambda values: ["--sequence-packing", *values]),
     "--varlen-mock-dataset-config-json": ReadAs(
         "--sft-mock-dataset-config-json", lambda values: ["--sft-mock-dataset-config-json", *values]
     ),
 }
+
+
+TOKENIZERS = {
+    "SFTTokenizer": "HuggingFaceTokenizer",
+    **dict.fromkeys(
+        (
+            "BertWordPieceCase",
+            "BertWordPieceLowerCase",
+            "GPT2BPETokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "SentencePieceTokenizer",
+            "TikTokenizer",
+        ),
+        None,
+    ),
+}
+"""Megatron-LM's names of tokenizers, and what they are here; None: HuggingFace's own form of it must be given."""
 
 
 class Accepted(NamedTuple):
@@ -80,17 +102,17 @@ ACCEPTED = {
             "--no-create-attention-mask-in-dataloader",
             "--no-gradient-accumulation-fusion",
             "--no-masked-softmax-fusion",
+            "--no-use-tokenizer-model-from-checkpoint-args",
             "--override-opt-param-scheduler",
             "--override-opt_param-scheduler",
             "--sft",
+            "--tokenizer-hf-use-fast",
             "--use-dist-ckpt",
             "--use-flash-attn",
             "--use-mcore-models",
-            "--use-varlen-dataset",
         ),
         _SWITCH,
     ),
-    "--attention-backend": Accepted(True, ("auto",)),
     "--ckpt-format": Accepted(True, ("torch_dist",)),
     "--cuda-graph-impl": Accepted(True, ("none",)),
     "--dataloader-type": Accepted(True, ("single", "external")),
@@ -99,8 +121,10 @@ ACCEPTED = {
     "--expert-tensor-parallel-size": Accepted(True, ("1",)),
     "--moe-router-score-function": Accepted(True, ("softmax",)),
     "--moe-router-load-balancing-type": Accepted(True, ("aux_loss",)),
+    "--num-distributed-optimizer-instances": Accepted(True, ("1",)),
     "--moe-token-dispatcher-type": Accepted(True, ("alltoall",)),
     "--optimizer": Accepted(True, ("adam",)),
+    "--recompute-modules": Accepted(True, ("core_attn",)),
     "--rerun-mode": Accepted(True, ("disabled",)),
     "--transformer-impl": Accepted(False, ("local", "transformer_engine")),
     **dict.fromkeys(
@@ -117,6 +141,8 @@ ACCEPTED = {
             "--disable-gloo-process-groups",
             "--dist-ckpt-strictness",
             "--empty-unused-memory-level",
+            "--exit-on-missing-checkpoint",
+            "--init-model-with-meta-device",
             "--log-memory-to-tensorboard",
             "--log-num-zeros-in-grad",
             "--log-params-norm",
@@ -126,49 +152,74 @@ ACCEPTED = {
             "--logging-level",
             "--manual-gc",
             "--manual-gc-interval",
+            "--memory-snapshot-path",
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",
+            "--moe-token-drop-policy",
             "--no-ckpt-fully-parallel-save",
             "--no-mmap-bin-files",
+            "--no-position-embedding",
             "--no-rope-fusion",
             "--null-tokenizer-eod-id",
             "--null-tokenizer-pad-id",
+            "--record-memory-history",
             "--te-rng-tracker",
+            "--tensorboard-log-interval",
+            "--tensorboard-queue-size",
             "--timing-log-level",
             "--use-persistent-ckpt-worker",
+            "--use-te",
         ),
         _ANY,
     ),
 }
 
 REFUSED = {
-    "--cp-comm-type": "context parallel gathers keys and values; drop it",
     "--cuda-graph-scope": "packs differ in length from step to step; drop it",
     "--decoupled-lr": "there is one learning rate; drop it",
-    "--deterministic-mode": "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, and drop it",
+    "--decoupled-min-lr": "there is one learning rate; drop it",
     "--dynamic-context-parallel": "pass --context-parallel-size; packs are balanced without it",
-    "--finetune": "start from a HuggingFace folder with --pretrained-checkpoint; megatron.sft.export makes one of a "
-    "checkpoint",
+    "--eod-mask-loss": "the data say which tokens count; drop it",
     "--fp16": "pass --bf16",
+    "--fp8-amax-compute-algo": "pass --bf16",
+    "--fp8-amax-history-len": "pass --bf16",
     "--fp8-format": "pass --bf16",
+    "--fp8-param-gather": "pass --bf16",
+    "--grad-reduce-in-bf16": "gradients are summed in float32; drop it",
     "--hybrid-context-parallel": "pass --context-parallel-size; packs are balanced without it",
     "--merge-file": "pass --tokenizer-model with a HuggingFace folder",
     "--min-dynamic-context-parallel-size": "pass --context-parallel-size; packs are balanced without it",
+    "--moe-expert-capacity-factor": "no token is dropped; drop it",
+    "--moe-router-enable-expert-bias": "routers with a bias are not computed; use another model",
     "--moe-router-force-load-balancing": "experts are chosen by the router; drop it",
+    "--moe-router-topk-scaling-factor": "routers with a factor are not computed; use another model",
     "--multi-latent-attention": "multi-latent attention takes no packs with context parallel; use another model",
     "--no-check-for-nan-in-loss-and-grad": "pass --skip-nan-steps N to leave some steps out",
-    "--no-load-optim": "start from a HuggingFace folder with --pretrained-checkpoint",
-    "--no-load-rng": "a run continues to the bit; drop it",
     "--pad-packed-seq-alignment": "packs are padded as the layout needs it; drop it",
     "--profile": "run nsys or py-spy around it, and drop it",
+    "--profile-ranks": "run nsys or py-spy around it, and drop it",
+    "--profile-step-end": "run nsys or py-spy around it, and drop it",
+    "--profile-step-start": "run nsys or py-spy around it, and drop it",
     "--rampup-batch-size": "a run has one --global-batch-size; drop it",
+    "--rope-scaling-factor": "pass --rope-scaling with the JSON of a HuggingFace config.json",
+    "--rotary-interleaved": "rotary embeddings turn halves of a head; drop it, or use another model",
     "--sft-tokenizer-prompt-format": "pass --chat-template FILE, unless the tokenizer's own template is meant",
+    "--special-tokens": "pass --tokenizer-model with a HuggingFace folder",
+    "--squared-relu": "pass --swiglu or --geglu, or neither for GELU; or use another model",
     "--step-batch-size-schedule": "a run has one --global-batch-size; drop it",
     "--test-data-path": "pass --split, or leave the test out",
     "--thd-max-packed-sequences": "a pack has as many sequences as fit; drop it",
     "--thd-tail-padding-policy": "the tail of a pack is a segment of its own; drop it",
+    "--tiktoken-pattern": "pass --tokenizer-model with a HuggingFace folder",
+    "--tokenizer-hf-include-special-tokens": "the chat template has them; drop it",
+    "--tokenizer-hf-no-include-special-tokens": "the chat template has them; drop it",
+    "--tokenizer-hf-no-use-fast": "tokenizers are read as fast ones; drop it",
+    "--tokenizer-prompt-format": "pass --chat-template FILE, unless the tokenizer's own template is meant",
+    "--use-checkpoint-args": "give the model's options; those of a HuggingFace folder are read from it",
     "--use-megatron-fsdp": "pass --use-distributed-optimizer",
+    "--use-precision-aware-optimizer": "the optimizer's state is float32; drop it",
+    "--use-rope-scaling": "pass --rope-scaling with the JSON of a HuggingFace config.json",
     "--varlen-sbhd-validation": "leave out --sequence-packing and its scheduler: then rows are padded",
     "--vocab-file": "pass --tokenizer-model with a HuggingFace folder",
 }
@@ -189,6 +240,9 @@ def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
             continue
         if name in REFUSED:
             raise FlagError(f"{name} is an option of Megatron-LM that is none here: {REFUSED[name]}")
+        if name == "--tokenizer-type":
+            kept += [name, *map(_tokenizer, [*equals, *values])]
+            continue
         accepted = ACCEPTED.get(name)
         if accepted is None:
             kept += [flag, *values]
@@ -205,17 +259,25 @@ def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
         arguments = READ_AS[name].arguments(values)
     except ValueError as failure:
         raise FlagError(f"{name} {failure}" if len(values) != 1 else f"{name} {values[0]}: {failure}") from None
-    twice = names & set(arguments)
+    twice = names & set(arguments) if len(arguments) > 1 else set()
     if twice:
         raise FlagError(f"pass either {name} or {' '.join(sorted(twice))}, not both")
     return arguments
 
 
+def _tokenizer(name: str) -> str:
+    ours = TOKENIZERS.get(name, name)
+    if ours is None:
+        raise FlagError(f"--tokenizer-type {name} is none here: pass --tokenizer-model with a HuggingFace folder")
+    return ours
+
+
 def megatron_flag_notes(arguments: Sequence[str]) -> list[str]:
-    """Return a line for each kind of accepted options that are among the arguments."""
+    """Return a line for each kind of options that are among the arguments, but are none here."""
     names = [flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)]
     texts = {True: "as it always is here", False: "without effect here"}
-    lines = []
+    read = [f"{name} as {READ_AS[name].others}" for name in dict.fromkeys(names) if name in READ_AS]
+    lines = [f"options of Megatron-LM, read as ours: {'; '.join(read)}"] if read else []
     for always_so, text in texts.items():
         found = [name for name in names if name in ACCEPTED and ACCEPTED[name].always_so == always_so]
         if found:

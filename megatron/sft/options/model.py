@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron.packing.flags import check_range
+from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import Architecture
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
@@ -15,7 +15,7 @@ class ModelConfig(Architecture):
     """Model."""
 
     seq_length: int
-    """Most tokens of one sequence; without packing, what each sequence is padded to."""
+    """Most tokens of one sequence."""
     max_position_embeddings: int | None = None
     """Positions that learned embeddings know (default: --seq-length)."""
     norm_epsilon: float = 1e-5
@@ -39,6 +39,15 @@ class ModelConfig(Architecture):
     """Dropout of attention weights; needs Transformer Engine."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers --recompute-granularity full recomputes: all, in runs of --recompute-num-layers, or that many of
+    each stage (default: uniform)."""
+    recompute_num_layers: int | None = None
+    """Layers that --recompute-method speaks of (default: 1)."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Which attention Transformer Engine takes; without it there is one."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router's logits (default: the model's)."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the router's load-balancing loss."""
     mtp_loss_scaling_factor: float = 0.1
@@ -58,6 +67,10 @@ class ModelConfig(Architecture):
             )
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
             raise ValueError("--mtp-num-layers needs --position-embedding-type rope; stages do not share learned ones")
+        check_range(self, 1, None, "recompute_num_layers")
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(self, name) is not None and self.recompute_granularity != "full":
+                raise ValueError(f"{flag_of(name)} needs --recompute-granularity full")
         if self.rope_scaling is not None:
             parse_rope_scaling(self.rope_scaling)
         if self.num_experts is not None:
@@ -89,6 +102,10 @@ class ModelConfig(Architecture):
             "hidden_dropout",
             "attention_dropout",
             "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "attention_backend",
+            "moe_router_dtype",
             "moe_aux_loss_coeff",
             "mtp_loss_scaling_factor",
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 
 from megatron.packing.flags import check_range, flag_of
 
@@ -16,6 +17,14 @@ class OutputConfig:
     """Folder for checkpoints."""
     load: str | None = None
     """Folder of checkpoints to continue from. It may hold none yet where it is that of --save."""
+    ckpt_step: int | None = None
+    """Step of the checkpoint of --load that is taken (default: the newest)."""
+    finetune: bool = False
+    """Take only the weights of --load: steps, data, optimizer and random states begin anew."""
+    load_optim: bool = True
+    """Take the optimizer's state of --load; with --no-load-optim it begins anew, at the learning rate of its step."""
+    load_rng: bool = True
+    """Take the random states (of dropout) of --load, in the same layout; with --no-load-rng they begin anew."""
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
     architecture, and its tokenizer and template unless others are given. Where --load has a checkpoint, that wins."""
@@ -48,7 +57,18 @@ class OutputConfig:
     """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints")
+        flags = {
+            "--ckpt-step": self.ckpt_step,
+            "--finetune": self.finetune,
+            "--no-load-optim": not self.load_optim,
+            "--no-load-rng": not self.load_rng,
+        }
+        for flag, is_given in flags.items():
+            if is_given and self.load is None:
+                raise ValueError(f"{flag} needs --load")
+        if self.finetune and self.save is not None and Path(self.load or "").resolve() == Path(self.save).resolve():
+            raise ValueError("--finetune would begin anew at each start of the run; pass another --save than --load")
+        check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
             raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):

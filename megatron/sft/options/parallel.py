@@ -19,6 +19,9 @@ class ParallelConfig:
     """Interleave the pipeline: layers of each virtual stage."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    """How Transformer Engine's attention exchanges keys and values over context parallel: p2p, all_gather, a2a or
+    a2a+p2p, one for all layers or one for each; attention without it gathers them."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
     sequence_parallel: bool = False
@@ -39,6 +42,9 @@ class ParallelConfig:
             self, 1, None, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
         )
         check_range(self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        unknown = set(self.cp_comm_type) - {"p2p", "all_gather", "allgather", "a2a", "a2a+p2p"}
+        if unknown:
+            raise ValueError(f"--cp-comm-type must be p2p, all_gather, a2a or a2a+p2p, but is {sorted(unknown)[0]}")
         check_range(self, 0.01, None, "distributed_timeout_minutes")
         if self.num_layers_per_virtual_pipeline_stage is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(

@@ -35,7 +35,7 @@ def prepare_output(output: OutputConfig) -> None:
             if not writable:
                 raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
     if output.load is not None:
-        check_load(output.load, output.save)
+        check_load(output.load, output.save, output.ckpt_step)
     if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
         raise ValueError(
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "

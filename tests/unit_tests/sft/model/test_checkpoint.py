@@ -6,7 +6,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import _check_same_model, gather_delayed, load_checkpoint, restored_queue
+from megatron.sft.model.checkpoint import Wanted, _check_same_model, gather_delayed, load_checkpoint, restored_queue
 from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
@@ -19,7 +19,7 @@ def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch,
     (tmp_path / TRACKER).write_text("5")
     training: Any = None
     with pytest.raises(ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"):
-        load_checkpoint(tmp_path, training, model_options={}, data={})
+        load_checkpoint(tmp_path, training, model_options={}, data={}, wanted=Wanted())
 
 
 OFF = PackingConfig(sequence_packing=True)

@@ -98,6 +98,17 @@ def test_a_load_that_holds_no_checkpoint_is_refused(tmp_path, made, load, hint):
     with pytest.raises(ValueError, match=f"--load .*{load} holds no checkpoint; .*{hint}"):
         check_load(tmp_path / load, tmp_path / "save")
     check_load(tmp_path / "save", f"{tmp_path}/./save")  # a job's first start
+    check_load(tmp_path / "save", f"{tmp_path}/./save", 5)
+
+
+def test_a_step_without_a_checkpoint_is_refused(tmp_path):
+    """The newest one in its place would be another model."""
+    for iteration in (2, 4):
+        checkpoint_path(tmp_path, iteration).mkdir()
+    track(tmp_path, TRACKER, 4)
+    check_load(tmp_path, None, 2)
+    with pytest.raises(ValueError, match=r"--ckpt-step 3 must be one of --load .*: 2, 4$"):
+        check_load(tmp_path, None, 3)
 
 
 def checkpoint(folder, iteration):

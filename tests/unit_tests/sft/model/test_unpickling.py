@@ -94,7 +94,7 @@ def test_other_errors_are_their_own(tmp_path):
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name, one_rank):
     """As a run does it that continues."""
-    from megatron.sft.model.checkpoint import load_checkpoint
+    from megatron.sft.model.checkpoint import Wanted, load_checkpoint
     from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 
     ran, path = tmp_path / "ran", checkpoint_path(tmp_path, 1)
@@ -107,5 +107,5 @@ def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name, one_rank):
     else:
         (path / name).write_bytes(pickle.dumps(Code(ran)))
     with pytest.raises(ValueError, match=rf"{name} holds a posix.mkdir, which"):
-        load_checkpoint(tmp_path, None, {}, {})  # type: ignore[arg-type]  # nothing is built yet
+        load_checkpoint(tmp_path, None, {}, {}, Wanted())  # type: ignore[arg-type]  # nothing is built yet
     assert not ran.exists()

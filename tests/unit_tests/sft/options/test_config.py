@@ -58,6 +58,11 @@ PROMISED = [
     "--outlier-delay-steps 4 --sequence-packing",
     "--sft-mock-dataset-config-json lengths.json",
     "--recompute-granularity full",
+    "--recompute-method block --recompute-granularity full",
+    "--recompute-num-layers 2 --recompute-granularity full",
+    "--attention-backend fused",
+    "--exit-interval 100",
+    "--ckpt-step 4 --load checkpoints",
 ]
 
 
@@ -80,6 +85,7 @@ def test_defaults():
         "pipeline_model_parallel_size": 1,
         "num_layers_per_virtual_pipeline_stage": None,
         "context_parallel_size": 1,
+        "cp_comm_type": ["p2p"],
         "expert_model_parallel_size": 1,
         "sequence_parallel": False,
         "use_tp_pp_dp_mapping": False,

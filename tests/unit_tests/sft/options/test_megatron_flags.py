@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.sft.options.config import GROUPS
+from megatron.sft.options.config import GROUPS, parse_config
 from megatron.sft.options.megatron_flags import (
     ACCEPTED,
     READ_AS,
     REFUSED,
+    TOKENIZERS,
     megatron_flag_notes,
     without_megatron_flags,
 )
@@ -24,6 +25,9 @@ def table() -> str:
     """The options in docs/megatron-lm.md, which is written by this."""
     lines = ["| option | here |", "|---|---|"]
     lines += [f"| `{flag}` | read as {read.others} |" for flag, read in READ_AS.items()]
+    for name, ours in TOKENIZERS.items():
+        what = f"read as {ours}" if ours else "refused: pass --tokenizer-model with a HuggingFace folder"
+        lines.append(f"| `--tokenizer-type {name}` | {what} |")
     for flag, accepted in ACCEPTED.items():
         what = "always so" if accepted.always_so else "without effect"
         values = f", as {' or '.join(accepted.values)}" if accepted.values else ""
@@ -51,6 +55,9 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
     assert megatron_flag_notes(recipe.split()) == [
         "options of Megatron-LM, as it always is here: --sft --ckpt-format",
         "options of Megatron-LM, without effect here: --transformer-impl --timing-log-level",
+    ]
+    assert megatron_flag_notes(["--train-data-path", "a"]) == [
+        "options of Megatron-LM, read as ours: --train-data-path as --data-path"
     ]
 
 
@@ -104,6 +111,43 @@ def test_data_in_files_of_arguments(tmp_path: Path) -> None:
         with pytest.raises(FlagError) as failure:
             read(text)
         assert message in str(failure.value)
+
+
+def test_tokenizers_of_megatron_lm() -> None:
+    """A name that argparse alone refuses comes with a list of ours, and no way to the same tokens."""
+    given = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "folder"]
+    assert without_megatron_flags(given) == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
+    assert without_megatron_flags(["--tokenizer-type=NullTokenizer"]) == ["--tokenizer-type", "NullTokenizer"]
+    with pytest.raises(FlagError, match="TikTokenizer is none here: pass --tokenizer-model with a HuggingFace folder"):
+        without_megatron_flags(["--tokenizer-type", "TikTokenizer"])
+
+
+BENCHMARK = """
+--use-mcore-models --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 256
+--max-position-embeddings 256 --attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl transformer_engine
+--attention-backend flash --moe-token-dispatcher-type alltoall --micro-batch-size 1 --global-batch-size 8
+--train-iters 20 --lr-decay-iters 20 --lr 1.5e-4 --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-iters 0
+--weight-decay 1.0e-2 --clip-grad 1.0 --bf16 --calculate-per-token-loss --no-gradient-accumulation-fusion
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 2 --use-varlen-dataset
+--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --null-tokenizer-pad-id 0 --split 99,1,0 --num-workers 2
+--data-cache-path cache --dataloader-type single --log-interval 1 --log-throughput --timing-log-level 0
+--eval-interval 1000000 --eval-iters 1 --distributed-backend nccl --tensorboard-log-interval 1
+"""
+MOCK = (
+    '{"mode":"distribution","type":"lognormal","format":"thd","min_seq_len":16,"max_seq_len":256,"mean_seq_len":64,'
+    '"lognormal_sigma":1.1}'
+)
+
+
+def test_upstreams_packing_benchmark() -> None:
+    """Who compares the two must not have to write a command line of their own."""
+    mock = ["--varlen-mock-dataset-config-json", MOCK]
+    scheduler = ["--sequence-packing-scheduler", "dp_balanced", "--max-seqlen-per-dp-cp-rank", "128"]
+    config = parse_config([*BENCHMARK.split(), *mock, *scheduler], 2)
+    assert config.packing.sequence_packing
+    assert config.packing.sequence_packing_scheduler == "dp_balanced"
+    assert config.data.sft_mock_dataset_config_json == MOCK
+    assert parse_config([*BENCHMARK.split(), *mock], 2).packing.sequence_packing  # its data set is packed in any case
 
 
 def test_a_scheduler_alone_switches_packing_on() -> None:

@@ -9,6 +9,12 @@ CONTRADICTIONS = [
     ("--group-query-attention", 1, ["--group-query-attention", "--num-query-groups", "both"]),
     ("--num-query-groups 2", 1, ["--group-query-attention", "--num-query-groups", "both"]),
     ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
+    ("--recompute-num-layers 2", 1, ["--recompute-num-layers needs --recompute-granularity full"]),
+    (
+        "--recompute-granularity full --recompute-num-layers 3",
+        1,
+        ["--recompute-num-layers 3 must divide the layers of a stage, 8", "--recompute-method block"],
+    ),
     ("--max-position-embeddings 64", 1, ["--max-position-embeddings 64", "at least", "--seq-length 128"]),
     (
         "--disable-bias-linear --num-experts 2 --moe-router-topk 3",

@@ -10,6 +10,8 @@ CONTRADICTIONS = [
         1,
         ["--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-size"],
     ),
+    ("--cp-comm-type ring", 1, ["--cp-comm-type must be p2p,", "but is ring"]),
+    ("--cp-comm-type p2p a2a", 1, ["one for each of --num-layers 8"]),
     ("--overlap-param-gather", 1, ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"]),
     (
         "--overlap-param-gather --use-distributed-optimizer",
