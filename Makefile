@@ -6,6 +6,8 @@
 # make faults   every fault of a matrix in six layouts, then 40 interruptions of each kind (make test: a part); about an hour
 # make fuzz   mutations of every class of input, 20,000 of each (make test: a hundred)
 # make test-cpus  the same tests under the instruction sets and thread counts that this processor has
+# make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
+# make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make check  format, lint, types
 # make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
 
@@ -18,6 +20,8 @@ PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
+# The fast attention kernels of a GPU take no float32.
+PRECISION = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo --bf16)
 TINY_CHAT = data/tiny_chat
 TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
@@ -28,17 +32,17 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune test unit layouts faults fuzz test-cpus test-core core-python check format clean
+.PHONY: run finetune test unit layouts faults fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
 	rm -rf runs/tiny_chat
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml --save-hf runs/tiny_chat/huggingface
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) pretrain_sft.py --config examples/tiny_chat/config.yaml $(PRECISION) --save-hf runs/tiny_chat/huggingface
 
 finetune: $(VENV)/.finetune $(TINY_FINETUNE)/chats.jsonl
 	rm -rf runs/tiny_finetune
 	for step in pretrain finetune; do \
-	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/$$step.yaml || exit; done
+	$(VENV)/bin/torchrun --nproc-per-node $(NPROC) -m megatron.sft --config examples/tiny_finetune/$$step.yaml $(PRECISION) || exit; done
 	for model in base chat; do \
 	$(VENV)/bin/python examples/tiny_finetune/ask.py runs/tiny_finetune/$$model $(TINY_FINETUNE)/held_out.jsonl || exit; done
 
@@ -68,6 +72,19 @@ faults: $(VENV)/.dev
 FUZZ_INPUTS ?= 20000
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --write examples/benchmarks/results/fuzz.md
+
+# GPU_PYTHON: one that has torch for the GPU at hand, megatron-core, transformers and this project; without it the
+# environment of the other tests. Whole runs are small, so several share the device.
+GPU_DEVICE ?= cuda
+GPU_WORKERS ?= 4
+GPU_PYTHON ?=
+gpu_python = $(or $(GPU_PYTHON),$(VENV)/bin/python)
+gpu-test: $(if $(GPU_PYTHON),,$(VENV)/.dev)
+	$(gpu_python) -m pytest --device $(GPU_DEVICE) --dist worksteal -n $(GPU_WORKERS) tests/gpu_tests
+
+gpu-bench: $(if $(GPU_PYTHON),,$(VENV)/.dev)
+	$(gpu_python) -m examples.benchmarks.throughput --device $(GPU_DEVICE) --profile $(if $(filter cpu,$(GPU_DEVICE)),--tiny) \
+	--output examples/benchmarks/results/throughput$(if $(filter cpu,$(GPU_DEVICE)),_dry_run).md
 
 # Other processors, as far as one shows them: torch, MKL, oneDNN and numpy keep to older instructions, or to two
 # threads (which sleep while they wait: ranks are more than cores). `make test-cpu-oldest` is one setting alone, CPU_TESTS=unit one kind of tests.

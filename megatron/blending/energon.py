@@ -10,11 +10,12 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron import blending
 from megatron.blending.encoding import cooking, file_store
+from megatron.blending.encoding.seeding import with_seeds
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.formats.decode import keep_bytes
 from megatron.blending.formats.files import read_text
@@ -48,10 +49,10 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
 def _forwarded(step: str) -> Any:
     def method(self: AugmentTaskEncoder, *arguments: object) -> Any:
-        return getattr(self._task_encoder, step)(*arguments)
+        # Whether it is seeded is what the other's method says.
+        return with_seeds(getattr(self._task_encoder, step))(*arguments)
 
     method.__name__, method.__qualname__ = step, f"AugmentTaskEncoder.{step}"
-    # Whether it is seeded is what the other's method says.
     return method
 
 
@@ -152,22 +153,15 @@ class NoCachePool(cooking.DirectCache):
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def to_cache(self, data: Any, name: str) -> "MockLazy":
-        return MockLazy(name, lambda _: data)
-
-    def close(self) -> None:
-        pass
-
 
 class MockLazy(cooking.Lazy):
     """It stands for what a function of its name returns."""
 
-    def __init__(self, fname: str, get_fn: Any) -> None:
-        super().__init__(None, fname)
-        object.__setattr__(self, "get_fn", get_fn)
+    def __init__(self, fname: str, get_fn: Callable[[str], Any]) -> None:
+        super().__init__(get_fn, fname)
 
     def get(self, sample: object = None) -> Any:
-        return self.get_fn(self.fname)  # type: ignore[attr-defined]
+        return self.store(self.fname)
 
 
 class SystemFileStore(file_store.SystemFileStore):
@@ -202,6 +196,10 @@ _DIFFERS = {
     **dict.fromkeys(["BaseCoreDatasetFactory", "BaseWebdatasetFactory", *_WEBDATASETS], _ONLY_PREPARES),
     **dict.fromkeys(["CrudeJsonlDatasetFactory", "DefaultCrudeJsonlDatasetFactory"], _ONLY_PREPARES),
     **dict.fromkeys(["CachePool", "FileStoreCachePool", "NoCachePool"], "keeps nothing: the operating system does"),
+    **dict.fromkeys(
+        ["BatchDataset", "GroupBatchDataset", "MapDataset"],
+        "failures are tolerated as `@stateless(failure_tolerance=)` or the WorkerConfig says",
+    ),
     **dict.fromkeys(["DirectLazy", "FileCacheLazy", "Lazy"], "one class, which reads when it is asked"),
     "AugmentTaskEncoder": "forwards all steps and the cookers, not three methods alone",
     "Batch": "`from_samples` stacks tensors; compared by identity; `__key__` and `__restore_key__` may be left out",
@@ -244,9 +242,9 @@ _ABSENT = {
     "PrimaryFileStore": "`@cooker(need_primary=True)` gives the store of the source",
 }
 _SAME = (
-    "BatchDataset CaptioningSample ConcatDataset Cooker CrudeSample DatasetLoader DatasetLoaderInterface "
-    "DefaultTaskEncoder FilterDataset GroupBatchDataset ImageClassificationSample ImageSample InterleavedSample "
-    "MapDataset Metadataset MetadatasetV2 MockLazy MultiChoiceVQASample OCRSample SimilarityInterleavedSample "
+    "CaptioningSample ConcatDataset Cooker CrudeSample DatasetLoader DatasetLoaderInterface "
+    "DefaultTaskEncoder FilterDataset ImageClassificationSample ImageSample InterleavedSample "
+    "Metadataset MetadatasetV2 MockLazy MultiChoiceVQASample OCRSample SimilarityInterleavedSample "
     "SkipSample TextSample VQASample VidQASample __version__ basic_sample_keys batch_list batch_pad_stack batch_stack "
     "concat_pad cooker edataclass generic_batch generic_concat homogeneous_concat_mix reraise_exception"
 ).split()

@@ -22,6 +22,7 @@ from megatron.packing.scheduling.registry import get_scheduler
 def check_config(config: Any) -> None:
     """ValueError for a config that packs cannot be trained under."""
     from megatron.packing.model import pipeline
+    from megatron.packing.model.get_batch import transformer_engine_installed
     from megatron.packing.step.settings import PackingOptions
 
     get_scheduler(config.sequence_packing_scheduler)
@@ -49,6 +50,10 @@ def check_config(config: Any) -> None:
             'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
         ),
         (
+            not config.multi_latent_attention or transformer_engine_installed(),
+            "multi_latent_attention=False without Transformer Engine: megatron-core's other layers cannot be built so",
+        ),
+        (
             not config.multi_latent_attention or config.context_parallel_size == 1,
             "context_parallel_size=1 with multi_latent_attention: the two were not checked together with packs",
         ),
@@ -56,6 +61,12 @@ def check_config(config: Any) -> None:
             not config.apply_rope_fusion or _yarn_get_concentration_factor_from_config(config) == 1.0,
             "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of attention scores",
         ),
+        (
+            config.fp8 is None or (transformer_engine_installed() and not config.fp8_dot_product_attention),
+            "fp8=None without Transformer Engine, which alone computes in it, and fp8_dot_product_attention=False: it "
+            "takes no packs",
+        ),
+        (config.fp4 is None, "fp4=None: it was not checked with packs"),
         (
             config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
             'cuda_graph_impl="none": packs differ in length from step to step',

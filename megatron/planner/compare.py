@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling.problem import Scheduler, ScheduleRequest, check_schedule
-from megatron.packing.step.stats import PackingStats
+from megatron.packing.step.stats import PackingStats, padded_rows
 from megatron.planner.step_record import StepLayout, StepRecord
 
 IntArray = npt.NDArray[np.int64]
@@ -173,16 +173,10 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
 
 def _padded_per_microbatch(request: ScheduleRequest, batch: IntArray, layout: StepLayout) -> _Account:
     """Pads each rank's sequences in the order drawn, as many to a microbatch as fit padded to the longest of them."""
-    shapes_of: list[list[tuple[int, int]]] = []
-    for rank in range(layout.num_ranks):
-        shapes: list[tuple[int, int]] = []
-        longest, count = 0, 0
-        for length in request.lengths[request.source_rank == rank].tolist():
-            if count and max(longest, length) * (count + 1) > layout.capacity:
-                shapes.append((longest, count))
-                longest, count = 0, 0
-            longest, count = max(longest, length), count + 1
-        shapes_of.append([*shapes, (longest, count)])
+    shapes_of = [
+        padded_rows(request.lengths[request.source_rank == rank].tolist(), layout.capacity)
+        for rank in range(layout.num_ranks)
+    ]
     width = max(map(len, shapes_of))
     padded = np.array([shapes + [(0, 0)] * (width - len(shapes)) for shapes in shapes_of], np.int64)
     return _padded_to(padded[..., 0], padded[..., 1], request, batch, layout)

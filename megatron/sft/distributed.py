@@ -27,6 +27,8 @@ def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store
     which all ranks met.
     """
     rank, world_size = world_from_environment()
+    if config.training.deterministic_mode:
+        use_deterministic_kernels()
     device = _device()
     mcore_fixes.install()
     cpu_support.install()
@@ -44,6 +46,17 @@ def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store
     # Not after an error: others may be in a collective, and this rank would wait for them instead of ending the job.
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def use_deterministic_kernels() -> None:
+    """Lets torch, cuBLAS, NCCL and Transformer Engine add up in the same order each time, for the rest of the process.
+    Before CUDA is used. torch then raises an error for an operation that has no such kernel.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is read by nothing
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

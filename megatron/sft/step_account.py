@@ -36,6 +36,8 @@ class Reduced(NamedTuple):
     """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there is one source."""
     all_written: bool = False
     """Whether every rank has written its part of the checkpoint that is on its way."""
+    num_padded_tokens: int = 0
+    """That all ranks computed without packing, padding included; 0 with packing."""
 
     @property
     def loss(self) -> float:
@@ -74,22 +76,30 @@ def counts_samples() -> bool:
 
 class Reduction:
     """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop
-    signal, and whether its part of a checkpoint is written. One all-reduce of 8 bytes per number: 32, and per source
+    signal, and whether its part of a checkpoint is written. One all-reduce of 8 bytes per number: 40, and per source
     64, and 16 more where there are several.
 
     It begins when it is made; `result` waits for it, and for all that the device was given to do before.
     """
 
     def __init__(
-        self, losses: list[Any], stop: bool, counts: Counts, device: torch.device, is_written: bool = False
+        self,
+        losses: list[Any],
+        stop: bool,
+        counts: Counts,
+        device: torch.device,
+        is_written: bool = False,
+        num_padded_tokens: int = 0,
     ) -> None:
+        """num_padded_tokens: of this context-parallel rank."""
         self._shape = counts.table.shape
         num_sources = len(counts.table)
         self._num_split = num_split = 2 * num_sources if num_sources > 1 else 0
-        own = torch.zeros(4 + num_split + counts.table.size, dtype=torch.float64)
+        own = torch.zeros(5 + num_split + counts.table.size, dtype=torch.float64)
         own[2], own[3] = float(stop), float(is_written)
         if counts_samples():
-            own[4 + num_split :] = torch.from_numpy(counts.table).double().flatten()
+            own[4] = num_padded_tokens * parallel_state.get_context_parallel_world_size()
+            own[5 + num_split :] = torch.from_numpy(counts.table).double().flatten()
         self._is_there: torch.cuda.Event | None = None
         if device.type == "cuda":
             own = own.pin_memory()
@@ -98,7 +108,7 @@ class Reduction:
             numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
             numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
             if num_split:
-                numbers[4 : 4 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
+                numbers[5 : 5 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
         dist.all_reduce(numbers)
         self._numbers = numbers
         if device.type == "cuda":
@@ -110,11 +120,13 @@ class Reduction:
         """Returns what all ranks know then."""
         if self._is_there is not None:
             self._is_there.synchronize()
-        loss_sum, num_tokens, stops, written, *rest = self._numbers.tolist()
+        loss_sum, num_tokens, stops, written, num_padded_tokens, *rest = self._numbers.tolist()
         table = np.array(rest[self._num_split :]).astype(np.int64).reshape(self._shape)
         source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
         all_written = written == dist.get_world_size()
-        return Reduced(loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses, all_written)
+        return Reduced(
+            loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses, all_written, int(num_padded_tokens)
+        )
 
 
 class Stopwatch:
@@ -189,6 +201,7 @@ class StepAccount:
             square_sum=stats.square_sum,
             num_loss_tokens=reduced.num_loss_tokens,
             padded_tokens=stats.num_padded_tokens,
+            row_tokens=stats.num_row_tokens,
             capacity_tokens=stats.num_ranks * stats.num_microbatches * stats.capacity,
             microbatches=stats.num_microbatches,
             num_ranks=stats.num_ranks,
@@ -208,8 +221,8 @@ class StepAccount:
         )
 
     def padded_stats(self, reduced: Reduced) -> PackingStats:
-        """Returns the account of a step without packing: each rank computes the same shapes, so the balance is 1,
-        and the bubble that of even microbatches.
+        """Returns the account of a step without packing, which nothing balances: as if ranks and microbatches were
+        even.
         """
         counts = reduced.counts
         idle = self._config.parallel.pipeline_model_parallel_size - 1
@@ -219,7 +232,8 @@ class StepAccount:
             num_tokens=counts.num_tokens,
             square_sum=counts.square_sum,
             num_loss_tokens=reduced.num_loss_tokens,
-            num_padded_tokens=self._share.num_ranks * self._share.num_draws * capacity,
+            num_padded_tokens=reduced.num_padded_tokens,
+            num_row_tokens=reduced.num_padded_tokens,
             num_microbatches=self._share.num_draws,
             num_ranks=self._share.num_ranks,
             capacity=capacity,

@@ -45,6 +45,11 @@ class StepBatch(NamedTuple):
         """Of this rank."""
         return len(self.rows) if self.packed is None else self.packed.stats.num_microbatches
 
+    @property
+    def num_padded_tokens(self) -> int:
+        """That this context-parallel rank computes without packing, padding included."""
+        return sum(row.tokens.numel() for row in self.rows)
+
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
         """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each."""
         if self.packed is not None:
@@ -96,7 +101,7 @@ class StepBatches(Iterator[StepBatch]):
         self._source = self._stream if reads else None
         if reads and num_batches > 0:
             self._stream.start()
-        self._rows = padded_batches(self._stream, config.model.seq_length, config.training.micro_batch_size)
+        self._rows = padded_batches(self._stream, config.training.micro_batch_size, config.alignment.pack)
         self._prefetcher = Prefetcher(prepare, data.prefetch_global_batches, num_batches)
         self.settle = self._prefetcher.settle
 

@@ -208,7 +208,9 @@ class Trainer:
         self._losses = self._run(taken, len(self._names), forward_only=False)
         watch.stop()
         stops = signals.requested or self._is_out_of_time() or self._exits_after(self._progress.iteration + 1)
-        self._reduction = Reduction(self._losses, stops, taken.counts, self._device, self._saved.is_written)
+        self._reduction = Reduction(
+            self._losses, stops, taken.counts, self._device, self._saved.is_written, taken.num_padded_tokens
+        )
         try:
             lr, grad_norm, succeeded = self._update()
         except NonFiniteError as failure:

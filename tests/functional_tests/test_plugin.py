@@ -34,16 +34,16 @@ from tests.functional_tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PACKING = "--sequence-packing --max-seqlen-per-dp-cp-rank 512"
 NUM_STEPS, NUM_MICROBATCHES = 2, 6
 Step = tuple[float, float, int]
 
 
-def run_example(*arguments: str) -> list[tuple[float, int]]:
-    """Loss and number of microbatches of each step that examples/plugin/train.py prints, on two processes."""
+def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, int]]:
+    """Loss and number of microbatches of each step that examples/plugin/train.py prints."""
     process = subprocess.Popen(
-        [sys.executable, *LAUNCHER, "examples/plugin/train.py", "--train-iters", "3", *arguments],
+        [sys.executable, *LAUNCHER, str(num_processes), "examples/plugin/train.py", "--train-iters", "3", *arguments],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,

@@ -25,9 +25,14 @@ from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFil
 from megatron.blending.formats.decode import SampleDecoder, decode_part
 from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
 from megatron.blending.formats.record import RecordError, read_records
+from megatron.blending.loading.load import get_train_dataset
 from megatron.blending.loading.loader import WorkerConfig, get_loader
+from megatron.blending.loading.state_form import compact, expanded
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.group_batch import GroupBatchDataset
+from megatron.blending.streams.mapping import FilterDataset
+from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.sft.data.chat_encoder import ChatEncoder
 from megatron.sft.data.chats import ChatLoad, ChatTask, open_chats
@@ -657,28 +662,48 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 def _loader_state(folder: Path) -> tuple[Sequence[bytes], Read]:
     (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "b.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % number for number in range(60)))
+
+    def packs() -> Any:
+        """Samples are held back in packs and groups, and some left out."""
+        kept = FilterDataset(get_train_dataset(folder / "b.jsonl"), lambda one: one["json"]["n"] % 7)
+        tree = PackingDataset(kept, 5, lambda held: [held[at : at + 2] for at in range(0, len(held) - 1, 2)], list)
+        groups = GroupBatchDataset(tree, 2, lambda pack: (len(pack), None))
+        return get_loader(groups, WorkerConfig(num_workers=0, num_shards=2), pin_memory=False)
 
     def loader() -> Any:
         task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
         (entry,) = source_entries(load_metadataset(folder / "a.jsonl", "train"))
         return get_loader(open_chats(entry, task), WorkerConfig(num_workers=0), pin_memory=False)  # type: ignore[arg-type]
 
-    one = loader()
-    iterator = iter(one)
-    next(iterator), next(iterator)
-    state = one.state_dict()
-
     def read(content: bytes) -> None:
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):
             return
-        again = loader()
+        # What is in a checksum is forged: the values are mutated, and the sum is right again.
+        for state in found if isinstance(found, list) else [found]:
+            for name in _SUMMED:
+                if isinstance(state, dict) and isinstance(state.get(name), (dict, list)):
+                    state[name] = compact(state[name])
+        is_packed = b'"is_packed"' in content
+        again = packs() if is_packed else loader()
         again.load_state_dict(found)
-        next(iter(again), None)
+        for _ in range(3):
+            next(iter(again), None)
         again.state_dict()
 
-    return [json.dumps(state).encode(), json.dumps([state]).encode()], read
+    states = []
+    for make, named in ((loader, {}), (packs, {"is_packed": 1})):
+        one = make()
+        for _ in range(5):
+            next(one)
+        states.append({**one.state_dict(), **named})
+    forged = [{**state, **{name: expanded(state[name]) for name in _SUMMED}} for state in states]
+    return [json.dumps(state).encode() for state in (states[0], [states[0]], *forged)], read
+
+
+_SUMMED = ("shards", "stream")
 
 
 CLASSES = [

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.blending.arguments import check_function
 from megatron.blending.encoding.seeding import with_seeds
@@ -48,6 +48,13 @@ class DirectCache:
     def get_lazy(self, store: object, name: str) -> "Lazy":
         return Lazy(store, name)
 
+    def to_cache(self, data: object, name: str) -> "Lazy":
+        """Return what stands for data that was made: the data itself, as nothing is kept elsewhere."""
+        return Lazy(_Kept(data), name)
+
+    def close(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Lazy:
@@ -58,6 +65,13 @@ class Lazy:
 
     def get(self, sample: object = None) -> Any:
         return self.store.get(self.fname, sample)
+
+
+class _Kept(NamedTuple):
+    data: Any
+
+    def get(self, name: str, sample: object = None) -> Any:
+        return self.data
 
 
 def choose_cook(

@@ -17,7 +17,8 @@ from megatron.blending.arguments import check_flag, check_one_of, check_whole
 from megatron.blending.encoding.collate import pinned
 from megatron.blending.loading.global_state import gather_states, send_states
 from megatron.blending.loading.server import END, Message, Server, Start
-from megatron.blending.loading.state import VERSION, State, checked_states, compact, expanded, is_taken, merge_states
+from megatron.blending.loading.state import VERSION, checked_states, is_taken, merge_states
+from megatron.blending.loading.state_form import State, compact, expanded
 from megatron.blending.loading.stream import Stream
 from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
 from megatron.blending.streams.failures import FailureLog, Failures
@@ -143,6 +144,7 @@ class Loader(Generic[T_co]):
             self._stream.continue_by_name(merged, str(difference))
             self._begin_pass(0, 0)
             return
+        self._stream.check_shards(merged["shards"])
         self._stream.continue_as(merged["stream"], merged["num_shards"])
         self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]

@@ -9,32 +9,16 @@ each rank), by which output k >= base was drawn if it is below the next one of t
 two ranks: [4, [10, 9]] says that rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
 """
 
-import base64
 import difflib
-import json
 import math
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.blending.loading.server import END
+from megatron.blending.loading.state_form import State, check_form, expanded
 from megatron.blending.streams.shard import ShardState
 
 VERSION = 4
-
-State = dict[str, Any]
-
-_FIELDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys("rank world_size num_shards pass epoch_start slot count since".split(), (int,)),
-    **dict.fromkeys("taken positions".split(), (list, tuple)),
-    **dict.fromkeys("shards stream".split(), (str,)),
-    "is_over": (bool, int),
-}
-
-_MOST_RANKS = 1 << 20
-
-_LEVEL = 6
-"""Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
 
 
 def check_stream(saved: State, now: State) -> None:
@@ -87,7 +71,7 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
     if missing:
         raise ValueError(
             f"the state is of rank {first['rank']} of {first['world_size']}, but this is rank {rank} of {num_ranks}; "
-            f"pass a list of the states of all ranks (missing: {', '.join(map(str, missing))})"
+            f"pass a list of the states of all ranks (missing: {', '.join(map(str, missing)):.100})"
         )
     states = [by_rank[number] for number in range(first["world_size"])]
     _check_point(states)
@@ -190,7 +174,7 @@ def checked_states(given: object) -> list[State]:
             )
     by_rank: dict[int, State] = {}
     for state in states:
-        _check(state)
+        check_form(state)
         # Equal ones come from processes that share the data, such as those of a tensor-parallel group.
         if by_rank.setdefault(state["rank"], state) != state:
             raise ValueError(
@@ -198,36 +182,3 @@ def checked_states(given: object) -> list[State]:
                 "pass one, and give each data-parallel rank its own WorkerConfig(rank=...)"
             )
     return states
-
-
-def _check(state: State) -> None:
-    for name, kinds in _FIELDS.items():
-        if name not in state:
-            raise _damaged(f"it has no {name!r}")
-        if not isinstance(state[name], kinds):
-            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
-    limits = {"world_size": 1, "num_shards": 1, "rank": 0, "pass": 0, "slot": 0, "count": 0}
-    for name, least in limits.items():
-        most = END + _MOST_RANKS if name in ("slot", "count") else _MOST_RANKS
-        if not least <= state[name] <= most:
-            raise _damaged(f"its {name!r} is {state[name]!r:.100}")
-    for name in ("shards", "stream"):
-        if not isinstance(expanded(state[name]), dict):
-            raise _damaged(f"its {name!r} is not what was saved")
-
-
-def _damaged(how: str) -> ValueError:
-    return ValueError(f"this is no state of a loader, or a damaged one: {how}")
-
-
-def compact(value: object) -> str:
-    """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples become lists."""
-    return base64.b85encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)).decode()
-
-
-def expanded(text: str) -> Any:
-    """Return what `compact` made the text of; ValueError if it is not such a text, by its checksum."""
-    try:
-        return json.loads(zlib.decompress(base64.b85decode(text)))
-    except (ValueError, zlib.error) as error:
-        raise ValueError(f"this is no state of a loader, or a damaged one: {error}") from error

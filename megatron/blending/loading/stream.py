@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from types import GeneratorType
 from typing import Any
 
-from megatron.blending.loading.state import State, check_stream, compact
+from megatron.blending.loading.state import check_stream
+from megatron.blending.loading.state_form import State, compact
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holding import HoldingDataset, keyed
 from megatron.blending.streams.mapping import SameOutputs
@@ -72,6 +73,17 @@ class Stream:
         salts, bases, told = remapped(state, describe_stream(self.root, self.binding))
         logger.warning("%s. Continuing all the same: %s", difference.split(";")[0], told)
         self._bind(salts, bases, [])
+
+    def check_shards(self, shards: dict[int, ShardState]) -> None:
+        """ValueError unless the nodes that states are of are there, each behind those that it stands below."""
+        for number, state in shards.items():
+            known: set[int] = set()
+            for at, _ in state[3:]:
+                nodes = self.binding.nodes
+                above = [node for node in nodes if node.number <= at < node.end and isinstance(node, HoldingDataset)]
+                known.add(at)
+                if not above or {node.number for node in above} - known or above[-1].number != at:
+                    raise ValueError(f"shard {number} of the state is not of this stream; it is damaged")
 
     def sample_again(self, key: Sequence[Any]) -> Any:
         """Make an output again from its `__restore_key__`; it raises what the functions raise."""
@@ -241,7 +253,9 @@ def _from_key(node: Any, key: Any) -> Any:
         samples = [_from_key(node.children[0], one) for one in key]
         encode = getattr(node, "sample_encoder", None)
         samples = samples if encode is None else list(map(encode, samples))
-        value = keyed(node.make(samples), samples)
+        made: Any = node.make(samples)
+        several = isinstance(made, GeneratorType)
+        value = Several(keyed(one, samples) for one in made) if several else keyed(made, samples)
     else:
         of_record = key
         while not isinstance(of_record[0], str):
@@ -251,10 +265,13 @@ def _from_key(node: Any, key: Any) -> Any:
             raise IndexError(f"no source is at place {of_record[0]!r}")
         value = _from_key(node.children[child], key)
         value = node.apply(value) if isinstance(node, SameOutputs) else value
+    if isinstance(value, (Several, GeneratorType)):
+        values = list(value)
+        if len(values) != 1:
+            raise ValueError(f"{len(values)} outputs were made of one; its key does not say which of them it was")
+        value = values[0]
     if isinstance(value, Hole):
         raise value.error or ValueError("the sample is left out")
-    if isinstance(value, (Several, GeneratorType)):
-        raise ValueError("several outputs were made of one; its key does not say which of them it was")
     return value
 
 

@@ -61,8 +61,10 @@ class HoldingDataset(SavableDataset[Any]):
         found = holders.output_of(self, None, 0)
         return None if type(found) is Hole else found
 
-    def remade(self, inner: list[Any]) -> object:
+    def remade(self, inner: list[Any] | None) -> object:
         """Return an output again, from where it came from."""
+        if inner is None:
+            raise ValueError("a state does not say what an output was made of; it is damaged")
         origins, part = inner
         samples = self.values_again(origins)
         made = self.make(samples)

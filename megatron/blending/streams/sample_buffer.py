@@ -65,7 +65,10 @@ class BufferHolder(Holder):
         """Make again what a state said is held back."""
         saved, self._saved = self._saved, None
         if saved is not None:
-            self.unpack(saved)
+            try:
+                self.unpack(saved)
+            except (TypeError, ValueError, LookupError, OverflowError) as error:
+                raise ValueError(f"what a shard of the saved state holds back cannot be made again: {error}") from error
 
     def packed(self) -> object:
         """Return the origins of what is held back, and in which groups it is."""

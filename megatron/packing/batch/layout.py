@@ -24,15 +24,17 @@ class Alignment:
     pack: int = 1
 
     @classmethod
-    def for_layout(cls, *, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool) -> Alignment:
+    def for_layout(
+        cls, *, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool, rank_multiple: int = 1
+    ) -> Alignment:
         """Return what a parallel layout asks for.
 
         Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's share of the pack
-        in tp.
+        in tp. What a rank then holds is a multiple of `rank_multiple`.
         """
         sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
         scatter = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
-        return cls(sequence=sequence, pack=math.lcm(sequence, scatter))
+        return cls(sequence=sequence, pack=math.lcm(sequence, scatter * rank_multiple))
 
     def padded_length(self, length: IntArray) -> IntArray:
         """Return how many tokens sequences of these lengths occupy in a pack."""

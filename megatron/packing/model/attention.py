@@ -1,9 +1,7 @@
 """mcore. Packed (THD) core attention without Transformer Engine, on CUDA and on CPU, with context parallel.
 
 megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place as
-`core_attention` of `SelfAttentionSubmodules`. Kernels: torch's variable-length flash attention on CUDA in bf16 and
-fp16, else `scaled_dot_product_attention` sequence by sequence, which costs the sum of squared lengths, never a mask
-of T x T.
+`core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
 
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag
 pieces of a sequence attends to all tokens up to its own last one, as if it were a sequence of its own. Memory: the keys
@@ -13,9 +11,6 @@ instead.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +20,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from megatron.packing.model.attention_kernels import causal_attention
 from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
 
 
@@ -95,81 +90,3 @@ class PackedDotProductAttention(MegatronModule):
         )
         keys, values = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
         return causal_attention(query, keys, values, seen.query_lengths, seen.key_lengths, self.softmax_scale)
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
-) -> Tensor:
-    """Attention of packed segments: the last query of each segment sees all its keys, the one before all but one, and
-    so on.
-
-    query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d] -> [sum(query_lengths), heads, d].
-    """
-    kernel = _flash_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _by_sequence
-    return kernel(query, key, value, query_lengths, key_lengths, scale)
-
-
-def _by_sequence(q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float) -> Tensor:
-    out = []
-    segments = zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths))
-    for queries, keys, values in segments:
-        is_square = len(queries) == len(keys)
-        q1, k1, v1 = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
-        attended = scaled_dot_product_attention(
-            q1,
-            k1,
-            v1,
-            attn_mask=None if is_square else _bottom_right_causal(len(queries), len(keys), q.device),
-            is_causal=is_square,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        out.append(attended.squeeze(0).transpose(0, 1))
-    return torch.cat(out)
-
-
-def _bottom_right_causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-
-
-@cache
-def _flash_kernel() -> Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float], Tensor]:
-    """torch's varlen kernel behind one signature; its own differs by release."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    accepted = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
-    takes_groups = "enable_gqa" in accepted
-    takes_scale = "scale" in accepted
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float) -> Tensor:
-        options: dict[str, Any] = dict(causal)
-        repeat = q.shape[1] // k.shape[1]
-        if repeat > 1 and takes_groups:
-            options["enable_gqa"] = True
-        elif repeat > 1:
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        if takes_scale:
-            options["scale"] = scale
-        else:
-            q = q * (scale * q.shape[-1] ** 0.5)
-        attended = varlen_attn(
-            q,
-            k.contiguous(),
-            v.contiguous(),
-            _on_device(query_lengths, q.device),
-            _on_device(key_lengths, q.device),
-            max(query_lengths),
-            max(key_lengths),
-            **options,
-        )
-        assert isinstance(attended, Tensor)  # a tuple only with return_aux
-        return attended
-
-    return attend
-
-
-@lru_cache(maxsize=64)
-def _on_device(lengths: Lengths, device: torch.device) -> Tensor:
-    """int32 running sum; cached, so that the copy is made once per microbatch and not once per layer."""
-    return torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

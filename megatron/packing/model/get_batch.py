@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from packaging.version import Version
 from torch import Tensor
 
-from megatron.packing.model.zigzag import shard_index
+from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
 
 
@@ -37,8 +39,19 @@ class Batch(NamedTuple):
 
 @cache
 def transformer_engine_installed() -> bool:
-    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    """Whether attention will be Transformer Engine's, which wants `cu_seqlens` on the device.
+
+    ValueError for one before 2.9, under which packs are known not to converge.
+    """
+    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
+        return False
+    found = import_module("transformer_engine").__version__
+    if Version(found) < Version("2.9"):
+        raise ValueError(
+            f"packs need Transformer Engine 2.9 or later, but {found} is installed; pip install "
+            "'transformer-engine[pytorch]>=2.9', or uninstall transformer-engine: torch's kernels do without"
+        )
+    return True
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -67,11 +80,10 @@ def get_batch_on_this_rank_for_sequence_packing(
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
     index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
-    if index is not None:
-        index = _sent(index, microbatch["padding_mask"].device)  # where all fields are
+    index_there = None if index is None else sent(index, microbatch["padding_mask"].device)  # where all fields are
 
     def shard(values: Tensor) -> Tensor:
-        return _sent(values if index is None else values.index_select(0, index), device).unsqueeze(0)
+        return sent(values if index_there is None else values.index_select(0, index_there), device).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
     is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
@@ -80,11 +92,10 @@ def get_batch_on_this_rank_for_sequence_packing(
         fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
     if is_last or mtp_on_this_rank:
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
-    params = packed_seq_params(microbatch, device)
     mask = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
     if fields["loss_mask"] is not None and mask is not None and mask.device.type == "cpu" != device.type:
         mask = mask if index is None else mask[index]  # what counts, for `head`, which must not ask the device
-        params.loss_rows = _sent(mask.nonzero().squeeze(1), device)  # type: ignore[attr-defined]
+        params.loss_rows = sent(mask.nonzero().squeeze(1), device)
     return Batch(
         **fields,
         attention_mask=None,
@@ -101,14 +112,7 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
     index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
     sources = microbatch["sources"].repeat_interleave(lengths.long())
     shard = sources if index is None else sources[index]
-    return _sent(shard, device_of(groups.tp)).unsqueeze(0)
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its own to a GPU's."""
-    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    return sent(shard, device_of(groups.tp)).unsqueeze(0)
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
@@ -121,7 +125,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
     host, where multi-token prediction reads them: a device tensor would be host syncs.
     """
     on_host = microbatch["cu_seqlens_padded"]
-    padded = _sent(on_host, device) if transformer_engine_installed() else on_host
+    padded = sent(on_host, device) if transformer_engine_installed() else on_host
     params: Any = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=padded,

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron.packing.model.zigzag import padded_lengths, shard_index, starts_of_tokens
+from megatron.packing.model.zigzag import padded_lengths, sent, shard_index, starts_of_tokens
 
 
 class PackedSelfAttention(SelfAttention):
@@ -92,7 +92,7 @@ def frequencies_of_tokens(frequencies: Tensor, lengths: tuple[int, ...], size: i
         index = torch.arange(sum(lengths))
     if len(frequencies) != sum(lengths):
         index = index - starts_of_tokens(lengths)[index]
-    return frequencies.index_select(0, index.to(frequencies.device, non_blocking=True))
+    return frequencies.index_select(0, sent(index, frequencies.device))
 
 
 def turns_of(frequencies: Tensor, width: int, is_interleaved: bool, scale: float, dtype: torch.dtype) -> Turns:

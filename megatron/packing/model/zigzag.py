@@ -30,6 +30,13 @@ def padded_lengths(packed_seq_params: Any) -> Lengths:
     return kept
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its own to a GPU's."""
+    if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def starts_of_tokens(lengths: Lengths) -> Tensor:
     """int64 [T]: where each token's segment starts in the pack: (2, 1) -> [0, 0, 2]."""
     segments = np.array(lengths)
@@ -80,5 +87,5 @@ def zigzag(lengths: Lengths, size: int, rank: int, device: torch.device) -> Zigz
     return Zigzag(
         query_lengths=tuple(pieces.repeat(2).tolist()),
         key_lengths=tuple(num_keys.tolist()),
-        key_index=torch.from_numpy(gathered[spread(starts.repeat(2), num_keys)]).to(device, non_blocking=True),
+        key_index=sent(torch.from_numpy(gathered[spread(starts.repeat(2), num_keys)]), device),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -88,6 +89,7 @@ class PackingSettings:
             context_parallel_size=groups.cp.size(),
             tensor_parallel_size=groups.tp.size(),
             sequence_parallel=getattr(config, "sequence_parallel", False),
+            rank_multiple=1 if getattr(config, "fp8", None) is None else get_fp8_align_size(config.fp8_recipe),
         )
         per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
         if per_rank is None or per_rank < smallest:

@@ -4,6 +4,7 @@ bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ class PackingStats:
     """Of the sequences, those that count for the loss; all of them where that is not known."""
     num_padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
+    num_row_tokens: int
+    """That would be computed without packing; see `padded_rows`."""
     num_microbatches: int
     """Of each rank."""
     num_ranks: int
@@ -63,6 +66,20 @@ class PackingStats:
         return 1 - self.num_tokens / self.num_padded_tokens
 
 
+def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """The microbatches of a rank without packing, (longest, number of rows): sequences in the order drawn, each padded
+    to the longest of its microbatch, as many as fit into `capacity` tokens. (3, 5, 9, 2) in 12: (5, 2), (9, 1), (2, 1).
+    """
+    rows: list[tuple[int, int]] = []
+    longest, count = 0, 0
+    for length in lengths:
+        if count and max(longest, length) * (count + 1) > capacity:
+            rows.append((longest, count))
+            longest, count = 0, 0
+        longest, count = max(longest, length), count + 1
+    return [*rows, (longest, count)]
+
+
 def packing_stats(
     *,
     request: ScheduleRequest,
@@ -85,6 +102,11 @@ def packing_stats(
         num_loss_tokens=int((length if request.loss_tokens is None else request.loss_tokens).sum()),
         square_sum=sum(value * value for value in length.tolist()),
         num_padded_tokens=int(computed.sum()),
+        num_row_tokens=sum(
+            longest * count
+            for rank in range(num_ranks)
+            for longest, count in padded_rows(length[request.source_rank == rank].tolist(), request.capacity)
+        ),
         num_microbatches=num_microbatches,
         num_ranks=num_ranks,
         capacity=request.capacity,

@@ -2,25 +2,24 @@
 
 Calls are put into its syntax tree: they write nothing, and note how many characters were written when they were
 reached, at the beginning of each pass of a loop, after each loop, and around what {% generation %} encloses. So one
-rendering tells all places. Templates come with the files of others: they run in Jinja's sandbox.
+rendering tells all places.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from megatron.sft.data.template_sandbox import MOST_CHARACTERS, Sandbox, check_private_names
+
 _MARK = "mark_place"
-_MOST_PASSES, _MOST_CHARACTERS = 1_000_000, 1 << 28
-"""Of all loops of a rendering, and of what it writes."""
-_LARGEST, _LARGEST_OF_POWERS = 10_000, 100
+_MOST_PASSES = 1_000_000
+"""Of all loops of a rendering."""
 
 
 class Written(NamedTuple):
@@ -40,32 +39,20 @@ class MarkedTemplate:
 
     def __init__(self, source: str) -> None:
         """TemplateError where `source` is no template, or uses names that lead out of a sandbox."""
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
+        self._sandbox = environment = Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         tree = environment.parse(source)
-        _check_private_names(tree)
+        check_private_names(tree)
         self._compiled = environment.from_string(_MarkTurns().visit(tree).set_environment(environment))
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Written:
         """Render `messages`; TemplateError where the template refuses them."""
         marks = _Marks(messages)
+        self._sandbox.begin()
         for part in self._compiled.generate({**variables, "messages": messages, _MARK: marks.reach}):
             marks.write(part)
         return marks.written()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own, whose loops are bounded one by one; and that refuses products that fill the memory."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(one) if isinstance(one, (str, list, tuple)) else one for one in (left, right)]
-        numbers = [abs(size) for size in sizes if isinstance(size, (int, float))]
-        if max(numbers, default=0) > _LARGEST or (operator == "**" and max(numbers, default=0) > _LARGEST_OF_POWERS):
-            raise TemplateError(f"it asks for a product of {numbers[0]} and {numbers[-1]}")
-        return super().call_binop(context, operator, left, right)
 
 
 class _Place(NamedTuple):
@@ -91,11 +78,13 @@ class _Marks:
     def write(self, part: str) -> None:
         self._parts.append(part)
         self._length += len(part)
+        if self._length > MOST_CHARACTERS:
+            raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
 
     def reach(self, kind: str, loop: int = 0, item: Any = None) -> str:
         """Called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
-        if self._num_reached > _MOST_PASSES or self._length > _MOST_CHARACTERS:
+        if self._num_reached > _MOST_PASSES:
             raise TemplateError("it goes on for ever")
         if kind == "turn":
             message = self._number_of.get(id(item))
@@ -103,7 +92,7 @@ class _Marks:
             self._message = self._message if message is None else message
         elif kind == "generation":
             self._opened.append((self._length, self._message))
-        else:
+        elif kind == "end":
             start, message = self._opened.pop()
             self._generated.append((start, self._length, message))
         return ""
@@ -123,7 +112,7 @@ class _Marks:
 
 
 class _MarkTurns(NodeTransformer):
-    """Puts a mark at the beginning of each loop's body, and after each loop."""
+    """Puts a mark at the beginning of each loop's body, and after each loop; and has joined texts counted."""
 
     def __init__(self) -> None:
         self._num_loops = 0
@@ -131,11 +120,16 @@ class _MarkTurns(NodeTransformer):
     def visit_For(self, node: nodes.For) -> Any:
         self.generic_visit(node)
         if not isinstance(node.target, nodes.Name):
+            node.body.insert(0, _mark("pass"))
             return node
         self._num_loops += 1
         number = nodes.Const(self._num_loops)
         node.body.insert(0, _mark("turn", number, nodes.Name(node.target.name, "load")))
         return [node, _mark("turn", number, nodes.Const(None))]
+
+    def visit_Concat(self, node: nodes.Concat) -> Any:
+        self.generic_visit(node)
+        return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
 
 
 class _Generation(Extension):
@@ -151,20 +145,3 @@ class _Generation(Extension):
 
 def _mark(kind: str, *arguments: nodes.Expr) -> nodes.Output:
     return nodes.Output([nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)])
-
-
-def _check_private_names(tree: nodes.Template) -> None:
-    """Refuse names that lead out of a sandbox; no chat template needs them."""
-    attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
-    private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
-    if private is not None:
-        raise TemplateError(f"it uses the private name {private}, which is refused")
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes what HTML must not hold."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

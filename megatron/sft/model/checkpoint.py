@@ -273,6 +273,8 @@ def _random_states() -> dict[str, Any]:
 
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
+    if (states["cuda"] is None) == torch.cuda.is_available():
+        return  # the run goes on with another kind of device, whose generators cannot take these states
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

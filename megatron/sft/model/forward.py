@@ -94,8 +94,8 @@ def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = 
 
 
 class PaddedBatch(NamedTuple):
-    """A microbatch of rows padded to the same length S; each tensor [b, S / context-parallel size]. The baseline to
-    compare with.
+    """A microbatch of rows padded to the longest of them, S tokens; each tensor [b, S / context-parallel size]. The
+    baseline to compare with.
     """
 
     tokens: Tensor
@@ -113,27 +113,26 @@ class PaddedBatch(NamedTuple):
         return self._replace(**{name: getattr(self, name).to(device, non_blocking=True) for name in fields})
 
 
-def padded_batches(
-    draws: Iterator[Sequence[Mapping[str, Any]]], seq_length: int, num_rows: int
-) -> Iterator[PaddedBatch]:
-    """Pads each draw to [num_rows, seq_length], this context-parallel rank's zigzag shard of it; missing rows are all
-    masked. On the host, pinned where there is CUDA.
+def padded_batches(draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int) -> Iterator[PaddedBatch]:
+    """Pads each draw to its longest sample, up to a multiple of `multiple`; this context-parallel rank's zigzag shard
+    of it. Missing rows are all masked. On the host, pinned where there is CUDA.
     """
     size, rank = (
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_rank(),
     )
-    index = shard_index((seq_length,), size, rank)
 
     def shard(rows: Tensor) -> Tensor:
+        index = shard_index((rows.shape[1],), size, rank)
         rows = rows if index is None else rows[:, index]
         return rows.pin_memory() if torch.cuda.is_available() else rows
 
     for draw in draws:
+        samples = read_samples(draw)
+        seq_length = -(-max((1, *samples.lengths.tolist())) // multiple) * multiple
         tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
-        samples = read_samples(draw)
         real = spread(np.arange(samples.lengths.size) * seq_length, samples.lengths)
         whole = (tokens, labels, loss_mask, position_ids)
         for padded, values in zip(whole, samples.fields()):

@@ -179,7 +179,6 @@ REFUSED = {
     "--cuda-graph-scope": "packs differ in length from step to step; drop it",
     "--decoupled-lr": "there is one learning rate; drop it",
     "--decoupled-min-lr": "there is one learning rate; drop it",
-    "--deterministic-mode": "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, and drop it",
     "--dynamic-context-parallel": "pass --context-parallel-size; packs are balanced without it",
     "--eod-mask-loss": "the data say which tokens count; drop it",
     "--fp16": "pass --bf16",

@@ -15,7 +15,7 @@ class ModelConfig(Architecture):
     """Model."""
 
     seq_length: int
-    """Most tokens of one sequence; without packing, what each sequence is padded to."""
+    """Most tokens of one sequence."""
     max_position_embeddings: int | None = None
     """Positions that learned embeddings know (default: --seq-length)."""
     norm_epsilon: float = 1e-5

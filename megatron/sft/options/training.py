@@ -24,7 +24,8 @@ class TrainingConfig:
     lr: float
     """Highest learning rate."""
     micro_batch_size: int = 1
-    """Sequences of a microbatch without packing; with packing, samples drawn at a time."""
+    """Sequences of a microbatch without packing, padded to the longest of them; with packing, samples drawn at a
+    time."""
     min_lr: float = 0.0
     """Lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
@@ -57,6 +58,8 @@ class TrainingConfig:
     """Compute in bfloat16, with float32 main parameters."""
     logits_of_masked_tokens: bool = False
     """Compute the output layer and the loss of all tokens at once, masked ones too (to compare; losses are equal)."""
+    deterministic_mode: bool = False
+    """Equal runs are equal to the bit on GPUs, too, at the price of slower kernels (on CPUs they always are)."""
     seed: int = 1234
     """Of weights, order of data, dropout."""
     eval_interval: int = 1000

@@ -92,6 +92,9 @@ class StepMetrics:
     """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
     waiting: int = 0
     """Sequences drawn that are delayed to a later step."""
+    row_tokens: int = 0
+    """Tokens that would be computed without packing: consecutive sequences of a rank, as many to a microbatch as fit
+    the capacity when each is padded to the longest of them; 0 in files from before it was told."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """pure. What a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
 
 It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in one of the functions
-that end in `_rows`. "Without packing" means the same sequences, each padded to `seq_length`.
+that end in `_rows`. "Without packing" means the same sequences, padded to the longest of a microbatch (see
+`packing.step.stats.padded_rows`).
 """
 
 import argparse
@@ -128,9 +129,8 @@ def padding_rows(metrics: Metrics) -> Rows:
 
 
 def tokens_without_packing(metrics: Metrics) -> int:
-    """Returns how many tokens training without packing would have computed."""
-    lengths = [event["seq_length"] for event in metrics.events if event["event"] in ("run", "resumed")]
-    return sum(step.sequences for step in metrics.steps) * lengths[-1]
+    """Returns how many tokens training without packing would have computed, padded to the longest of a microbatch."""
+    return sum(step.row_tokens or step.padded_tokens for step in metrics.steps)
 
 
 def padding_without_packing(metrics: Metrics) -> float:

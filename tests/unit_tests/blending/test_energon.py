@@ -1,12 +1,13 @@
 """Users of energon change the import line and nothing else: each name at each place, and what was wrong behind them."""
 
 import importlib
+import pickle
 import warnings
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from random import Random
+from random import Random, random
 
 import pytest
 
@@ -179,6 +180,18 @@ def test_outputs_are_made_again_from_their_keys(data, workers):
             loader.restore_sample(key)
 
 
+def test_what_generators_give_is_made_again_if_it_is_one(data):
+    class Yields(DefaultTaskEncoder):
+        def encode_sample(self, sample):
+            yield from [sample] * (2 if sample.text == "a-3" else 1)
+
+    loader = get_loader(get_val_dataset(data / "a", split_part="train", task_encoder=Yields()))
+    samples = list(loader)
+    assert vars(loader.restore_sample(samples[2].__restore_key__)) == vars(samples[2])
+    with pytest.raises(ValueError, match="2 outputs were made of one; its key does not say which"):
+        loader.restore_sample(samples[3].__restore_key__)
+
+
 def test_a_pack_says_all_that_it_is_made_of():
     """A pack that is derived from its first sample had that one's key alone."""
     from tests.unit_tests.blending.number_streams import endless
@@ -212,6 +225,15 @@ def test_an_encoder_that_augments_another(data):
     dataset = get_train_dataset(data / "a", packing_buffer_size=10, task_encoder=Again(Outer(Inner())))
     for pack in take(dataset, 5):
         assert pack.text.startswith("<A-")
+
+    class Draws(DefaultTaskEncoder):
+        @stateless(restore_seeds=True)
+        def encode_sample(self, sample):
+            return {"key": sample.__key__, "drawn": random()}
+
+    first, second = (take(get_train_dataset(data / "a", task_encoder=Again(Draws())), 9) for _ in range(2))
+    assert first == second
+    assert len({sample["drawn"] for sample in first}) == 9
     assert not Again(DefaultTaskEncoder()).uses("postencode_sample")
     with pytest.raises(ValueError, match="task_encoder must be an object, but is the class Inner"):
         AugmentTaskEncoder(Inner)  # type: ignore[arg-type]
@@ -447,6 +469,17 @@ def test_what_shares_are_of(data):
 
     read = Counter(sample.text[0] for sample in take(get_train_dataset(data / "m.yaml", task_encoder=Skips()), 3000))
     assert abs(read["b"] / read.total() - 1 / 3) < 0.01
+
+
+def test_caches_and_stores(tmp_path):
+    """A cooker that is asked for a cache got one without `to_cache`; what it gives goes through workers."""
+    (tmp_path / "a.txt").write_bytes(b"bytes")
+    cache, store = energon.FileStoreCachePool(parent_cache_dir=tmp_path), energon.SystemFileStore(tmp_path)
+    assert cache.get(store, "a.txt") == cache.get_lazy(store, "a.txt").get() == b"bytes"
+    kept = pickle.loads(pickle.dumps(cache.to_cache([1, 2], "name")))
+    assert (kept.fname, kept.get()) == ("name", [1, 2])
+    assert energon.MockLazy("n", str.upper).get() == "N"
+    cache.close()
 
 
 def test_arguments_as_energon_takes_them(data):

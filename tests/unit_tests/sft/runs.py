@@ -24,6 +24,7 @@ STEP = StepMetrics(
     square_sum=3_000_000,
     num_loss_tokens=4000,
     padded_tokens=6400,
+    row_tokens=12800,
     capacity_tokens=8000,
     microbatches=4,
     num_ranks=1,
@@ -42,7 +43,9 @@ SOURCE = SourceMetrics(sequences=3, tokens=40, num_loss_tokens=30, loss=1.25)
 
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
-    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256."""
+    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256; without packing four
+    times their tokens.
+    """
     values: dict[str, Any] = {
         "iteration": iteration,
         "loss": 10.0 - iteration,
@@ -52,6 +55,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
         "sequences": 8,
         "tokens": 2000,
         "padded_tokens": 2048,
+        "row_tokens": 8000,
         "capacity_tokens": 4000,
         "num_ranks": 2,
         "step_cost": 10.0,
@@ -65,7 +69,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
 
 
 def write_run(folder: Path) -> None:
-    """Four steps of a run whose sequences a padded baseline would pad to 1000 tokens."""
+    """Four steps of a run."""
     writer = MetricsWriter(folder, train_iters=4, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
     writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))

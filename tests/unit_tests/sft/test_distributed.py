@@ -1,5 +1,6 @@
 """The groups of a run."""
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -28,3 +29,22 @@ def test_timeout_reaches_every_group():
         dist.destroy_process_group()
     assert {"TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP_GLOO"} <= set(found)
     assert set(found.values()) == {timeout}, found
+
+
+def test_deterministic_kernels_are_asked_of_all_libraries(monkeypatch):
+    """On a GPU two equal runs would differ in the last bits, and a continued one from what it continues."""
+    from megatron.sft.distributed import use_deterministic_kernels
+
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # as the user chose
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        assert os.environ["NCCL_ALGO"] == "Tree"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+            os.environ.pop(name, None)

@@ -20,7 +20,7 @@ from megatron.blending import (
     PackingDataset,
 )
 from megatron.blending.loading.loader import WorkerConfig, get_loader, get_savable_loader
-from megatron.blending.loading.state import expanded
+from megatron.blending.loading.state_form import expanded
 from megatron.blending.order.proportions import _earliest_deadline_first
 from megatron.blending.order.reading import records_at
 from megatron.blending.order.weights import WeightSchedule

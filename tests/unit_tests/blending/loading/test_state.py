@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.blending.loading.loader import get_savable_loader
-from megatron.blending.loading.state import checked_states, compact, expanded
+from megatron.blending.loading.state import checked_states
+from megatron.blending.loading.state_form import compact, expanded
+from megatron.blending.streams.mapping import MapDataset
+from megatron.blending.streams.packing_buffer import PackingDataset
 from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders
 
 STATE = get_savable_loader(endless(), config()).state_dict()
@@ -37,7 +40,19 @@ def test_a_state_that_lacks_a_key_is_called_damaged(name):
         ("shards", {}, "its 'shards' is {}"),
         ("shards", "!!!", ""),
         ("stream", STATE["stream"][:-3], ""),
-        ("stream", compact([1]), "its 'stream' is not what was saved"),
+        ("stream", compact([1]), "the 'seed' of its stream is not what was saved"),
+        ("stream", compact({**expanded(STATE["stream"]), "sources": [[1]]}), "the 'sources' of its stream is not"),
+        ("stream", compact({**expanded(STATE["stream"]), "sources": []}), "it has 1 positions of 0 sources"),
+        ("taken", [[3, 4]], "its 'taken' is [[3, 4]]"),
+        ("taken", [[3, []]], "its 'taken' is [[3, []]]"),
+        ("since", 10**400, "its 'since' is 1000"),
+        ("slot", 2**63, "its 'slot' is 9223"),
+        ("shards", compact({"0": [0, 0, [0, 0, 0, None]]}), "its shard 0 stands at output 0, but 1000000 were drawn"),
+        ("shards", compact([]), "its 'shards' are not what was saved"),
+        ("shards", compact({"x": []}), "its shard 'x' is not what was saved"),
+        ("shards", compact({"0": [0, 0, [2**62, 0, 0, None]]}), "its shard '0' is not what was saved"),
+        ("shards", compact({"0": [0, 0, [0, 0, 0, 5]]}), "its shard '0' is not what was saved"),
+        ("shards", compact({"10000000": [0, 0, [0, 0, 0, None]]}), "its shard '10000000' is not what was saved"),
     ],
 )
 def test_a_damaged_state_is_called_that(name, value, how):
@@ -46,8 +61,36 @@ def test_a_damaged_state_is_called_that(name, value, how):
     expected, _ = drawn(loaders(endless()), 2)
     assert next(loader) == expected[0]
     with pytest.raises(ValueError, match=f"this is no state of a loader, or a damaged one: {re.escape(how)}"):
-        loader.load_state_dict({**STATE, name: value})
+        loader.load_state_dict({**STATE, "slot": 10**6, name: value})
     assert next(loader) == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("holders", "how"),
+    [
+        ([[0, [0, [0, 0, 0, None], None, None]]], "shard 0 of the state is not of this stream"),
+        ([[9, [0, [0, 0, 0, None], None, None]]], "shard 0 of the state is not of this stream"),
+        ([[1, [0, [0, 0, 0, None], None, [[0], 3, [7]]]]], "what a shard of the saved state holds back"),
+        ([[1, [0, [0, 0, 0, None], None, 5]]], "what a shard of the saved state holds back cannot be made again"),
+    ],
+)
+def test_a_forged_state_is_refused(holders, how):
+    """Of 20,000 states that were forged, their checksums right, 31 ended in a bare KeyError or TypeError."""
+    tree = MapDataset(PackingDataset(endless(), 3, lambda held: [held], list), sum_of)
+    state = get_savable_loader(tree, config()).state_dict()
+    loader = get_savable_loader(tree, config())
+    forged = {**state, "shards": compact({"0": [0, 0, [0, 0, 0, None], *holders]})}
+    if how.startswith("shard"):
+        with pytest.raises(ValueError, match=how):
+            loader.load_state_dict(forged)
+        return
+    loader.load_state_dict(forged)
+    with pytest.raises(ValueError, match=how):
+        next(loader)
+
+
+def sum_of(pack):
+    return [index for _, index in pack]
 
 
 @pytest.mark.parametrize("state", [None, [], {}, 3, "x", [3], {"rank": 2}])

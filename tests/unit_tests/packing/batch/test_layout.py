@@ -29,6 +29,16 @@ def test_alignment_of_layouts(cp, tp, sequence_parallel, sequence, pack):
     assert alignment == Alignment(sequence=sequence, pack=pack)
 
 
+@pytest.mark.parametrize(("cp", "tp", "pack"), [(1, 1, 16), (2, 1, 32), (3, 2, 96)])
+def test_ranks_hold_a_multiple(cp, tp, pack):
+    """GEMMs in fp8 end the run where a rank's number of tokens is no multiple of theirs; sequences need no padding."""
+    alignment = Alignment.for_layout(
+        context_parallel_size=cp, tensor_parallel_size=tp, sequence_parallel=tp > 1, rank_multiple=16
+    )
+    assert alignment == Alignment(sequence=2 * cp if cp > 1 else 1, pack=pack)
+    assert PackLayout.of([5, 7], alignment).num_tokens % (cp * tp * 16) == 0
+
+
 def test_padded_length():
     """A length that is a multiple already must not grow: it would overflow a pack scheduled to the brim."""
     lengths = np.array([1, 3, 4, 5, 8], dtype=np.int64)

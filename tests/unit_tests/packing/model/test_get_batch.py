@@ -1,5 +1,8 @@
 """One microbatch for one rank: the fields of its stage, its shard, its layout."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from megatron.packing.batch.microbatches import layout_microbatches, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
 from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
+from megatron.packing.model.get_batch import transformer_engine_installed as installed
 from megatron.packing.model.zigzag import shard_index
 from tests.unit_tests.packing.batch.test_samples import Sequence, samples_of
 from tests.unit_tests.packing.stubs import Ranks
@@ -191,3 +195,18 @@ def test_refuses_what_is_not_packed(source):
     """Where the plug-in's install was forgotten it would be a KeyError of a name that the script never heard of."""
     with pytest.raises(ValueError, match=r"call plugin\.install\(config, arguments\) before get_forward"):
         get_batch(source)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("2.8.0", True), ("2.9.0", False), ("2.10", False)])
+def test_transformer_engine_that_is_too_old_is_refused(version, is_refused, monkeypatch):
+    """Packs are known not to converge under it, and nothing else tells."""
+    stub = ModuleType("transformer_engine")
+    vars(stub)["__version__"] = version
+    stub.__spec__ = ModuleSpec("transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", stub)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not is_refused:
+        assert installed.__wrapped__()
+        return
+    with pytest.raises(ValueError, match=rf"2\.9 or later, but {version} is installed; pip install"):
+        installed.__wrapped__()

@@ -7,7 +7,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.step.stats import PackingStats, packing_stats
+from megatron.packing.step.stats import PackingStats, packing_stats, padded_rows
 from tests.unit_tests.packing.stubs import array
 
 
@@ -57,6 +57,7 @@ def test_literal_account():
         square_sum=9 + 25 + 4,
         num_loss_tokens=10,
         num_padded_tokens=16 + 8 + 8 + 8,
+        num_row_tokens=5 * 3,
         num_microbatches=2,
         num_ranks=2,
         capacity=16,
@@ -72,6 +73,13 @@ def test_literal_account():
     assert stats.padding == 1 - 10 / 40
     assert stats.balance == 56 / 42
     assert stats.moved == 2 / 10
+
+
+def test_rows_without_packing_by_hand():
+    """README's factor is over this baseline: padded to the longest that may be, it would look several times better."""
+    assert padded_rows([3, 5, 9, 2], 12) == [(5, 2), (9, 1), (2, 1)]
+    assert padded_rows([4, 4, 4], 12) == [(4, 3)]
+    assert padded_rows([], 12) == [(0, 0)]
 
 
 def test_no_more_is_moved_than_there_is():

@@ -18,10 +18,10 @@ def forward():
 def padded(forward, monkeypatch):
     """Return padded_batches as context-parallel rank `rank` of `size` sees it."""
 
-    def make(draws, seq_length, num_rows, size=1, rank=0):
+    def make(draws, num_rows, multiple=1, size=1, rank=0):
         monkeypatch.setattr(forward.parallel_state, "get_context_parallel_world_size", lambda: size)
         monkeypatch.setattr(forward.parallel_state, "get_context_parallel_rank", lambda: rank)
-        return list(forward.padded_batches(iter(draws), seq_length, num_rows))
+        return list(forward.padded_batches(iter(draws), num_rows, multiple))
 
     return make
 
@@ -94,7 +94,7 @@ def test_mask_is_needed_where_the_loss_is(forward):
 
 def test_padded_batch_literal(padded):
     """Padding with loss, or positions that go on into it, makes the baseline another model."""
-    (batch,) = padded([[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1], 3)]], seq_length=4, num_rows=3)
+    (batch,) = padded([[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1], 3)]], num_rows=3, multiple=4)
     assert batch.tokens.tolist() == [[5, 6, 7, 0], [9, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.labels.tolist() == [[6, 7, 8, 0], [10, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 1, 0.5, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
@@ -106,9 +106,16 @@ def test_padded_batch_literal(padded):
     assert batch.loss_mask.dtype == torch.float32
 
 
+def test_rows_are_padded_to_the_longest_of_their_batch(padded):
+    """Padded to the longest that there may be, the baseline would compute several times what other trainers do."""
+    draws = [[sample([1] * 5, [1] * 5), sample([2] * 3, [1] * 3)], [sample([3], [1])]]
+    assert [batch.tokens.shape for batch in padded(draws, num_rows=2)] == [(2, 5), (2, 1)]
+    assert [batch.tokens.shape for batch in padded(draws, num_rows=2, multiple=4)] == [(2, 8), (2, 4)]
+
+
 def test_every_draw_is_a_batch_also_an_empty_one(padded):
     """At the end of finite data a rank's draw may be empty: without a batch for it, the others wait for ever."""
-    batches = padded([[sample([1], [1])], []], seq_length=2, num_rows=2)
+    batches = padded([[sample([1], [1])], []], num_rows=2, multiple=2)
     assert len(batches) == 2
     assert batches[1].loss_mask.count_nonzero() == 0
     assert batches[1].padding_mask.all()
@@ -117,7 +124,7 @@ def test_every_draw_is_a_batch_also_an_empty_one(padded):
 
 def test_rows_share_no_memory_between_fields(padded):
     """Fields cut from one tensor must not overwrite one another, nor the next batch."""
-    first, second = padded([[sample([5, 6], [1, 1])], [sample([7, 8], [1, 1])]], seq_length=2, num_rows=1)
+    first, second = padded([[sample([5, 6], [1, 1])], [sample([7, 8], [1, 1])]], num_rows=1)
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([[5, 6]], [[7, 8]])
 
 
@@ -125,12 +132,12 @@ def test_rows_share_no_memory_between_fields(padded):
 def test_zigzag_shards_reassemble(padded, size):
     """A rank with the wrong tokens attends to the future, or to none; the loss falls all the same."""
     draw = [[sample(range(1, 15), [1] * 14, 1), sample(range(20, 36), [0.5] * 16, 2)]]
-    (whole,) = padded(draw, seq_length=16, num_rows=3)
+    (whole,) = padded(draw, num_rows=3)
     piece = 16 // (2 * size)
     for name in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "sources"):
         rebuilt = torch.empty_like(getattr(whole, name))
         for rank in range(size):
-            (shard,) = padded(draw, seq_length=16, num_rows=3, size=size, rank=rank)
+            (shard,) = padded(draw, num_rows=3, size=size, rank=rank)
             part = getattr(shard, name)
             assert part.shape == (3, 16 // size)
             last = 2 * size - 1 - rank

@@ -1,0 +1,269 @@
+"""mcore. One case of throughput.py in this process; what it measured goes to a file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.packing.model import architecture, attention, attention_kernels, get_batch, layer_spec
+from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.stream import Share
+from megatron.sft.distributed import process_groups
+from megatron.sft.model.build import build_transformer_config, padded_vocab_size
+from megatron.sft.options.config import SFTConfig, parse_config
+from megatron.sft.step_batches import StepBatches
+from megatron.sft.stop import StopSignals
+from megatron.sft.train import Trainer
+
+WARM_UPS, PROFILED = 2, 2
+
+
+def main() -> None:
+    """Run what the command line says."""
+    asked = json.loads(sys.argv[1])
+    case, folder = SimpleNamespace(**asked["case"]), Path(asked["folder"])
+    num_steps = WARM_UPS + case.num_steps + PROFILED * case.is_profiled
+    config = parse_config([*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1)
+    with attention_by(case.kernel) as kernel, process_groups(config) as (device, _):
+        measure = {"transformers": by_transformers, "matrix products": by_matrix_products}.get(case.way, by_trainer)
+        result = measure(config, device, case, folder)
+        if device.type == "cuda":
+            result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    if case.way != "matrix products":
+        result["kernel"] = kernel
+    (folder / "result.json").write_text(json.dumps(result | {"machine": machine()}))
+
+
+@contextmanager
+def attention_by(kernel: str) -> Iterator[str]:
+    """Let attention be by `kernel`, if one is named, instead of what the product takes; yields its name."""
+    if not kernel:
+        installed = "flash-attn-4" if find_spec("flash_attn") is not None else "varlen_attn"
+        other = installed if torch.cuda.is_available() else "scaled_dot_product"
+        yield "Transformer Engine" if transformer_engine_installed() else other
+        return
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(attention, "causal_attention", KERNELS[kernel]()))
+        for module in (architecture, get_batch, layer_spec):
+            patches.enter_context(mock.patch.object(module, "transformer_engine_installed", return_value=False))
+        yield kernel
+
+
+KERNELS: dict[str, Callable[[], attention_kernels.Kernel]] = {
+    "flash-attn-4": attention_kernels._flash_4,
+    "varlen_attn": attention_kernels._varlen,
+    "scaled_dot_product": lambda: attention_kernels._by_sequence,
+}
+
+
+def machine() -> str:
+    """Device and versions."""
+    versions = []
+    for name in ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn-4"):
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return ", ".join([device, *versions])
+
+
+def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path) -> dict[str, Any]:
+    """The product's own loop, by its own metrics."""
+    trainer = Trainer(config, build_datasets(config), device, folder)
+    take_step: Any = trainer._step
+    profiler = Profiler(device)
+
+    def step(*arguments: Any) -> Any:
+        if case.is_profiled and trainer.progress.iteration == WARM_UPS + case.num_steps:
+            profiler.start()
+        return take_step(*arguments)
+
+    trainer._step = step  # type: ignore[method-assign, assignment]
+    trainer.train(StopSignals())
+    result: dict[str, Any] = {"profile": profiler.costliest(PROFILED)} if case.is_profiled else {}
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "train"][WARM_UPS : WARM_UPS + case.num_steps]
+    total = {
+        name: sum(step[name] for step in steps) for name in ("tokens", "padded_tokens", "step_seconds", "data_seconds")
+    }
+    if case.way == "packed":
+        flops = sum(step["tflops_per_device"] * step["step_seconds"] for step in steps) * 1e12
+        result["flops_per_token"] = flops / total["tokens"]
+    return result | {
+        "tokens_per_second": total["tokens"] / total["step_seconds"],
+        "data_wait": total["data_seconds"] / total["step_seconds"],
+        "padding": 1 - total["tokens"] / total["padded_tokens"],
+    }
+
+
+class Profiler:
+    """Which kernels (on CPU: operators) the steps after `start` spent their time in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CUDA if self._is_cuda else ProfilerActivity.CPU])
+        self._is_started = False
+
+    def start(self) -> None:
+        """Begin, once."""
+        if not self._is_started:
+            self._is_started = True
+            self._profile.start()
+
+    def costliest(self, num_steps: int) -> list[tuple[str, float, float, float]]:
+        """(name, share of the time of all, milliseconds per step, calls per step) of ten."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self._profile.stop()
+        times = [
+            (event.key, event.self_device_time_total if self._is_cuda else event.self_cpu_time_total, event.count)
+            for event in self._profile.key_averages()
+            if not self._is_cuda or event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        whole = sum(microseconds for _, microseconds, _ in times)
+        first = sorted(times, key=lambda event: -event[1])[:10]
+        return [(name, spent / whole, spent / 1000 / num_steps, calls / num_steps) for name, spent, calls in first]
+
+
+def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
+    """transformers' Llama on the same packs, without padding, its attention by the same kernel."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+    AttentionInterface.register("packs", attend)
+    shape = config.model
+    datasets = build_datasets(config)
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    settings: dict[str, Any] = {"attn_implementation": "packs"}
+    llama = LlamaConfig(
+        vocab_size=padded_vocab_size(datasets.vocab_size, config),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.resolved_ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_query_groups,
+        max_position_embeddings=shape.seq_length,
+        rms_norm_eps=shape.norm_epsilon,
+        tie_word_embeddings=not shape.untie_embeddings_and_output_weights,
+        **settings,
+    )
+    with device:
+        torch.set_default_dtype(dtype)
+        model = LlamaForCausalLM(llama)
+        torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    share = Share(
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+    )
+    num_steps = WARM_UPS + case.num_steps
+    batches = StepBatches(config, build_transformer_config(config, device), datasets.train, share, num_steps)
+    seconds, tokens = 0.0, 0
+    for number in range(num_steps):
+        start = time.perf_counter()
+        batch = next(batches)
+        assert batch.packed is not None
+        num_items = batch.counts.num_tokens  # mock data has no masked ones
+        for microbatch in batch.iterators(None, device):
+            loss = model(
+                input_ids=microbatch["tokens"][None],
+                position_ids=microbatch["position_ids"][None],
+                labels=microbatch["labels"][None],
+                shift_labels=microbatch["labels"][None],
+                num_items_in_batch=num_items,
+                lengths=tuple(microbatch["cu_seqlens_padded"].diff().tolist()),
+                use_cache=False,
+            ).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= WARM_UPS:
+            seconds += time.perf_counter() - start
+            tokens += batch.counts.num_tokens
+    batches.close()
+    return {"tokens_per_second": tokens / seconds}
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    lengths: tuple[int, ...],
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface: query [1, heads, t, d], key and value [1, groups, t, d] -> [1, t, heads, d]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention.causal_attention(q, k, v, lengths, lengths, scaling)[None], None
+
+
+def by_matrix_products(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
+    """Those of a pack: of each layer and of the output layer, forward, and backward for inputs and for weights."""
+    model, num_tokens = config.model, config.capacity_per_rank
+    assert config.data.vocab_size is not None
+    width, of_heads = model.hidden_size, model.num_attention_heads * model.resolved_kv_channels
+    groups = model.num_query_groups or model.num_attention_heads
+    layers = model.num_layers
+    matrices = [
+        (layers, width, of_heads + 2 * groups * model.resolved_kv_channels),
+        (layers, of_heads, width),
+        (layers, width, 2 * model.resolved_ffn_hidden_size),
+        (layers, model.resolved_ffn_hidden_size, width),
+        (1, width, padded_vocab_size(config.data.vocab_size, config)),
+    ]
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    total = 0.0
+    for count, inputs, outputs in matrices:
+        x = torch.randn(num_tokens, inputs, device=device, dtype=dtype)
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        gradient = torch.randn(num_tokens, outputs, device=device, dtype=dtype)
+        products: list[Callable[[], Tensor]] = [
+            lambda x=x, w=weight: x @ w.T,  # type: ignore[misc]
+            lambda g=gradient, w=weight: g @ w,  # type: ignore[misc]
+            lambda g=gradient, x=x: g.T @ x,  # type: ignore[misc]
+        ]
+        total += count * sum(seconds_of(product, device) for product in products)
+    return {"tokens_per_second": num_tokens / total}
+
+
+def seconds_of(work: Callable[[], Tensor], device: torch.device, repeats: int = 10) -> float:
+    """The median of several times, after warming up."""
+    times = []
+    for _ in range(3 + repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""pure. Chat templates come with the files of others: they run in Jinja's sandbox, which here has bounds of memory.
+
+Each template ends in its text or in one line. What it makes on the way is bounded before it is made: products, sums,
+joined and replaced texts, widths of formats; and so is all of that together, in one rendering.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_environment
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_CHARACTERS = 1 << 23
+"""Of what a template writes, and of any text that it makes on the way."""
+_MOST_MADE = 1 << 29
+"""Of all that it makes in one rendering: some tenths of a second."""
+_LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
+_MOST_PARTS = 100_000
+_POINTER = 8
+"""What anything but a character counts."""
+_WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^}]*\{")
+"""A width of five digits, or one that an argument says."""
+# No chat template needs them, and their widths are bounded by nothing.
+_NO_METHODS = frozenset("center expandtabs format_map ljust rjust translate zfill".split())
+_NO_FILTERS = frozenset("batch center pprint slice urlize wordwrap xmlattr".split())
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own, whose loops are bounded one by one; and which refuses what fills the memory."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=self.counted, **options)
+        self._made = 0
+        del self.globals["lipsum"]
+        own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json}
+        kept = {name: function for name, function in FILTERS.items() if name not in _NO_FILTERS}
+        self.filters = {name: self._bounded(function) for name, function in {**kept, **own}.items()}
+        self.globals["raise_exception"] = _raise_exception
+
+    def begin(self) -> None:
+        """Count anew: what one rendering makes is not the next one's."""
+        self._made = 0
+
+    def make(self, size: int) -> None:
+        """Note that a text, or a list, of that size is about to be made; TemplateError if that is too much."""
+        self._made += size
+        if size > MOST_CHARACTERS or self._made > _MOST_MADE:
+            raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
+
+    def counted(self, value: Any) -> Any:
+        """Return a value that is about to be written."""
+        self.make(len(value) if type(value) is str else size_of(value))
+        return value
+
+    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+        """Join what a block or a macro wrote."""
+        parts = list(parts)
+        self.make(sum(map(len, parts)))
+        return "".join(parts)
+
+    def joined(self, *parts: Any) -> str:
+        """Return `a ~ b`, which no hook of Jinja's meets."""
+        return self.concat(str(self.counted(part)) for part in parts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is type(right) is str:  # by far most, so without the rest
+            self.make(len(left) + len(right))
+            return left + right
+        if operator == "%" and isinstance(left, str):
+            self.check_format(left, [right])
+        if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            self.make((len(left) + len(right)) * (1 if isinstance(left, str) else _POINTER))
+        if operator in ("*", "**"):
+            sizes = [len(one) if isinstance(one, (str, bytes, list, tuple)) else one for one in (left, right)]
+            numbers = [abs(size) for size in sizes if isinstance(size, (int, float))]
+            if max(numbers, default=0) > (_LARGEST_OF_POWERS if operator == "**" else _LARGEST):
+                raise TemplateError(f"it asks for a product of {numbers[0]} and {numbers[-1]}")
+            if sizes != [left, right] and len(numbers) == 2:
+                is_text = isinstance(left, (str, bytes)) or isinstance(right, (str, bytes))
+                self.make(int(numbers[0] * numbers[1]) * (1 if is_text else _POINTER))
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_wide = isinstance(obj, (str, bytes)) and attr in _NO_METHODS
+        return not is_wide and super().is_safe_attribute(obj, attr, value)
+
+    def call(self, context: Any, obj: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        text, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        if isinstance(text, str):
+            self.make(len(text))
+            if name == "replace" and len(arguments) > 1:
+                self.make(_size_replaced(text, *arguments))
+            elif name == "join" and arguments:
+                arguments = (list(arguments[0]), *arguments[1:])
+                self.make(len(text) * len(arguments[0]) + sum(map(size_of, arguments[0])))
+            elif name in ("split", "rsplit", "splitlines"):
+                separator = arguments[0] if name != "splitlines" and arguments else None
+                _check_parts(text.count(separator) if separator else sum(map(str.isspace, text)))
+        return super().call(context, obj, *arguments, **options)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def formatted(*arguments: Any, **options: Any) -> str:
+            self.check_format(value.__self__, [*arguments, *options.values()])
+            return wrapped(*arguments, **options)
+
+        return formatted
+
+    def check_format(self, text: str, values: Iterable[Any]) -> None:
+        if _WIDE_FORMAT.search(text):
+            raise TemplateError(f"it asks for a text as wide as {text!r:.40} says")
+        self.make(len(text) + (text.count("{") + text.count("%")) * sum(map(size_of, values)))
+
+    def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that takes no value too large to be written."""
+        at = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @functools.wraps(function)
+        def filtered(*arguments: Any, **options: Any) -> Any:
+            for value in arguments[at:]:
+                self.make(size_of(value))
+            if function is FILTERS["format"]:
+                self.check_format(str(arguments[at]), [*arguments[at + 1 :], *options.values()])
+            if function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"]) and isinstance(arguments[-1], str):
+                _check_parts(len(arguments[-1]))
+            return function(*arguments, **options)
+
+        return filtered
+
+
+def size_of(value: Any) -> int:
+    """Return about how many characters a value takes where it is written; it stops where that is too many."""
+    if isinstance(value, str):
+        return len(value)
+    size, pending = 0, [value]
+    while pending and size <= MOST_CHARACTERS:
+        one = pending.pop()
+        if isinstance(one, Mapping):
+            pending += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple)):
+            pending += one
+        size += len(one) + _POINTER if isinstance(one, (str, bytes, list, tuple, Mapping)) else _POINTER
+    return size
+
+
+def check_private_names(tree: nodes.Template) -> None:
+    """Refuse names that lead out of a sandbox; no chat template needs them."""
+    attributes: Iterable[Any] = tree.find_all((nodes.Getattr, nodes.NSRef))
+    private = next((node.attr for node in attributes if node.attr.startswith("_")), None)
+    if private is not None:
+        raise TemplateError(f"it uses the private name {private}, which is refused")
+
+
+def _check_parts(count: int) -> None:
+    if count > _MOST_PARTS:
+        raise TemplateError(f"it takes a text into {count:,} parts")
+
+
+def _size_replaced(text: str, old: Any, new: Any, *_: Any) -> int:
+    return len(text) + text.count(str(old)) * len(str(new))
+
+
+@pass_environment
+def _join(environment: Any, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    parts = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    environment.make(sum(map(size_of, parts)) + len(str(d)) * len(parts))
+    return str(d).join(map(str, parts))
+
+
+@pass_environment
+def _replace(environment: Any, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    environment.make(_size_replaced(str(s), old, new))
+    return str(s).replace(str(old), str(new), -1 if count is None else count)
+
+
+@pass_environment
+def _indent(environment: Any, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
+    size = len(width) if isinstance(width, str) else width
+    environment.make(len(str(s)) + (str(s).count("\n") + 1) * size)
+    return FILTERS["indent"](str(s), width, first, blank)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes what HTML must not hold."""
+    if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _WIDEST_INDENT:
+        raise TemplateError(f"it indents JSON by more than {_WIDEST_INDENT}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
