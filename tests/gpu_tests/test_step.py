@@ -103,12 +103,13 @@ def test_a_step_waits_once(tmp_path: Path, device: torch.device) -> None:
 def test_memory_stays_flat(tmp_path: Path, device: torch.device) -> None:
     """A tensor kept per step, or pinned memory that is never given back, ends a run after days."""
     num_steps = 500 if device.type == "cuda" else 50
-    allocated, resident = [], []
+    allocated, reserved, resident = [], [], []
     process = psutil.Process()
 
     def note(iteration: int) -> None:
         if device.type == "cuda":
             allocated.append(torch.cuda.memory_allocated(device))
+            reserved.append(torch.cuda.memory_reserved(device))
         resident.append(process.memory_info().rss)
 
     train(f"{MODELS['grouped']} --train-iters {num_steps}", tmp_path, device, note)
@@ -116,7 +117,7 @@ def test_memory_stays_flat(tmp_path: Path, device: torch.device) -> None:
     settled = num_steps // 2  # by then caches are full, and the longest batches were there
     if device.type == "cuda":
         assert max(allocated[settled:]) <= max(allocated[:settled]) + 2**20
-        assert torch.cuda.memory_reserved(device) <= 2 * torch.cuda.max_memory_allocated(device)
+        assert max(reserved[settled:]) <= 1.25 * max(reserved[:settled]) + 2**26
     assert max(resident[settled:]) <= max(resident[:settled]) + 2**26
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -262,6 +263,23 @@ def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> Optimize
     )
 
 
+def finalize_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Does what megatron-core's `finalize_model_grads` does, without its read from the device, which tells it whether
+    there are tokens at all to divide by: without them gradients are zero, and may be divided by one.
+    """
+    finalize_model_grads(model, None, **options)
+    if num_tokens is None:
+        return
+    dist.broadcast(
+        num_tokens,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    for chunk in model:
+        chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
+
+
 def connect(
     transformer_config: TransformerConfig,
     model: list[DistributedDataParallel],
@@ -269,7 +287,7 @@ def connect(
     config: SFTConfig,
 ) -> None:
     """Tells megatron-core's schedules how gradients are finished, and when they may travel."""
-    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.finalize_model_grads_func = finalize_gradients
     transformer_config.grad_scale_func = optimizer.scale_loss
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
