@@ -27,6 +27,8 @@ def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store
     which all ranks met.
     """
     rank, world_size = world_from_environment()
+    if config.training.deterministic_mode:
+        _compute_in_one_order()
     device = _device()
     mcore_fixes.install()
     cpu_support.install()
@@ -54,6 +56,13 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         # torchrun keeps it over --max-restarts, with the addresses of ranks that are gone.
         return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     return store
+
+
+def _compute_in_one_order() -> None:
+    """Tells torch, and by their environment cuBLAS, NCCL and Transformer Engine; before any of them is started."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is read by nothing
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def make_groups(config: SFTConfig) -> None:

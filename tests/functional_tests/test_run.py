@@ -327,11 +327,13 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
 
 
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
-    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation."""
+    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation; and
+    torch's deterministic mode, which ends a run at an operation that has no such way.
+    """
     config = tmp_path / "run.yaml"
     config.write_text(
         "mock-data: true\nnum-experts: 4\ndisable-bias-linear: true\nbf16: true\n"
-        "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\n"
+        "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\ndeterministic-mode: true\n"
     )
     lengths = '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, "mean_seq_len": 40, '
     output = train(

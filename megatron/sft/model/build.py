@@ -108,6 +108,7 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.training.bf16,
+        deterministic_mode=config.training.deterministic_mode,
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=config.output.pretrained_checkpoint is None,  # all weights are read, then
         variable_seq_lengths=packing.sequence_packing,

@@ -146,7 +146,6 @@ REFUSED = {
     "--cp-comm-type": "context parallel gathers keys and values; drop it",
     "--cuda-graph-scope": "packs differ in length from step to step; drop it",
     "--decoupled-lr": "there is one learning rate; drop it",
-    "--deterministic-mode": "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, and drop it",
     "--dynamic-context-parallel": "pass --context-parallel-size; packs are balanced without it",
     "--finetune": "start from a HuggingFace folder with --pretrained-checkpoint; megatron.sft.export makes one of a "
     "checkpoint",

@@ -57,6 +57,8 @@ class TrainingConfig:
     """Compute in bfloat16, with float32 main parameters."""
     logits_of_masked_tokens: bool = False
     """Compute the output layer and the loss of all tokens at once, masked ones too (to compare; losses are equal)."""
+    deterministic_mode: bool = False
+    """Compute in one order on GPUs, too: two runs are then equal to the bit, and slower."""
     seed: int = 1234
     """Of weights, order of data, dropout."""
     eval_interval: int = 1000

@@ -28,3 +28,18 @@ def test_timeout_reaches_every_group():
         dist.destroy_process_group()
     assert {"TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP_GLOO"} <= set(found)
     assert set(found.values()) == {timeout}, found
+
+
+def test_deterministic_mode_is_told_to_all_that_compute(monkeypatch):
+    """One library that goes on as it likes, and no two runs on GPUs are the same."""
+    from megatron.sft import distributed
+
+    monkeypatch.setattr(distributed.os, "environ", {"NCCL_ALGO": "Tree"})
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        distributed._compute_in_one_order()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert distributed.os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= distributed.os.environ.keys()
