@@ -162,7 +162,8 @@ def _passes(
 ) -> tuple[Pass, Pass]:
     """Returns forward and backward of one pack through the model of one layer, and through a layer alone."""
     layout = PackLayout.of(lengths, Alignment())
-    params = packed_seq_params(layout_microbatches([layout])[0], device)
+    microbatch = layout_microbatches([layout])[0]
+    params = packed_seq_params(microbatch, device)  # with what the first of several layers found out for all
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)
@@ -172,7 +173,8 @@ def _passes(
         rotary = model.rotary_pos_emb(layout.max_seqlen, packed_seq=True)
 
     def whole() -> None:
-        losses = model(tokens, positions, None, labels=tokens, packed_seq_params=params, loss_mask=mask)
+        fresh = packed_seq_params(microbatch, device)
+        losses = model(tokens, positions, None, labels=tokens, packed_seq_params=fresh, loss_mask=mask)
         (losses.float() * mask).sum().backward()
 
     def alone() -> None:
