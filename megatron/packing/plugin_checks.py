@@ -50,6 +50,10 @@ def check_config(config: Any) -> None:
             'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
         ),
         (
+            not config.multi_latent_attention or transformer_engine_installed(),
+            "multi_latent_attention=False without Transformer Engine: megatron-core's other layers cannot be built so",
+        ),
+        (
             not config.multi_latent_attention or config.context_parallel_size == 1,
             "context_parallel_size=1 with multi_latent_attention: the two were not checked together with packs",
         ),
