@@ -8,6 +8,8 @@ Two things stand in the way, and each is mended where it is there:
   which 0.19 multiplies by the number of these ranks once more.
 - 0.19 multiplies the loss of multi-token prediction by the tokens of a pack, over those that have a target further on.
   That ratio is another one for each pack, and for each context-parallel rank, where it may be zero.
+
+What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_model
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import router
 from torch import Tensor
+
+from megatron.packing.model.packed_roll import PackedRoll
 
 
 class TokenCounts:
@@ -88,6 +93,7 @@ class PredictionLoss:
 _MENDED: tuple[tuple[Any, str, type], ...] = (
     (router, "get_tokens_per_expert_and_token_count", TokenCounts),
     (gpt_model, "process_mtp_loss", PredictionLoss),  # inline in 0.16.1, and a sum
+    (multi_token_prediction, "_roll_tensor_packed_seq", PackedRoll),
 )
 
 
