@@ -204,7 +204,7 @@ _DIFFERS = {
     "AugmentTaskEncoder": "forwards all steps and the cookers, not three methods alone",
     "Batch": "`from_samples` stacks tensors; compared by identity; `__key__` and `__restore_key__` may be left out",
     "BlendDataset": "within one output of the weights at every moment; draws them with `mode='random'`",
-    "EpochizeDataset": "of finite data, too; the third argument is `num_epochs`",
+    "EpochizeDataset": "of finite data, too, in which energon's dries up",
     "FileStore": "no media metadata",
     "LimitDataset": "counts outputs of each rank where it is outermost, else of the whole stream",
     "MixBatchDataset": "within one of the weights at every moment; draws them with `mode='random'`",

@@ -8,8 +8,8 @@ or `plugin.install(config, arguments, megatron_lm_calls=True)`, which has them a
 - tensor-parallel ranks other than 0 give and get None for an iterator (a list of them with virtual stages), and hear
   each microbatch from rank 0: one object and up to five tensors are broadcast for each;
 - an iterator may be over microbatches of the script's own, as Megatron-LM builds them, without a `padding_mask`;
-- `cu_seqlens` are on the device of the tokens. They are the padded ones under all four names of PackedSeqParams, as
-  there; attention without Transformer Engine then waits for the device once per layer;
+- `cu_seqlens` are on the device of the tokens, and the padded ones under all four names of PackedSeqParams, as there;
+  our own attention has a copy on the host;
 - `num_microbatches` may be left out where one `next` gives the whole share of a rank;
 - a scheduler may be a subclass of `BasePackingScheduler`.
 
@@ -25,13 +25,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.packing import data_schedule
 from megatron.packing.data_schedule import WrappedDataLoader
-from megatron.packing.model.get_batch import Batch
+from megatron.packing.model.get_batch import Batch, packed_seq_params
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing as get_own_batch
 from megatron.packing.scheduling.problem import Schedule, Scheduler, ScheduleRequest
 from megatron.packing.scheduling.registry import SCHEDULERS
@@ -124,18 +123,11 @@ def get_batch_on_this_rank_for_sequence_packing(
     if failure is not None:
         raise failure
     assert batch is not None
-    padded = batch.packed_seq_params.cu_seqlens_q.to(batch.padding_mask.device, non_blocking=True)
-    max_seqlen = batch.packed_seq_params.max_seqlen_q
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=padded,
-        cu_seqlens_kv=padded,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-    )
-    return batch._replace(packed_seq_params=params)
+    params = batch.packed_seq_params
+    padded = params.cu_seqlens_q.to(batch.padding_mask.device, non_blocking=True)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        setattr(params, name, padded)
+    return batch
 
 
 def _groups(pg_collection: ProcessGroupCollection | None) -> Any:
@@ -151,10 +143,11 @@ def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
     in_turn = torch.stack((lengths, padded.diff() - lengths), dim=1).view(-1)
     padding_mask = torch.tensor([False, True]).repeat(lengths.numel()).repeat_interleave(in_turn)
     completed = {**microbatch, "cu_seqlens_padded": padded, "max_seqlen": int(microbatch["max_seqlen"])}
+    padding_mask = padding_mask.to(microbatch["cu_seqlens"].device)  # where all of a microbatch is
     for name in _DTYPES:
         values: Tensor | None = microbatch.get(name)
         if values is not None:
-            completed[name] = values.reshape(-1).masked_fill(padding_mask.to(values.device), 0)
+            completed[name] = values.reshape(-1).masked_fill(padding_mask, 0)
     return {**completed, "padding_mask": padding_mask}
 
 
@@ -165,22 +158,21 @@ def _heard(batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup
     if batch is not None:
         names = [name for name in _DTYPES if getattr(batch, name) is not None]
         params = batch.packed_seq_params
-        layout = (params.cu_seqlens_q.cpu(), params.max_seqlen_q)
+        layout = {"cu_seqlens_padded": params.cu_seqlens_q.cpu(), "max_seqlen": params.max_seqlen_q}
         header = [None, names, tuple(batch.padding_mask.shape), layout]
     failed, *rest = _told(header, tp)
     if failed is not None:
         if failure is not None:
             return None
         raise StopIteration if failed[0] else RuntimeError(f"tensor-parallel rank 0: {failed[1]}")
-    names, shape, (cu_seqlens, max_seqlen) = rest
+    names, shape, layout = rest
     fields: dict[str, Any] = dict.fromkeys(_DTYPES)
     for name in names:
         fields[name] = torch.empty(shape, dtype=_DTYPES[name], device=device)
         if batch is not None:
             fields[name].copy_(getattr(batch, name))
         dist.broadcast(fields[name], src=source, group=tp)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
-    return Batch(**fields, attention_mask=None, packed_seq_params=params)
+    return Batch(**fields, attention_mask=None, packed_seq_params=packed_seq_params(layout, device))
 
 
 def heard_from_first(value: T, pg_collection: ProcessGroupCollection | None) -> T:

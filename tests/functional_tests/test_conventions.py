@@ -125,6 +125,7 @@ def call_as_written(tensor: int, pipeline: int, context: int, virtual: int | Non
     params = [batch.packed_seq_params for batch in batches]
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     layouts = [{tuple(getattr(each, name).tolist()) for name in names} for each in params]
+    assert [each.padded_lengths for each in params] == [tuple(each.cu_seqlens_q.diff().tolist()) for each in params]
     fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
     found["batches"] = [[None if getattr(b, f) is None else getattr(b, f).tolist() for f in fields] for b in batches]
     return {**found, "sums": sums, "layouts": layouts, "longest": [each.max_seqlen_q for each in params]}

@@ -275,19 +275,15 @@ def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None
     """Weights of another step, or an optimizer that is there after all, train another model without a word."""
     load = ["--data-path", str(chats), "--load", str(whole / "checkpoints"), "--ckpt-step", "2"]
     losses = {iteration: step["loss"] for iteration, step in steps_of(whole).items()}
-    still = ["--train-iters", "3", "--lr", "0"]
+    # Without a learning rate, and with an optimizer that has copies of the weights, which must follow those loaded.
+    still = ["--train-iters", "3", "--lr", "0", "--bf16", "--use-distributed-optimizer"]
     output = train(2, *load, *still, "--finetune", "--run-dir", str(tmp_path / "anew"))
     assert "taking the weights of" in output
     anew = steps_of(tmp_path / "anew")
     assert list(anew) == [1, 2, 3]
-    assert anew[3]["loss"] == losses[3]  # the same samples, the weights after step 2
-    assert anew[1]["loss"] != losses[1]
+    assert anew[3]["loss"] == pytest.approx(losses[3], abs=0.02)  # the same samples, the weights after step 2
+    assert abs(anew[1]["loss"] - losses[1]) > 0.1
     parts = ["--no-load-optim", "--no-load-rng", "--exit-interval", "4"]
-    sharded = ["--bf16", "--use-distributed-optimizer"]  # whose own copies of the weights must follow those loaded
-    train(2, *load, *still, "--finetune", *sharded, "--run-dir", str(tmp_path / "sharded"))
-    found = steps_of(tmp_path / "sharded")[3]["loss"]
-    print("bf16", found, losses, anew[1]["loss"])
-    assert abs(found - losses[3]) < 0.02 < abs(losses[1] - losses[3])
     output = train(2, *load, "--train-iters", "6", *parts, "--run-dir", str(tmp_path / "further"))
     assert "stopped by --exit-interval after step 4" in output
     further = steps_of(tmp_path / "further")

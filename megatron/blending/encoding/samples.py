@@ -197,8 +197,14 @@ class Batch(_Fields):
 SAMPLE_TYPES: dict[str, type[Sample]] = {kind.__name__: kind for kind in Sample.__subclasses__()}
 
 
-def basic_sample_keys(sample: object) -> dict[str, Any]:
-    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude), text=t)`."""
+def basic_sample_keys(sample: object, additional_source_info: tuple[SourceInfo, ...] = ()) -> dict[str, Any]:
+    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude), text=t)`.
+
+    `additional_source_info`: what else it was made of.
+    """
+    if additional_source_info:
+        found = basic_sample_keys(sample)
+        return {**found, "__sources__": (*(found.get("__sources__") or ()), *additional_source_info)}
     if isinstance(sample, dict):
         # A crude sample as it was read has them all, which takes half the time of a loop.
         with suppress(KeyError):

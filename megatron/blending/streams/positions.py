@@ -132,9 +132,9 @@ class EpochizeDataset(PositionsDataset):
         self,
         dataset: SavableDataset[Any],
         length: int | None = None,
-        num_epochs: int | None = None,
-        *,
         worker_config: WorkerConfig | None = None,
+        *,
+        num_epochs: int | None = None,
     ) -> None:
         super().__init__(dataset, worker_config)
         for name, value in (("length", length), ("num_epochs", num_epochs)):

@@ -97,6 +97,7 @@ def test_microbatches_of_a_scripts_own(monkeypatch: pytest.MonkeyPatch, context:
     params = batch.packed_seq_params
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         assert getattr(params, name).tolist() == [0, 4, 8]
+    assert params.padded_lengths == (4, 4)  # or our attention would ask the device in each layer
     assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (4, 4, "thd")
 
 

@@ -60,7 +60,9 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
     packs = [[[10]], [[4, 2]]]
     unread: Any = None
-    decision: Any = SimpleNamespace(stats=SimpleNamespace(num_ranks=2), pack_lengths=lambda: packs)
+    decision: Any = SimpleNamespace(
+        stats=SimpleNamespace(num_ranks=2, num_tokens=1, num_loss_tokens=1), pack_lengths=lambda: packs
+    )
     batch = GlobalBatch(
         microbatches=[],
         stats=unread,
