@@ -119,7 +119,7 @@ class Profiler:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._profile = profile(activities=[ProfilerActivity.CUDA if self._is_cuda else ProfilerActivity.CPU])
+        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda])
         self._is_started = False
 
     def start(self) -> None:

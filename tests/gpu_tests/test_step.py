@@ -68,7 +68,7 @@ def test_passes_read_nothing_from_the_device(
     modes: list[str] = []
 
     def watched(self: Trainer, *arguments: Any, **named: Any) -> list[Any]:
-        mode = "error" if modes else "default"  # the first pass compiles, and makes what is kept
+        mode = "error" if len(modes) >= 3 else "default"  # the first compile, for other lengths again
         modes.append(mode)
         set_sync_debug_mode(mode, device)
         try:
@@ -78,7 +78,7 @@ def test_passes_read_nothing_from_the_device(
 
     monkeypatch.setattr(Trainer, "_run", watched)
     train(f"{MODELS[model]} --train-iters 6", tmp_path, device)
-    assert modes == ["default"] + 5 * ["error"]
+    assert modes == 3 * ["default"] + 3 * ["error"]
 
 
 def test_a_step_waits_once(tmp_path: Path, device: torch.device) -> None:
@@ -97,7 +97,7 @@ def test_a_step_waits_once(tmp_path: Path, device: torch.device) -> None:
         train(f"{MODELS['grouped']} --train-iters 6", tmp_path, device, note)
         set_sync_debug_mode("default", device)
     assert len(told) == 6
-    assert all(len(of_step) <= 1 for of_step in told[2:]), told
+    assert all(len(of_step) <= 1 for of_step in told[3:]), told
 
 
 def test_memory_stays_flat(tmp_path: Path, device: torch.device) -> None:
