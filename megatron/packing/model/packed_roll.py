@@ -55,8 +55,9 @@ def _successors(firsts: Tensor, group: dist.ProcessGroup) -> Tensor:
     after the second comes rank r - 1's second, at rank 0 nothing.
     """
     mine = firsts.unflatten(-1, (-1, 2)).contiguous()
-    of_ranks = mine.new_empty(group.size(), *mine.shape)
-    dist.all_gather_into_tensor(of_ranks, mine, group=group)
+    gathered = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+    dist.all_gather_into_tensor(gathered, mine, group=group)
+    of_ranks = gathered.unflatten(0, (group.size(), -1))
     rank = group.rank()
     after_first = mine[..., 1] if rank == group.size() - 1 else of_ranks[rank + 1][..., 0]
     after_second = of_ranks[rank - 1][..., 1] if rank else torch.zeros_like(after_first)
