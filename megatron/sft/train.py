@@ -26,7 +26,7 @@ from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
 from megatron.sft.model.checkpoint_files import check_folder
 from megatron.sft.model.forward import forward_step
-from megatron.sft.model.huggingface.read import Pretrained
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import told_of_adapters
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.report.metrics import Evaluation
@@ -53,7 +53,7 @@ class Trainer:
         datasets: Datasets,
         device: torch.device,
         run_dir: Path,
-        pretrained: Pretrained | None = None,
+        pretrained: Pretrained | MegatronCheckpoint | None = None,
     ) -> None:
         self._config = config
         self._datasets = datasets
@@ -72,7 +72,7 @@ class Trainer:
             micro_batch_size=config.training.micro_batch_size,
         )
         self._num_skipped = 0
-        if config.lora.lora and pretrained is not None and dist.get_rank() == 0:
+        if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(told_of_adapters(pretrained.weights, config.lora), flush=True)
         self._saved = SavedRun(config, datasets, self._training, lock)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)

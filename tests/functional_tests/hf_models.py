@@ -17,15 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatron.packing.model import head
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
@@ -33,6 +33,7 @@ from megatron.sft.model.build import build_model, build_optimizer, build_schedul
 from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import open_pretrained
+from megatron.sft.model.huggingface.read import Pretrained
 from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
@@ -241,7 +242,7 @@ def train_by_product(
     transformer_config = build_transformer_config(config, CPU, params_dtype=dtype)
     assert config.data.vocab_size is not None
     pretrained = open_pretrained(config, config.data.vocab_size)
-    assert pretrained is not None
+    assert isinstance(pretrained, Pretrained)
     model = build_model(config, transformer_config, config.data.vocab_size, CPU, pretrained)
     gpts = [unwrap_model(chunk) for chunk in model]
     adapter = AdapterWeights(pretrained.weights, config.lora) if config.lora.lora else None
@@ -301,14 +302,22 @@ def _name(dtype: torch.dtype) -> str:
 def _note_logits() -> list[tuple[Tensor, Tensor]]:
     """A list that grows by (labels [tokens], logits [tokens, vocabulary]) of each pack."""
     noted: list[tuple[Tensor, Tensor]] = []
-    compute = LanguageModule.compute_language_model_loss
+    begin, compute = head._Head._begin, head._Head._loss
+    given: list[Tensor] = []
 
-    def note(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tensor:
-        whole = gather_from_tensor_model_parallel_region(logits.detach())
-        noted.append((labels[0].clone(), whole[:, 0].clone()))
+    def note_labels(self: head._Head, gpt: Any, arguments: Any, options: dict[str, Any]) -> Any:
+        given[:] = [options["labels"]]
+        return begin(self, gpt, arguments, options)
+
+    def note_logits(self: head._Head, labels: Tensor, logits: Any) -> Tensor:
+        states = logits.states.detach()
+        if self._layer.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states)
+        whole = gather_from_tensor_model_parallel_region(states @ logits.weight.detach().t())
+        noted.append((given[0][0].clone(), whole[:, 0]))
         return compute(self, labels, logits)
 
-    LanguageModule.compute_language_model_loss = note  # type: ignore[method-assign]  # in a forked rank only
+    head._Head._begin, head._Head._loss = note_labels, note_logits  # type: ignore[method-assign]  # in a forked rank only
     return noted
 
 

@@ -32,8 +32,9 @@ from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_bloc
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.step.settings import PackingOptions, cost_of, measured_cost
 from megatron.sft.distributed import gathered
+from megatron.sft.model.checkpoint_weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
-from megatron.sft.model.huggingface.read import Pretrained, read_weights
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters
 from megatron.sft.options.config import SFTConfig
 
@@ -49,7 +50,7 @@ class Training(NamedTuple):
 
 
 def build_training(
-    config: SFTConfig, vocab_size: int, device: torch.device, pretrained: Pretrained | None = None
+    config: SFTConfig, vocab_size: int, device: torch.device, pretrained: Pretrained | MegatronCheckpoint | None = None
 ) -> Training:
     """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
     transformer_config = build_transformer_config(config, device)
@@ -139,7 +140,7 @@ def build_model(
     transformer_config: TransformerConfig,
     vocab_size: int,
     device: torch.device,
-    pretrained: Pretrained | None = None,
+    pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks under megatron-core's DistributedDataParallel, with `pretrained` weights if given."""
     parallel = config.parallel
@@ -153,7 +154,11 @@ def build_model(
         build_gpt(config, transformer_config, vocab_size, number).to(device)
         for number in range(config.num_virtual_stages or 1)
     ]
-    if pretrained is not None:
+    adapter = None if isinstance(pretrained, MegatronCheckpoint) or pretrained is None else pretrained.adapter
+    if isinstance(pretrained, MegatronCheckpoint):
+        for gpt in gpts:
+            CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
+    elif pretrained is not None:
         read_weights(gpts, pretrained.weights, pretrained.folder)  # before wrapping: optimizers copy what they find
     chunks = []
     for number, gpt in enumerate(gpts):
@@ -162,8 +167,8 @@ def build_model(
             module = Float16Module(transformer_config, module)
         if config.lora.lora:
             add_adapters(gpt, config.lora, config.training.seed)
-            if pretrained is not None and pretrained.adapter is not None:
-                read_weights([gpt], pretrained.adapter.weights, pretrained.adapter.folder)
+            if adapter is not None:
+                read_weights([gpt], adapter.weights, adapter.folder)
         chunks.append(
             DistributedDataParallel(
                 config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0

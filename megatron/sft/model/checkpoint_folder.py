@@ -72,6 +72,23 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
     return int(text)
 
 
+def distributed_checkpoint(folder: str | Path) -> Path | None:
+    """Returns the checkpoint in megatron-core's own format that a folder is, or that its tracker names (Megatron-LM's
+    may say `release`); None for a folder of another kind.
+    """
+    tracker = Path(folder) / TRACKER
+    if (Path(folder) / ".metadata").is_file():
+        return Path(folder)
+    if not tracker.is_file():
+        return None
+    with tracker.open(errors="replace") as file:
+        is_release = file.read(_LONGEST_TRACKER).strip() == "release"
+    path = Path(folder) / "release" if is_release else checkpoint_path(folder, latest_iteration(folder) or 0)
+    if not (path / ".metadata").is_file():
+        raise ValueError(f"{path} must be a checkpoint of --ckpt-format torch_dist, but has no .metadata; save it so")
+    return path
+
+
 def track(folder: str | Path, name: str, iteration: int) -> None:
     """Let a tracker name a checkpoint that is whole; nobody sees a half of it."""
     temporary = Path(folder) / f"{name}.tmp"

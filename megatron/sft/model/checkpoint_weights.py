@@ -1,7 +1,8 @@
-"""mcore. Single layers of a checkpoint, on one process, whatever layout wrote it.
+"""mcore. The weights of a checkpoint in megatron-core's format, and nothing else of it, whatever layout wrote it.
 
-megatron-core loads a checkpoint as a whole: it stacks all layers in one tensor, which one process would have to ask for
-at once. Here torch's reader, which megatron-core builds on, is asked for the blocks of one layer.
+Megatron-LM's checkpoints (`torch_dist`) are of this kind as well as this trainer's. megatron-core loads one as a whole:
+with options that are pickled objects, and with all layers stacked in one tensor. Here torch's reader, which
+megatron-core builds on, is asked for the blocks of some parameters.
 """
 
 from __future__ import annotations
@@ -21,25 +22,47 @@ from megatron.sft.model.unpickling import only_weights
 
 
 class CheckpointWeights:
-    """Fills a model's parameters layer by layer, and frees the layer before: host memory holds one.
-
-    The model is on the CPU, without initial weights: memory that was only allocated is not touched yet. The checkpoint
-    has passed `read_common`.
-    """
+    """Fills this rank's part of a model with what a checkpoint holds, whose `.metadata` has passed `check_metadata`."""
 
     def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
         self._path = checkpoint
-        self._parameters = dict(gpt.named_parameters())
-        state = dict(gpt.sharded_state_dict())
-        apply_factories(state)
-        self._blocks = {name: list(_tensors_in(entry)) for name, entry in state.items() if name in self._parameters}
         self._reader = FileSystemReader(str(checkpoint))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._parameters = dict(gpt.named_parameters())
+        has_numbers = any(re.match(r"decoder\.layers\.\d+\.", key) for key in self._metadata.state_dict_metadata)
+        state = dict(gpt.sharded_state_dict(metadata={"non_homogeneous_layers": has_numbers}))
+        apply_factories(state)
+        self._blocks = {name: list(_tensors_in(entry)) for name, entry in state.items() if name in self._parameters}
         self._held: list[str] = []
 
+    def read_all(self, vocab_size: int) -> None:
+        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become zero.
+
+        ValueError, naming the tensor, where the checkpoint is of another model, or of fewer words than `vocab_size`.
+        """
+        blocks = [block for found in self._blocks.values() for block in found]
+        for block in blocks:
+            stored = self._metadata.state_dict_metadata.get(block.key)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise ValueError(f"{self._path} is of another model than the options: it has no {block.key}")
+            there, wanted = list(stored.size), list(block.global_shape)
+            if block.allow_shape_mismatch:  # the vocabulary, whose padding depends on the layout
+                if there[0] < vocab_size:
+                    raise ValueError(f"{self._path} has {there[0]} words in {block.key}, but there are {vocab_size}")
+                block.data.detach().zero_()
+                there = wanted[:1] + there[1:]
+            if there != wanted:
+                raise ValueError(
+                    f"{self._path} is of another model than the options: {block.key} is {list(stored.size)} there, but "
+                    f"{wanted} here"
+                )
+        self._read(blocks)
+
     def values_of(self, name: str) -> Tensor:
-        """The values of a parameter; those of other layers are lost."""
+        """The values of a parameter; those of other layers are lost, so that host memory holds one. Only for a model
+        on the CPU without initial weights: memory that was only allocated is not touched yet.
+        """
         if name not in self._held:
             self._hold(name)
         return self._parameters[name].detach()

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.packing.flags import check_range, flag_of
+from megatron.sft.model.checkpoint_folder import distributed_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class OutputConfig:
     """Take the random states (of dropout) of --load, in the same layout; with --no-load-rng they begin anew."""
     pretrained_checkpoint: str | None = None
     """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
-    architecture, and its tokenizer and template unless others are given. Where --load has a checkpoint, that wins."""
+    architecture, and its tokenizer and template unless others are given; or of Megatron-LM's checkpoints (torch_dist),
+    whose model the options describe. Where --load has a checkpoint, that wins."""
     save_hf: str | None = None
     """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
@@ -85,3 +87,9 @@ class OutputConfig:
             raise ValueError(
                 f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"
             )
+
+    @property
+    def huggingface_source(self) -> str | None:
+        """The folder of --pretrained-checkpoint; None where it holds checkpoints of megatron-core."""
+        source = self.pretrained_checkpoint
+        return None if source is None or distributed_checkpoint(source) is not None else source

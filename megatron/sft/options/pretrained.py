@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import flag_of
+from megatron.sft.model.checkpoint_folder import distributed_checkpoint
 from megatron.sft.model.huggingface.config import options_of, window_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
@@ -28,6 +29,8 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     folder = given.get("pretrained_checkpoint")
     if folder is None:
         return of_adapter
+    if distributed_checkpoint(folder) is not None:
+        return of_adapter  # it says nothing that could be read without running code
     config, where = read_config(folder), str(Path(folder) / "config.json")
     decided = options_of(config, where)
     _check_given(given, decided, where)

@@ -48,7 +48,7 @@ class Companions(NamedTuple):
 
     def model_config(self) -> dict[str, Any]:
         """What config.json says; ValueError where no HuggingFace family computes what the options say."""
-        source = self.config.output.pretrained_checkpoint
+        source = self.config.output.huggingface_source
         if source is None:
             found = config_of(self.config.model, self.vocab_size)
             if self.tokenizer is not None:
@@ -74,7 +74,7 @@ class Companions(NamedTuple):
 
     def write(self, folder: Path) -> str:
         """Write all files but the weights; returns the type that config.json says the weights have."""
-        model_config, source = self.model_config(), self.config.output.pretrained_checkpoint
+        model_config, source = self.model_config(), self.config.output.huggingface_source
         _write(folder / "config.json", model_config)
         generation = {} if source is None else _read(Path(source) / _GENERATION)
         if self.tokenizer is not None:

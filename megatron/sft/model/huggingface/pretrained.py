@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.sft.model.checkpoint_folder import latest_iteration
+from megatron.sft.model.checkpoint_folder import distributed_checkpoint, latest_iteration
 from megatron.sft.model.huggingface.companions import weights_of
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
 from megatron.sft.model.huggingface.folder import check_folder, open_folder
-from megatron.sft.model.huggingface.read import Pretrained, PretrainedAdapter
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, PretrainedAdapter
 from megatron.sft.model.huggingface.write import check_target
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
 from megatron.sft.model.lora.peft_folder import open_adapter
+from megatron.sft.model.unpickling import check_metadata
 from megatron.sft.options.config import SFTConfig
 
 
-def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
+def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | MegatronCheckpoint | None:
     """The weights that training starts from; None without --pretrained-checkpoint, or where --load has a checkpoint.
 
     Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be written.
@@ -30,16 +31,25 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | None:
             "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a checkpoint, "
             "python -m megatron.sft.export makes such a folder"
         )
+    if output.huggingface_source is None and output.save_hf is not None:
+        try:
+            config_of(config.model, vocab_size)
+        except ValueError as failure:
+            raise ValueError(f"--save-hf: {failure}; change them, or drop --save-hf") from None
     if output.pretrained_checkpoint is None:
-        if output.save_hf is not None:
-            try:
-                config_of(config.model, vocab_size)
-            except ValueError as failure:
-                raise ValueError(f"--save-hf: {failure}; change them, or drop --save-hf") from None
         return None
     continues = output.load is not None and latest_iteration(output.load) is not None
     if continues and not config.lora.lora:
         return None
+    checkpoint = distributed_checkpoint(output.pretrained_checkpoint)
+    if checkpoint is not None and config.lora.lora:
+        raise ValueError(
+            f"--lora needs a HuggingFace folder to stand beside, but --pretrained-checkpoint {checkpoint} is "
+            "megatron-core's; python -m megatron.sft.export makes one of this trainer's"
+        )
+    if checkpoint is not None:
+        check_metadata(checkpoint)
+        return MegatronCheckpoint(checkpoint)
     folder = open_folder(output.pretrained_checkpoint)
     weights = weights_of(config.model, read_config(output.pretrained_checkpoint))
     check_folder(folder, weights)

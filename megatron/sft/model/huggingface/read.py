@@ -37,6 +37,12 @@ class Pretrained(NamedTuple):
     """What --lora-adapter starts from."""
 
 
+class MegatronCheckpoint(NamedTuple):
+    """A checkpoint in megatron-core's format whose weights training starts from (see `checkpoint_weights`)."""
+
+    path: Path
+
+
 class Placed(NamedTuple):
     """A parameter of this rank, and where it stands in the whole model's weight."""
 
