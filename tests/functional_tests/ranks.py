@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 90.0
+torch.set_num_threads(1)  # threads that the parent computes with do not live on in a fork, which would wait for them
 
 
 def run_ranks(
