@@ -36,21 +36,26 @@ def check_config(config: Any) -> None:
             "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"
         )
     demands = [
+        (config.fp4 is None, "fp4=None: it was not checked with packs"),
         (
-            config.num_moe_experts is None or config.moe_token_dispatcher_type == "alltoall",
-            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which "allgather" cannot '
-            'take, and "flex" was not checked with',
+            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
+            'cuda_graph_impl="none": packs differ in length from step to step',
         ),
         (
-            config.num_moe_experts is None or config.moe_expert_capacity_factor is None,
-            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who shares their pack",
+            not config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
         ),
+        *_demands_on_attention(config, transformer_engine_installed()),
+        *(() if config.num_moe_experts is None else _demands_on_experts(config)),
+    ]
+    pipeline.require(demands)
+    pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tuple[bool, str]]:
+    return [
         (
-            config.num_moe_experts is None or not _balancing_types(config) & {"seq_aux_loss", "sinkhorn"},
-            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
-        ),
-        (
-            not config.multi_latent_attention or transformer_engine_installed(),
+            not config.multi_latent_attention or has_transformer_engine,
             "multi_latent_attention=False without Transformer Engine: megatron-core's other layers cannot be built so",
         ),
         (
@@ -62,33 +67,35 @@ def check_config(config: Any) -> None:
             "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of attention scores",
         ),
         (
-            config.fp8 is None or (transformer_engine_installed() and not config.fp8_dot_product_attention),
+            config.fp8 is None or (has_transformer_engine and not config.fp8_dot_product_attention),
             "fp8=None without Transformer Engine, which alone computes in it, and fp8_dot_product_attention=False: it "
             "takes no packs",
         ),
-        (config.fp4 is None, "fp4=None: it was not checked with packs"),
+    ]
+
+
+def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
+    types = config.moe_router_load_balancing_type
+    return [
         (
-            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
-            'cuda_graph_impl="none": packs differ in length from step to step',
+            config.moe_token_dispatcher_type == "alltoall",
+            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which "allgather" cannot '
+            'take, and "flex" was not checked with',
         ),
         (
-            not config.overlap_moe_expert_parallel_comm,
-            "overlap_moe_expert_parallel_comm=False: its schedule was not checked with packs",
+            config.moe_expert_capacity_factor is None,
+            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who shares their pack",
         ),
         (
-            None in (config.num_moe_experts, config.mtp_num_layers)
-            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
+            not {"seq_aux_loss", "sinkhorn"} & ({types} if isinstance(types, str) else set(types)),
+            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
+        ),
+        (
+            config.mtp_num_layers is None or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
             "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
             "padding",
         ),
     ]
-    pipeline.require(demands)
-    pipeline.check_config(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _balancing_types(config: Any) -> set[str]:
-    types = config.moe_router_load_balancing_type
-    return {types} if isinstance(types, str) else set(types)
 
 
 def check_training(config: Any) -> None:

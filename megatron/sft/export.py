@@ -61,12 +61,15 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
     from megatron.sft.distributed import process_groups
     from megatron.sft.model.build import build_gpt, build_transformer_config
     from megatron.sft.model.checkpoint import read_common
+    from megatron.sft.model.checkpoint_folder import distributed_checkpoint
     from megatron.sft.model.checkpoint_weights import CheckpointWeights
     from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
     from megatron.sft.model.huggingface.config_file import read_config
     from megatron.sft.model.huggingface.write import check_target, write_folder
 
-    path = _one_checkpoint(Path(checkpoint))
+    path = distributed_checkpoint(checkpoint)
+    if path is None:
+        raise ValueError(f"{checkpoint} must hold a run's checkpoints, or be one of them, but is neither")
     companions = path / COMPANIONS
     saved_options = read_common(path)["model_options"]
     if saved_options.get("lora"):
@@ -94,17 +97,6 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
             most_bytes_per_file,
             lambda placed: checkpoint_weights.values_of(placed.name),
         )
-
-
-def _one_checkpoint(folder: Path) -> Path:
-    from megatron.sft.model.checkpoint_folder import checkpoint_path, latest_iteration
-
-    if (folder / "metadata.json").is_file():
-        return folder
-    iteration = latest_iteration(folder)
-    if iteration is None:
-        raise ValueError(f"{folder} must hold a run's checkpoints, or be one of them, but is neither")
-    return checkpoint_path(folder, iteration)
 
 
 def _config(model_options: dict[str, Any]) -> SFTConfig:

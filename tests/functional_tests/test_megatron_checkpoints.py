@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.sft.model.build import build_model, build_transformer_config, padded_vocab_size
 from megatron.sft.model.checkpoint import METADATA
-from megatron.sft.model.checkpoint_folder import TRACKER
+from megatron.sft.model.checkpoint_folder import TRACKER, file_names, sum_of, write_checksums
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.layouts import MODELS
@@ -137,3 +137,19 @@ def test_megatron_core_reads_what_this_trainer_saves(tmp_path: Path, shape: str)
     layout = flags.format(experts=2 if shape == "experts" else 1)
     run_ranks(save_as_this_trainer, num_ranks, f"{SHAPES[shape]} {layout}", tmp_path / "saved")
     assert run_ranks(load_as_megatron_lm, 1, SHAPES[shape], tmp_path / "saved") == [[]]
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_damaged_files_are_named_and_not_trained_from(tmp_path: Path, has_checksums: bool) -> None:
+    """Flipped bits would train on as if nothing were; without checksums at least a file cut off is noticed."""
+    run_ranks(save_as_megatron_lm, 1, SHAPES["grouped"], tmp_path, "7")
+    path = tmp_path / "iter_0000007"
+    if has_checksums:
+        write_checksums(path, {name: sum_of(path / name) for name in file_names(path)})
+    file = max(path.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content if has_checksums else content[: len(content) // 2])
+    (text,) = run_ranks(told, 1, SHAPES["grouped"], tmp_path)
+    assert f"{file} is damaged" in text if has_checksums else f"{path} is damaged" in text
+    assert text.endswith("pass another --pretrained-checkpoint")

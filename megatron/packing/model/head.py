@@ -10,6 +10,7 @@ entropy a chunk at a time, forward and again backward. Losses and gradients are 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ class _Head:
         self._layer, self._num_words = gpt.output_layer, num_words
         self._plain_layer, self._plain_loss = gpt.output_layer.forward, gpt.compute_language_model_loss
         self._num_further = gpt.config.mtp_num_layers or 0
-        self._calls_to_pass_on: int | None = None
+        self._plain_calls: float = math.inf
+        """Of the output layer, before the one whose losses are computed here."""
         self._rows: Tensor | None = None
         gpt.register_forward_pre_hook(self._begin, with_kwargs=True)
         gpt.output_layer.forward = self._output_layer
@@ -78,16 +80,15 @@ class _Head:
 
     def _begin(self, gpt: GPTModel, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         labels, loss_mask = options.get("labels"), options.get("loss_mask")
-        self._calls_to_pass_on = None if labels is None else self._num_further
+        self._plain_calls = math.inf if labels is None else self._num_further
         self._rows = getattr(options.get("packed_seq_params"), "loss_rows", None)
         if labels is not None and loss_mask is not None:
             options = {**options, "labels": labels.masked_fill(loss_mask == 0, MASKED_LABEL)}
         return arguments, options
 
     def _output_layer(self, states: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Any, Tensor | None]:
-        if self._calls_to_pass_on != 0:
-            if self._calls_to_pass_on is not None:
-                self._calls_to_pass_on -= 1
+        if self._plain_calls:
+            self._plain_calls -= 1
             return self._plain_layer(states, weight, **options)
         return Hidden(states, self._layer.weight if weight is None else weight), None
 

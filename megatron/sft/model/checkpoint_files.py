@@ -92,19 +92,27 @@ def check_folder(folder: str | Path) -> FolderLock | None:
     return lock
 
 
+def found_faults(path: Path) -> list[str] | None:
+    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has no checksums. Each
+    rank reads a part of them; collective.
+    """
+    faults: list[str] | None = None
+    try:
+        sums = read_checksums(path)
+        names = sorted({*(sums or ()), *file_names(path)})
+        faults = faults_in(path, names[dist.get_rank() :: dist.get_world_size()], sums) if sums else None
+    except (OSError, ValueError) as error:
+        faults = [str(error)]
+    of_ranks = [rank_faults for rank_faults in gathered(faults) if rank_faults is not None]
+    return [fault for rank_faults in of_ranks for fault in rank_faults] if of_ranks else None
+
+
 def check_sound(folder: str | Path, iteration: int) -> None:
     """Raise CheckpointError unless every file is as it was saved. Each rank reads a part of them; collective."""
     path = checkpoint_path(folder, iteration)
-    faults: list[str] = []
-    try:
-        sums = read_checksums(path)
-        if sums is None and dist.get_rank() == 0:
-            print(f"note: {path} was saved by an earlier version without checksums; it is not checked", flush=True)
-        names = sorted({*(sums or ()), *file_names(path)})
-        faults = faults_in(path, names[dist.get_rank() :: dist.get_world_size()], sums) if sums else []
-    except (OSError, ValueError) as error:
-        faults = [str(error)]
-    found = [fault for rank_faults in gathered(faults) for fault in rank_faults]
+    found = found_faults(path)
+    if found is None and dist.get_rank() == 0:
+        print(f"note: {path} was saved by an earlier version without checksums; it is not checked", flush=True)
     if found:
         other = other_sound_iteration(folder, iteration) if dist.get_rank() == 0 else None
         other = gathered(other)[0]

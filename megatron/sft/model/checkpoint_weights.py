@@ -15,9 +15,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.sft.model.checkpoint_files import CheckpointError, found_faults
 from megatron.sft.model.unpickling import only_weights
 
 
@@ -37,10 +39,13 @@ class CheckpointWeights:
         self._held: list[str] = []
 
     def read_all(self, vocab_size: int) -> None:
-        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become zero.
+        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become zero. Collective.
 
-        ValueError, naming the tensor, where the checkpoint is of another model, or of fewer words than `vocab_size`.
+        CheckpointError where files are not as they were saved; ValueError where they cannot be read, and, naming the
+        tensor, where the checkpoint is of another model, or of fewer words than `vocab_size`.
         """
+        if found := found_faults(self._path):
+            raise CheckpointError(f"{found[0]}; pass another --pretrained-checkpoint")
         blocks = [block for found in self._blocks.values() for block in found]
         for block in blocks:
             stored = self._metadata.state_dict_metadata.get(block.key)
@@ -57,7 +62,11 @@ class CheckpointWeights:
                     f"{self._path} is of another model than the options: {block.key} is {list(stored.size)} there, but "
                     f"{wanted} here"
                 )
-        self._read(blocks)
+        try:
+            self._read(blocks)
+        except (OSError, RuntimeError, CheckpointException, EOFError, KeyError) as error:
+            told = " ".join(str(error).split())
+            raise ValueError(f"{self._path} is damaged: {told:.200}; pass another --pretrained-checkpoint") from error
 
     def values_of(self, name: str) -> Tensor:
         """The values of a parameter; those of other layers are lost, so that host memory holds one. Only for a model

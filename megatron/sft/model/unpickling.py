@@ -86,10 +86,10 @@ def only_weights(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; give another --load")
+    return ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; take another checkpoint")
 
 
 def _foreign(path: Path, name: str) -> ValueError:
     return ValueError(
-        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; give another --load"
+        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; take another checkpoint"
     )
