@@ -6,9 +6,11 @@ Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.packing.model import auxiliary_losses
 
@@ -19,6 +21,7 @@ def install() -> None:
     _load_distributed_adam()
     _tell_parameter_groups_apart_by_what_they_are()
     _save_without_other_processes()
+    _keep_norms_on_the_device()
     auxiliary_losses.install()
 
 
@@ -46,7 +49,7 @@ def _load_distributed_adam() -> None:
     def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
+            if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
 
     def set_states_but_step(self: Any, model_param: object, tensors: dict[str, Any]) -> None:
@@ -101,3 +104,19 @@ def _save_without_other_processes() -> None:
         results.put(next((value for value in of_parts.values() if isinstance(value, Exception)), of_parts))
 
     writer.write_preloaded_data_multiproc = staticmethod(write_here)  # type: ignore[method-assign, assignment]
+
+
+def _keep_norms_on_the_device() -> None:
+    """The norm of all gradients is computed on the device, to the same bits.
+
+    megatron-core's way reads the norm of each parameter, one after the other: hundreds of waits in every step.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+        (gradients,) = tensors
+        return torch.stack(torch._foreach_norm(gradients)).norm().float().reshape(1), None
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # Transformer Engine's and Apex's read nothing
+        clip_grads.l2_norm_impl = norm

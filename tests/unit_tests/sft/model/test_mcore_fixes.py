@@ -113,3 +113,21 @@ def test_te_general_gemm_is_defined_only_when_missing(monkeypatch):
     monkeypatch.setattr(moe_utils, "te_general_gemm", kernel)
     install()
     assert moe_utils.te_general_gemm is kernel
+
+
+def test_the_norm_of_gradients_is_that_of_megatron_core():
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    from megatron.sft.model import cpu_support
+
+    install()
+    cpu_support.install()
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(n, 1 + n % 7, generator=generator) for n in (1, 5, 64, 1000)]
+    (expected, _), (found, _) = (
+        norm(2048, torch.zeros(1), [gradients], False) for norm in (local_multi_tensor_l2_norm, clip_grads.l2_norm_impl)
+    )
+    assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
+    assert torch.equal(found, expected)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
