@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.functional_tests.fault_injection import ENDS, LAYOUTS, MATRIX, Fault
-from tests.functional_tests.fault_runs import launch
+from tests.functional_tests.forked_runs import launch
 
 GROUP_TIMEOUT_SECONDS = 9.0
 LONGEST_SECONDS = 10.0

@@ -25,8 +25,8 @@ import psutil
 import torch
 
 from tests.functional_tests.fault_injection import LAYOUTS
-from tests.functional_tests.fault_runs import launch
 from tests.functional_tests.faults import LONGEST_SECONDS, OPTIONS, steps_of, write_chats
+from tests.functional_tests.forked_runs import launch
 
 KINDS = ("INT", "TERM", "TERM-rank", "time limit", "KILL-rank", "KILL-launcher")
 LONGEST_MOMENT = 1.5

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.blending.formats.prepared.prepare import Preparation, prepare_webdataset
+from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.test_run import EXACT, MODEL, Run, steps_of, train
 
 WEIGHTS = {"chats": 5, "alpaca": 2, "texts": 2, "docs": 1}
@@ -143,7 +144,7 @@ def test_losses_by_source_are_those_of_any_layout(data: Path, whole: Path, tmp_p
 def test_padded_run_has_the_same_losses_by_source(data: Path, whole: Path, tmp_path: Path) -> None:
     """The baseline must be compared source by source, too."""
     flags = [flag for flag in MODEL if flag != "--sequence-packing"]
-    status, output = Run(2, [*flags, *options(data, tmp_path, 2), "--micro-batch-size", "2"]).finish()
+    status, output = train_forked(2, [*flags, *options(data, tmp_path, 2), "--micro-batch-size", "2"])
     assert status == 0, output
     for iteration, step in steps_of(tmp_path).items():
         assert_same_sources(step["sources"], steps_of(whole)[iteration]["sources"])
@@ -167,7 +168,7 @@ def test_another_blend_is_refused_by_name(data: Path, whole: Path, tmp_path: Pat
     shutil.copytree(whole, folder)
     other = write_metadataset(data / "other.yaml", {"alpaca": 2, "chats": 4, "texts": 2, "docs": 1})
     arguments = [*MODEL, *options(data, folder, 8), "--data-path", str(other)]
-    status, output = Run(1, arguments).finish()
+    status, output = train_forked(1, arguments)
     assert status != 0
     assert "the order of the sources was chats, alpaca, texts, docs, is alpaca, chats, texts, docs" in output
     assert "the weight of chats was 5/10, is 4/9" in output or "the weight of chats was 1/2, is 4/9" in output
@@ -200,7 +201,7 @@ def test_a_broken_source_ends_all_ranks(data: Path, tmp_path: Path) -> None:
     assert (
         output.count("4 samples in a row failed, the limit; see --max-bad-samples-in-a-row") == 2
     )  # and in the summary
-    status, output = Run(2, [*arguments, "--train-iters", "6"]).finish()
+    status, output = train_forked(2, [*arguments, "--train-iters", "6"])
     assert status == 0, output
     dropped = [step["dropped"] for step in steps_of(tmp_path / "run").values()]
     number = sum(step["chats"]["bad sample"] for step in dropped)

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import is_drawing_rank, road_groups
+from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_global_batch import CAPACITY, MOST_COLLECTIVES, Layout, count_calls, sample, start
 from tests.functional_tests.test_run import Run, steps_of, wait_for_step
@@ -185,16 +186,16 @@ FLAGS = (
 ).split()
 
 
-def run(num_processes: int, folder: Path, lengths: Path, *flags: str) -> Run:
-    """Train in `folder`, from its last checkpoint on."""
+def arguments_of(folder: Path, lengths: Path, flags: Sequence[str]) -> list[str]:
+    """To train in `folder`, from its last checkpoint on."""
     config = f'{{"mode": "file", "path": "{lengths}"}}'
     checkpoints = str(folder / "checkpoints")
     paths = ("--run-dir", str(folder), "--save", checkpoints, "--load", checkpoints)
-    return Run(num_processes, [*FLAGS, "--sft-mock-dataset-config-json", config, *paths, *flags])
+    return [*FLAGS, "--sft-mock-dataset-config-json", config, *paths, *flags]
 
 
-def finish(started: Run) -> str:
-    status, output = started.finish()
+def train(num_processes: int, folder: Path, lengths: Path, *flags: str) -> str:
+    status, output = train_forked(num_processes, arguments_of(folder, lengths, flags))
     assert status == 0, output
     return output
 
@@ -212,14 +213,14 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def delayed(lengths: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks in which sequences wait up to all of its steps, never stopped."""
     folder = tmp_path_factory.mktemp("delayed")
-    output = finish(run(2, folder, lengths, "--outlier-delay-steps", str(LAST)))
+    output = train(2, folder, lengths, "--outlier-delay-steps", str(LAST))
     assert "sequences by steps delayed: 0:" in output
     return folder
 
 
 def test_a_run_with_delay_loses_nothing(lengths: Path, delayed: Path, tmp_path: Path) -> None:
     """All that is drawn must be trained on, at the last step at the latest; off means that nothing is told of it."""
-    finish(run(2, tmp_path, lengths))
+    train(2, tmp_path, lengths)
     assert trained_on(tmp_path) == trained_on(delayed)
     plain, found = steps_of(tmp_path), steps_of(delayed)
     assert not any("delays" in step or "waiting" in step for step in plain.values())
@@ -247,7 +248,7 @@ def untimed(step: dict[str, Any]) -> dict[str, Any]:
 def test_a_stopped_run_continues_as_if_never_stopped(lengths: Path, delayed: Path, tmp_path: Path, number: int) -> None:
     """Sequences that wait are in no model and no position of the data: a checkpoint without them loses them."""
     flags = ("--outlier-delay-steps", str(LAST))
-    started = run(2, tmp_path, lengths, *flags)
+    started = Run(2, arguments_of(tmp_path, lengths, flags))
     wait_for_step(started, tmp_path, 5)
     started.signal_all(number)
     started.finish()
@@ -255,7 +256,7 @@ def test_a_stopped_run_continues_as_if_never_stopped(lengths: Path, delayed: Pat
     expected = steps_of(delayed)
     assert 4 <= saved < LAST
     assert expected[saved]["waiting"] > 0
-    finish(run(2, tmp_path, lengths, *flags))
+    train(2, tmp_path, lengths, *flags)
     found = steps_of(tmp_path)
     assert list(map(untimed, found.values())) == list(map(untimed, expected.values()))
 
@@ -268,7 +269,7 @@ def test_continues_to_the_bit_however_far_ahead_batches_are_prepared(
     folder = tmp_path / "run"
     shutil.copytree(delayed, folder)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("6")
-    finish(run(2, folder, lengths, "--outlier-delay-steps", str(LAST), "--prefetch-global-batches", ahead))
+    train(2, folder, lengths, "--outlier-delay-steps", str(LAST), "--prefetch-global-batches", ahead)
     assert list(map(untimed, steps_of(folder).values())) == list(map(untimed, steps_of(delayed).values()))
 
 
@@ -287,7 +288,7 @@ def test_continues_in_another_layout_with_what_waits(lengths: Path, delayed: Pat
     shutil.copytree(delayed, folder)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("6")
     assert steps_of(delayed)[6]["waiting"] > 0
-    finish(run(num_processes, folder, lengths, *flags))
+    train(num_processes, folder, lengths, *flags)
     assert trained_on(folder) == trained_on(delayed)
     if other == "no delay":
         assert steps_of(folder)[7]["waiting"] == 0

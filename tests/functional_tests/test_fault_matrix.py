@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.functional_tests.test_run import ROOT
+from tests.functional_tests.forked_runs import ROOT
 
 
 def test_faults_end_runs_or_only_delay_them() -> None:

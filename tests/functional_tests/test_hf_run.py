@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional_tests.forked_runs import ROOT, train_forked
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
-from tests.functional_tests.test_run import ROOT, Run
 
 COMMON = "--seq-length 96 --global-batch-size 4 --sequence-packing --over-length-policy truncate --eval-iters 0"
 TEMPLATE = (
@@ -41,7 +41,7 @@ export(sys.argv[1], sys.argv[2], 100_000)
 
 
 def train(num_processes: int, arguments: Sequence[str]) -> str:
-    status, output = Run(num_processes, [*COMMON.split(), *arguments]).finish()
+    status, output = train_forked(num_processes, [*COMMON.split(), *arguments])
     assert status == 0, output
     return output
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from megatron.sft.model.checkpoint_folder import file_names, sum_of, write_checksums
+from tests.functional_tests.forked_runs import ROOT, train_forked
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120.0
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 --position-embedding-type rope "
@@ -67,7 +67,7 @@ class Run:
 
 
 def train(num_processes: int, *arguments: str) -> str:
-    status, output = Run(num_processes, [*MODEL, *arguments]).finish()
+    status, output = train_forked(num_processes, [*MODEL, *arguments])
     assert status == 0, output
     return output
 
@@ -104,7 +104,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps on two ranks, never stopped, with a checkpoint at every second."""
     folder = tmp_path_factory.mktemp("whole")
-    output = train(2, *options(chats, folder), "--dump-schedule", "3", "--dump-schedule", "6")
+    dump = ("--dump-schedule", "3", "--dump-schedule", "6")
+    status, output = Run(2, [*MODEL, *options(chats, folder), *dump]).finish()
+    assert status == 0, output
+    assert (folder / "report.png").exists() or "no plot" in output
     assert " of the bound | moved " in output
     assert "predicted" not in output  # there is no fitted cost
     return folder
@@ -162,7 +165,7 @@ def test_what_is_not_finite_ends_the_run_unsaved(chats: Path, tmp_path: Path, lr
         str(tmp_path),
     ]
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
-    status, output = Run(2, [*MODEL, *arguments, *save, "--lr", lr]).finish()
+    status, output = train_forked(2, [*MODEL, *arguments, *save, "--lr", lr])
     assert status != 0
     told = re.findall(rf"^pretrain_sft.py: error: step (\d+): {said}.*; nothing was saved of it", output, re.MULTILINE)
     assert [step for step, *_ in told] == ["2"], output
@@ -183,7 +186,7 @@ def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path:
         metadata.storage_data[index] = replace(place, offset=start, length=file.tell() - start)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     write_checksums(folder, {name: sum_of(folder / name) for name in file_names(folder)})  # as whoever crafts it would
-    status, output = Run(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)]).finish()
+    status, output = train_forked(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)])
     assert status != 0
     assert re.search(
         rf"^pretrain_sft.py: error: rank [01]: {folder}/\*.distcp holds a posix.mkdir, which", output, re.M
@@ -267,7 +270,6 @@ def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, t
     assert list(steps_of(tmp_path)) == [7, 8]
     assert all(4e-4 <= step["lr"] <= 5e-4 for step in steps_of(tmp_path).values())
     assert "after step 6" in output
-    assert (tmp_path / "report.png").exists() or "no plot" in output
     assert "was trained on other data, or in another order" in output
 
 
@@ -338,7 +340,7 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
 def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path) -> None:
     """The baseline to compare with must train the same model on the same samples."""
     flags = [flag for flag in MODEL if flag != "--sequence-packing"]
-    status, output = Run(2, [*flags, *options(chats, tmp_path), "--micro-batch-size", "2"]).finish()
+    status, output = train_forked(2, [*flags, *options(chats, tmp_path), "--micro-batch-size", "2"])
     assert status == 0, output
     for iteration, step in steps_of(tmp_path).items():
         packed = steps_of(whole)[iteration]

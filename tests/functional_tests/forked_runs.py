@@ -1,4 +1,4 @@
-"""Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a tenth of its time.
+"""Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a fifteenth of its time.
 
 A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once one has failed, and
 puts down when each of them ended, and who was left. Ranks end as any interpreter does: the fork unwinds its stack.
@@ -11,11 +11,14 @@ import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +33,20 @@ from tests.functional_tests.fault_injection import Fault
 
 for name in ("megatron.sft.train", "megatron.sft.model.huggingface.pretrained"):
     importlib.import_module(name)  # forked ranks have it
-megatron.sft.report.plot.plot = lambda *_: None  # half of a run's time
-LIMIT_SECONDS = 60.0
+ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 90.0
 """A run that takes longer hangs."""
+
+
+def train_forked(num_processes: int, arguments: Sequence[str]) -> tuple[int, str]:
+    """(exit status, output of all ranks) of a run of pretrain_sft.py. The status is the first that is not 0."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.waitpid(launch(folder, num_processes, arguments, None, -1), 0)
+        outcome = json.loads((folder / "outcome.json").read_text())
+        output = "".join((folder / f"rank{rank}.log").read_text() for rank in range(num_processes))
+    assert not outcome["hangs"], f"hang:\n{output}"
+    return next(filter(None, outcome["codes"]), 0), output
 
 
 def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault | None, faulty_rank: int) -> int:
@@ -71,7 +85,9 @@ def _be_rank(
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable()
+    os.chdir(ROOT)
+    _speak_as_a_script()
+    megatron.sft.report.plot.plot = lambda *_: None  # half of a run's time
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -88,6 +104,15 @@ def _be_rank(
     sys.argv = ["pretrain_sft.py", *arguments, *own]
     main()
     sys.stdout.flush()
+
+
+def _speak_as_a_script() -> None:
+    """Undo what pytest does to output, warnings and logging."""
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    faulthandler.enable()
+    warnings.resetwarnings()
+    warnings.showwarning = lambda *told, **_: print(warnings.formatwarning(*told[:4]), end="", file=sys.stderr)
+    logging.getLogger().handlers.clear()
 
 
 def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.socket) -> None:
