@@ -1,4 +1,6 @@
-"""Batches that break packers: each trains like its sequences alone, in several layouts, and none hangs."""
+"""Batches that break packers: each trains like its sequences alone, in several layouts, and none hangs. Those that are
+drawn alike are steps of one run.
+"""
 
 from __future__ import annotations
 
@@ -75,34 +77,38 @@ def batch_of(case: Case) -> list[Sample]:
     return samples
 
 
-def batches_of(case: Case) -> list[list[Sample]]:
-    """The hostile one, and the step after it trains as well."""
-    return [batch_of(case), sequences(8, (30, 5, 12, 40, 9, 22))]
+def runs() -> list[tuple[str, ...]]:
+    """The names of the cases that a run can go through one after the other."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, case in CASES.items():
+        found.setdefault((case.placement, case.shape, case.scheduler), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def batches_of(names: Sequence[str]) -> list[list[Sample]]:
+    """The hostile ones, and the step after each trains as well."""
+    return [batch for name in names for batch in (batch_of(CASES[name]), sequences(8, (30, 5, 12, 40, 9, 22)))]
 
 
 @lru_cache(maxsize=len(CASES) * len(MODELS))
-def reference(name: str, model: str) -> list[Step]:
-    return run_ranks(train_one_by_one, 1, MODELS[model], batches_of(CASES[name]))[0]
+def reference(names: tuple[str, ...], model: str) -> list[Step]:
+    return run_ranks(train_one_by_one, 1, MODELS[model], batches_of(names))[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_hostile_batch(name: str, layout: Layout) -> None:
+@pytest.mark.parametrize("names", runs(), ids=" - ".join)
+def test_hostile_batches(names: tuple[str, ...], layout: Layout) -> None:
     """NaN from an empty mean, an idle rank that others wait for, a pad that is attended to: all of them seen in the
     field.
     """
-    case = CASES[name]
-    batches = batches_of(case)
+    case, batches = CASES[names[0]], batches_of(names)
     layout = layout._replace(scheduler=case.scheduler)  # `empty` leaves samples where they are
     if case.mask == "first half masked":
         first_share = draws_of(batches[0], case.placement, case.shape, 0, max(layout.data, 2))
         assert not any(sample["loss_mask"].any() for draw in first_share for sample in draw)
-    steps = assemble(
-        run_ranks(
-            train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape, timeout_seconds=60
-        )
-    )
-    assert_same(steps, reference(name, layout.model), relative=1e-12)
-    if case.mask == "none":
-        assert steps[0].loss == 0
-        assert all(not gradient.any() for gradient in steps[0].gradients.values())
+    steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape))
+    assert_same(steps, reference(names, layout.model), relative=1e-12)  # step 2n is that of names[n]
+    for name, step in zip(names, steps[::2], strict=True):
+        if CASES[name].mask == "none":
+            assert step.loss == 0
+            assert all(not gradient.any() for gradient in step.gradients.values())
