@@ -178,7 +178,7 @@ def main() -> None:
     if arguments.output is not None:
         arguments.output.write_text(text)
     else:
-        print(text[text.index("\n\n", text.index(lines[-1])) :])
+        print(text.partition(lines[-1])[2])  # what was not printed yet
 
 
 def document(

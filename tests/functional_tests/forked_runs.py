@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,28 @@ LIMIT_SECONDS = 90.0
 """A run that takes longer hangs."""
 
 
-def train_forked(num_processes: int, arguments: Sequence[str]) -> tuple[int, str]:
-    """(exit status, output of all ranks) of a run of pretrain_sft.py. The status is the first that is not 0."""
+def train_forked(num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main) -> tuple[int, str]:
+    """(exit status, output of all ranks) of a run of pretrain_sft.py. The status is the first that is not 0.
+
+    script: the main function of another one.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.waitpid(launch(folder, num_processes, arguments, None, -1), 0)
+        os.waitpid(launch(folder, num_processes, arguments, None, -1, script), 0)
         outcome = json.loads((folder / "outcome.json").read_text())
         output = "".join((folder / f"rank{rank}.log").read_text() for rank in range(num_processes))
     assert not outcome["hangs"], f"hang:\n{output}"
     return next(filter(None, outcome["codes"]), 0), output
 
 
-def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault | None, faulty_rank: int) -> int:
+def launch(
+    folder: Path,
+    world_size: int,
+    arguments: Sequence[str],
+    fault: Fault | None,
+    faulty_rank: int,
+    script: Callable[[], None] = main,
+) -> int:
     """Start a launcher with its ranks; returns its process. It leaves `folder`/outcome.json, ranks rank*.log there."""
     sys.stdout.flush()
     gc.freeze()  # a collection in a fork would copy each page that holds an object of the parent's
@@ -67,7 +77,11 @@ def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault
         forked = os.fork()
         if not forked:
             listener.close()
-            _be_rank(folder, rank, world_size, port, arguments, fault if rank == faulty_rank else None)
+            _become_rank(folder, rank, world_size, port)
+            own = fault.inject() if fault is not None and rank == faulty_rank else []
+            sys.argv = ["pretrain_sft.py", *arguments, *own]
+            script()
+            sys.stdout.flush()
             if fault is None:
                 os._exit(0)  # at its end, an interpreter writes to every page that it shares with its parent
             sys.exit()
@@ -78,10 +92,8 @@ def launch(folder: Path, world_size: int, arguments: Sequence[str], fault: Fault
     os._exit(0)
 
 
-def _be_rank(
-    folder: Path, rank: int, world_size: int, port: int, arguments: Sequence[str], fault: Fault | None
-) -> None:
-    """Return, or raise SystemExit, as the script does."""
+def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:
+    """Make this process one that torchrun would have started."""
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -100,10 +112,6 @@ def _be_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=str(folder / f"error{rank}.json"),
     )
-    own = [] if fault is None else fault.inject()
-    sys.argv = ["pretrain_sft.py", *arguments, *own]
-    main()
-    sys.stdout.flush()
 
 
 def _speak_as_a_script() -> None:

@@ -30,6 +30,7 @@ from megatron.packing import plugin
 from megatron.packing.model.layer_spec import packed_block_spec
 from megatron.packing.model.pipeline import PackedLosses
 from megatron.sft.model import cpu_support
+from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,10 @@ def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, in
         process.kill()
         raise AssertionError("hang:\n" + process.communicate()[0]) from None
     assert process.returncode == 0, output
+    return steps_in(output)
+
+
+def steps_in(output: str) -> list[tuple[float, int]]:
     steps = re.findall(r"step \d+ loss (\S+) microbatches (\d+)", output)
     assert len(steps) == 3, output
     return [(float(loss), int(count)) for loss, count in steps]
@@ -68,7 +73,9 @@ def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, in
 @pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["whole", "lora"])
 def test_the_example_trains_packed_as_padded(lora: tuple[str, ...]) -> None:
     """Users copy the example: a loss that is scaled, weighted or masked otherwise when packed would be their loss."""
-    padded, packed = run_example(*lora), run_example(*lora, *PACKING.split(), "--prefetch-global-batches", "2")
+    status, output = train_forked(2, ["--train-iters", "3", *lora], example.main)
+    assert status == 0, output
+    padded, packed = steps_in(output), run_example(*lora, *PACKING.split(), "--prefetch-global-batches", "2")
     assert [loss for loss, _ in packed] == pytest.approx([loss for loss, _ in padded], abs=1e-5)
     assert {count for _, count in padded} == {16}
     assert all(count < 8 for _, count in packed), "this was not packed"
