@@ -26,7 +26,7 @@ from megatron.sft.report.run_folder import RunLog
 
 def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     """Returns what a checkpoint must share with the run that loads it."""
-    sharded = config.parallel.use_distributed_optimizer
+    sharded = config.shards_optimizer
     options = {**config.model.identity(), **datasets.vocabulary(), "use_distributed_optimizer": sharded}
     options |= config.lora.identity()
     if config.lora.lora:

@@ -1,7 +1,7 @@
 """Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a fifteenth of its time.
 
 A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once one has failed, and
-puts down when each of them ended, and who was left. Ranks end as any interpreter does: the fork unwinds its stack.
+puts down when each of them ended, and who was left. Where a fault is asked for, ranks end as any interpreter does: the fork unwinds its stack.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +82,29 @@ def launch(
             _become_rank(folder, rank, world_size, port)
             own = fault.inject() if fault is not None and rank == faulty_rank else []
             sys.argv = ["pretrain_sft.py", *arguments, *own]
-            script()
-            sys.stdout.flush()
             if fault is None:
-                os._exit(0)  # at its end, an interpreter writes to every page that it shares with its parent
+                os._exit(_status_of(script))  # what is to be done at an interpreter's end is the parent's
+            script()
             sys.exit()
         ranks[forked] = rank
     (folder / "pids.tmp").write_text(json.dumps(list(ranks)))
     os.replace(folder / "pids.tmp", folder / "pids.json")
-    _watch(folder, ranks, start, listener)
-    os._exit(0)
+    os._exit(_status_of(partial(_watch, folder, ranks, start, listener)))
+
+
+def _status_of(work: Callable[[], None]) -> int:
+    """What a process would end with that does this alone."""
+    try:
+        work()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
 
 
 def _become_rank(folder: Path, rank: int, world_size: int, port: int) -> None:

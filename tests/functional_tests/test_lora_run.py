@@ -93,6 +93,20 @@ def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str
         assert (found[name] - tensor).abs().max() <= apart, name
 
 
+@pytest.mark.parametrize("lora", [LORA, "--lora"], ids=["of both precisions", "adapters alone"])
+def test_adapters_of_weights_in_bfloat16_continue(folder: Path, lora: str) -> None:
+    """They are float32, which not every optimizer of megatron-core can save beside bfloat16."""
+    run = f"half-{len(lora)}"
+    assert train(1, folder, run, "--bf16 --save-interval 2", lora=lora) == ""
+    whole = read_folder(folder / f"{run}-adapter")
+    shutil.rmtree(folder / run / "iter_0000004")
+    (folder / run / TRACKER).write_text("2")
+    shutil.rmtree(folder / f"{run}-adapter")
+    assert train(1, folder, run, "--bf16", lora=lora) == ""
+    found = read_folder(folder / f"{run}-adapter")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize("lora", [LORA, ""], ids=["lora", "whole"])
 def test_the_norm_of_gradients_is_that_of_one_process(folder: Path, lora: str) -> None:
     """A shard that is taken for a copy is not counted: gradients are clipped too little, which no gradient shows."""

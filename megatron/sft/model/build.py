@@ -148,7 +148,7 @@ def build_model(
         grad_reduce_in_fp32=config.training.bf16,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.shards_optimizer,
     )
     gpts = [
         build_gpt(config, transformer_config, vocab_size, number).to(device)
@@ -237,7 +237,7 @@ def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> 
         clip_grad=training.clip_grad,
         bf16=training.bf16,
         params_dtype=next(model[0].parameters()).dtype,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.shards_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
     return get_megatron_optimizer(

@@ -67,6 +67,13 @@ class SFTConfig:
         return self.packing.max_seqlen_per_dp_cp_rank or self.smallest_capacity_per_rank
 
     @property
+    def shards_optimizer(self) -> bool:
+        """--use-distributed-optimizer, or what needs it: megatron-core's other optimizer of bfloat16 weights cannot
+        save the state of float32 ones, as adapters are.
+        """
+        return self.parallel.use_distributed_optimizer or (self.lora.lora and self.training.bf16)
+
+    @property
     def num_virtual_stages(self) -> int | None:
         """Virtual pipeline stages on each rank; None without interleaving."""
         per_stage = self.parallel.num_layers_per_virtual_pipeline_stage
