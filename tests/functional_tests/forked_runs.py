@@ -1,7 +1,8 @@
 """Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a fifteenth of its time.
 
 A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once one has failed, and
-puts down when each of them ended, and who was left. Where a fault is asked for, ranks end as any interpreter does: the fork unwinds its stack.
+puts down when each of them ended, and who was left. Where a fault is asked for, ranks end as any interpreter does: the
+fork unwinds its stack.
 """
 
 from __future__ import annotations

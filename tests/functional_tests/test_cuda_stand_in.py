@@ -1,0 +1,67 @@
+"""The road that runs take on a GPU, on a stand-in for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.sft.__main__ import main
+from megatron.sft.train import Trainer
+from tests.functional_tests import cuda_stand_in
+from tests.functional_tests.forked_runs import train_forked
+from tests.functional_tests.hf_models import write_model
+from tests.functional_tests.ranks import run_ranks
+from tests.functional_tests.test_run import steps_of
+
+NUM_STEPS = 4
+ARGUMENTS = (
+    "--seq-length 96 --global-batch-size 8 --mock-data --sequence-packing --over-length-policy truncate --eval-iters 0 "
+    f"--lr 1e-3 --bf16 --train-iters {NUM_STEPS}"
+)
+FOUND = "found on the stand-in: "
+
+
+def main_on_stand_in() -> None:
+    """A run, and what was read from the device in each of its steps."""
+    cuda_stand_in.install()
+    take_step: Any = Trainer._step
+    reads: list[list[str]] = []
+
+    def step(trainer: Trainer, *arguments: Any) -> bool:
+        cuda_stand_in.reads.clear()
+        stops = take_step(trainer, *arguments)
+        reads.append(cuda_stand_in.reads.copy())
+        return bool(stops)
+
+    Trainer._step = step  # type: ignore[method-assign, assignment]
+    main()
+    print(FOUND + json.dumps({"reads": reads, "mixed": cuda_stand_in.mixed}))
+
+
+@pytest.mark.parametrize(("model", "flags"), [("llama3", ""), ("gemma", "--lora"), ("qwen3", "--async-save")])
+def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:
+    """A tensor left on the host ends a run on a GPU; each further read empties the device's queue, and no figure says
+    why.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: make gpu-test")
+    run_ranks(write_model, 1, model, tmp_path / "model")
+    outputs = {}
+    for name, script in (("cpu", main), ("here", main_on_stand_in)):
+        text = f"{ARGUMENTS} {flags} --pretrained-checkpoint {tmp_path}/model --run-dir {tmp_path}/{name}"
+        text += f" --save {tmp_path}/{name}/checkpoints --save-hf {tmp_path}/{name}/model"
+        status, outputs[name] = train_forked(1, text.split(), script)
+        assert status == 0, outputs[name]
+    cpu, here = steps_of(tmp_path / "cpu"), steps_of(tmp_path / "here")
+    for iteration in range(1, NUM_STEPS + 1):
+        assert here[iteration]["loss"] == pytest.approx(cpu[iteration]["loss"], rel=5e-3)
+        assert here[iteration]["grad_norm"] == pytest.approx(cpu[iteration]["grad_norm"], rel=0.1)
+    found = json.loads(outputs["here"].partition(FOUND)[2])
+    assert found["mixed"] == []
+    for of_step in found["reads"][1:]:  # the first asks which groups have weights
+        assert len(of_step) == 1, of_step
+        assert "clip_grads.py" in of_step[0]
