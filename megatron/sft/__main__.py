@@ -45,6 +45,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     with compiling_when_called():
+        from megatron.packing.step.decide import GlobalBatchError
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.distributed import process_groups
         from megatron.sft.model.huggingface.pretrained import open_pretrained
@@ -68,7 +69,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
                 trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
         except Exception as failure:
-            if world_size == 1 and not isinstance(failure, ValueError):
+            if world_size == 1 and not isinstance(failure, (ValueError, GlobalBatchError)):
                 raise
             end_after(failure, peers)
         if rank == 0 and trainer.num_steps_done:

@@ -115,7 +115,7 @@ class Trainer:
             self._run_steps(signals, log)
         except (_Stopped, GlobalBatchError, NonFiniteError) as raised:  # alike on every rank
             failure = raised
-        if not isinstance(failure, NonFiniteError):
+        if failure is None or (self.num_steps_done and not isinstance(failure, NonFiniteError)):
             self._save(log)  # the failed step has changed nothing
         self._saved.finish(log)
         # Who stops a job may stop the processes that read for it, too: that is then no error.

@@ -337,6 +337,19 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     assert sum(step["dropped_samples"] for step in steps_of(tmp_path / "skipping").values()) >= 1
 
 
+def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:
+    """A save of an optimizer that has taken no step fails, and would be all that is told."""
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"messages": [{"role": "user"}]}\n' * 8)
+    arguments = [*MODEL, *options(broken, tmp_path), "--split", "1", "--use-distributed-optimizer"]
+    for num_processes in (1, 2):
+        status, output = train_forked(num_processes, arguments)
+        assert status == 2
+        (line,) = [line for line in output.splitlines() if "error" in line.lower()]
+        assert re.match(rf"pretrain_sft.py: error: .*{broken}:\d: ", line)
+        assert not list((tmp_path / "checkpoints").glob("iter_*"))
+
+
 def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path) -> None:
     """The baseline to compare with must train the same model on the same samples."""
     flags = [flag for flag in MODEL if flag != "--sequence-packing"]

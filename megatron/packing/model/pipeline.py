@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
@@ -157,6 +158,10 @@ def check_config(config: TransformerConfig, device: torch.device) -> None:
         (
             not interleaved or device.type == "cuda" or not config.deallocate_pipeline_outputs,
             "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed meanwhile",
+        ),
+        (
+            None in (config.mtp_num_layers, config.recompute_granularity) or megatron.core.__version__ >= "0.17",
+            "recompute_granularity=None with mtp_num_layers under megatron-core 0.16, which recomputes no packs there",
         ),
     ]
     require(demands)
