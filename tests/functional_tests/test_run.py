@@ -345,7 +345,7 @@ def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:
     for num_processes in (1, 2):
         status, output = train_forked(num_processes, arguments)
         assert status == 2
-        (line,) = [line for line in output.splitlines() if "error" in line.lower()]
+        (line,) = [line for line in output.splitlines() if "Error" in line]
         assert re.match(rf"pretrain_sft.py: error: .*{broken}:\d: ", line)
         assert not list((tmp_path / "checkpoints").glob("iter_*"))
 
