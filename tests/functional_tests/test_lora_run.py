@@ -93,7 +93,7 @@ def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str
         assert (found[name] - tensor).abs().max() <= apart, name
 
 
-@pytest.mark.parametrize("lora", [LORA, "--lora"], ids=["of both precisions", "adapters alone"])
+@pytest.mark.parametrize("lora", ["--lora", LORA, "--lora --lora-modules-to-save embed_tokens"])
 def test_adapters_of_weights_in_bfloat16_continue(folder: Path, lora: str) -> None:
     """They are float32, which not every optimizer of megatron-core can save beside bfloat16."""
     run = f"half-{len(lora)}"

@@ -19,6 +19,7 @@ def install() -> None:
     """Mend what is broken; what a later megatron-core has mended is left alone. Idempotent."""
     _define_te_general_gemm()
     _load_distributed_adam()
+    _count_float32_weights_first()
     _tell_parameter_groups_apart_by_what_they_are()
     _save_without_other_processes()
     _keep_norms_on_the_device()
@@ -64,6 +65,23 @@ def _load_distributed_adam() -> None:
     DistributedOptimizer.load_state_dict = load_with_own_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
     DistributedOptimizer.restores_steps = True  # type: ignore[attr-defined]
+
+
+def _count_float32_weights_first() -> None:
+    """The distributed optimizer counts the weights of a group in the order of their buffers, but holds those in float32
+    before those in half precision: of a group with both, it saves and loads the states of one as those of another.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    count = DistributedOptimizer._build_optimizer_group_ranges
+    if hasattr(count, "has_order"):
+        return
+
+    def count_in_order(cls: Any, groups: Any, buffers: list[dict[tuple[torch.dtype, ...], Any]]) -> Any:
+        return count(groups, sorted(buffers, key=lambda buffer: next(iter(buffer))[0] != torch.float32))
+
+    count_in_order.has_order = True  # type: ignore[attr-defined]
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(count_in_order)  # type: ignore[method-assign, assignment]
 
 
 def _tell_parameter_groups_apart_by_what_they_are() -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-METHODS = ("_set_main_param_and_optimizer_states", "load_state_dict")
+METHODS = ("_set_main_param_and_optimizer_states", "load_state_dict", "_build_optimizer_group_ranges")
 
 
 @pytest.fixture
@@ -23,6 +23,10 @@ def optimizer(monkeypatch):
 
         def load_state_dict(self, state_dict):
             DistributedOptimizer.calls.append(state_dict)
+
+        @classmethod
+        def _build_optimizer_group_ranges(cls, groups, buffers):
+            return buffers
 
     for name in METHODS:
         assert callable(getattr(distrib_optimizer.DistributedOptimizer, name))
@@ -131,3 +135,11 @@ def test_the_norm_of_gradients_is_that_of_megatron_core():
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
     assert torch.equal(found, expected)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def test_float32_weights_are_counted_first(optimizer):
+    """As the optimizer holds them; of the others the order stays."""
+    half, other, whole = ({(dtype, torch.float32): []} for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    install()
+    install()
+    assert optimizer._build_optimizer_group_ranges([], [half, other, whole]) == [whole, half, other]
