@@ -20,6 +20,7 @@ def install() -> None:
     _define_te_general_gemm()
     _load_distributed_adam()
     _count_float32_weights_first()
+    _save_weights_where_they_are()
     _tell_parameter_groups_apart_by_what_they_are()
     _save_without_other_processes()
     _keep_norms_on_the_device()
@@ -82,6 +83,28 @@ def _count_float32_weights_first() -> None:
 
     count_in_order.has_order = True  # type: ignore[attr-defined]
     DistributedOptimizer._build_optimizer_group_ranges = classmethod(count_in_order)  # type: ignore[method-assign, assignment]
+
+
+def _save_weights_where_they_are() -> None:
+    """The distributed optimizer gathers what it saves without the padding between buckets, then cuts it up by places
+    that count the padding: wherever there is any, weights and states of all buckets but the first are saved shifted.
+    Told that buckets have none, it gathers all.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_of = DistributedOptimizer.sharded_param_state_fully_reshardable
+    if hasattr(state_of, "counts_padding"):
+        return
+
+    def state_with_padding(self: Any, *arguments: Any, **options: Any) -> Any:
+        for buffer in self.buffers:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+        return state_of(self, *arguments, **options)
+
+    state_with_padding.counts_padding = True  # type: ignore[attr-defined]
+    DistributedOptimizer.sharded_param_state_fully_reshardable = state_with_padding  # type: ignore[method-assign]
 
 
 def _tell_parameter_groups_apart_by_what_they_are() -> None:
