@@ -20,6 +20,7 @@ def optimizer(monkeypatch):
 
     class DistributedOptimizer:
         calls: list = []  # noqa: RUF012 - of this test's own class
+        buffers: list = []  # noqa: RUF012
 
         def _set_main_param_and_optimizer_states(self, model_param, tensors):
             DistributedOptimizer.calls.append(tensors)
@@ -145,10 +146,11 @@ def test_the_norm_of_gradients_is_that_of_megatron_core():
 
 def test_float32_weights_are_counted_first(optimizer):
     """As the optimizer holds them; of the others the order stays."""
-    half, other, whole = ({(dtype, torch.float32): []} for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    half, other, whole = ((dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     install()
     install()
-    assert optimizer._build_optimizer_group_ranges([], [half, other, whole]) == [whole, half, other]
+    found = optimizer._build_optimizer_group_ranges([], [{half: []}, {other: []}, {whole: []}])
+    assert found == [{whole: []}, {half: []}, {other: []}]
 
 
 def test_what_is_saved_is_cut_up_as_it_was_gathered(optimizer):
