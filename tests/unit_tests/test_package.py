@@ -40,7 +40,8 @@ def built(tmp_path_factory) -> tuple[set[str], set[str]]:
         shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
     sdist = build("sdist", folder / "checkout", folder / "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+        archive.extractall(folder)
     (unpacked,) = folder.glob("megatron_sft-*")
     wheel = build("wheel", unpacked, folder / "wheel")
     in_sdist = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}

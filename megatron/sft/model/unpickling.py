@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an enum
+            return self._member
         if name not in _KNOWN.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
         return super().find_class(module, name)
+
+    def _member(self, owner: Any, name: str) -> Enum:
+        if not (isinstance(owner, EnumMeta) and name in owner.__members__):
+            raise _foreign(self._path, "builtins.getattr")
+        return owner[name]
 
 
 def check_metadata(checkpoint: Path) -> None:

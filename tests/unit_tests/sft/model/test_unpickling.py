@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from megatron.sft.model.unpickling import check_metadata, only_weights
 
@@ -51,6 +51,33 @@ def test_modules_are_no_way_round(tmp_path, name):
     pickled = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
     (tmp_path / ".metadata").write_bytes(pickled + b"\x93.")
     with pytest.raises(ValueError, match=rf"holds a {module}\.{name}, which"):
+        check_metadata(tmp_path)
+
+
+class Member:
+    """What it gets, Python 3.11.0 to 3.11.3 write as a call of getattr."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.called_with = owner, name
+
+    def __reduce__(self):
+        return getattr, self.called_with
+
+
+def test_members_of_enums_are_read_as_python_3_11_2_writes_them(tmp_path):
+    """Its users, Debian's among them, could continue no checkpoint."""
+    member = Member(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=member)))
+    check_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__")]
+)
+def test_getattr_gets_members_of_enums_only(tmp_path, owner, name):
+    """It would reach any function from any known class."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Member(owner, name)))
+    with pytest.raises(ValueError, match=r"holds a builtins\.getattr, which"):
         check_metadata(tmp_path)
 
 
