@@ -1,13 +1,14 @@
 """pure. Options of Megatron-LM that its recipes have and that are none here, so that a recipe runs or says why not.
 
 Four kinds: they are read as options of ours; what they ask for is always so here; they have no effect here, since they
-tune or log what is done in another way; they are refused, with what to do instead. All others that are unknown are
-refused as such.
+tune or log what is done in another way; they are refused, with what to do instead. A name may be a pattern: `--rl-*`.
+All others that are unknown are refused as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from megatron.packing.flags import FlagError
@@ -87,32 +88,41 @@ class Accepted(NamedTuple):
     """Those that it may have, () for an option without a value, None for any."""
 
 
-_SWITCH, _ANY = Accepted(True, ()), Accepted(False, None)
+_WITHOUT_EFFECT = """
+--*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-* --app-tag-* --apply-query-key-layer-scaling
+--async-ckpt-* --async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time --batch-p2p-* --cache-mla-latents
+--calc-ft-timeouts --ckpt-assume-constant-structure --ckpt-drop-redundant-extra-state --ckpt-fully-parallel-*
+--ckpt-pg-tensors-* --clone-scatter-output-in-embedding --config-logger-dir --cross-entropy-fusion-impl
+--cross-entropy-loss-fusion --data-cache-path --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --ddp-*
+--deallocate-pipeline-outputs --defer-embedding-wgrad-compute --delay-wgrad-compute --disable-gloo-process-groups
+--disable-jit-fuser --disable-msc --disable-symmetric-registration --dist-ckpt-*
+--distributed-timeout-seconds-after-init --dump-param-to-param-group-map --empty-unused-memory-level --enable-msc
+--exit-on-missing-checkpoint --exit-signal-handler-for-* --filter-warnings --flight-recorder-*
+--gpu-sniff-test-interval --high-priority-* --init-model-with-meta-device --lazy-mpu-init --local-rank
+--log-*-to-tensorboard --log-device-memory-used --log-energy --log-max-attention-logit --log-memory-*
+--log-num-zeros-in-grad --log-params-norm --log-progress --log-straggler --logging-level --manual-gc*
+--memory-snapshot-path --mmap-bin-files --moe-deepep-* --moe-grouped-gemm --moe-hybridep-* --moe-per-layer-logging
+--moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy --no-position-embedding --null-tokenizer-*
+--num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --otel-* --overlap-cpu-*
+--overlap-dispatch-* --overlap-moe-* --overlap-p2p-* --overlap-param-gather-with-* --persist-layer-norm --pin-cpu-*
+--pipeline-model-parallel-comm-backend --record-memory-history --runtime-time-unit --save-config-filepath
+--set-level-for-all-loggers --te-rng-tracker --tensorboard-log-interval --tensorboard-queue-size
+--throughput-window-size --timing-log-* --tp-comm-* --train-sync-interval --use-cpu-initialization
+--use-gloo-process-groups --use-persistent-ckpt-worker --use-ring-exchange-p2p --use-te --use-te-rng-tracker
+--verify-integrity --wgrad-deferral-limit
+"""
+
+_ALWAYS_SO = """
+--accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss
+--check-for-nan-in-loss-and-grad --exit-signal-handler --log-throughput --no-bias-dropout-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args --override-opt-param-scheduler
+--override-opt_param-scheduler --reset-attention-mask --reset-position-ids --sft --tokenizer-hf-use-fast
+--use-checkpoint-opt-param-scheduler --use-dist-ckpt --use-flash-attn --use-mcore-models --variable-seq-lengths
+"""
 
 ACCEPTED = {
-    **dict.fromkeys(
-        (
-            "--auto-detect-ckpt-format",
-            "--calculate-per-token-loss",
-            "--check-for-nan-in-loss-and-grad",
-            "--log-throughput",
-            "--no-bias-dropout-fusion",
-            "--no-bias-gelu-fusion",
-            "--no-bias-swiglu-fusion",
-            "--no-create-attention-mask-in-dataloader",
-            "--no-gradient-accumulation-fusion",
-            "--no-masked-softmax-fusion",
-            "--no-use-tokenizer-model-from-checkpoint-args",
-            "--override-opt-param-scheduler",
-            "--override-opt_param-scheduler",
-            "--sft",
-            "--tokenizer-hf-use-fast",
-            "--use-dist-ckpt",
-            "--use-flash-attn",
-            "--use-mcore-models",
-        ),
-        _SWITCH,
-    ),
+    **dict.fromkeys(_ALWAYS_SO.split(), Accepted(True, ())),
     "--ckpt-format": Accepted(True, ("torch_dist",)),
     "--cuda-graph-impl": Accepted(True, ("none",)),
     "--dataloader-type": Accepted(True, ("single", "external")),
@@ -127,131 +137,169 @@ ACCEPTED = {
     "--recompute-modules": Accepted(True, ("core_attn",)),
     "--rerun-mode": Accepted(True, ("disabled",)),
     "--transformer-impl": Accepted(False, ("local", "transformer_engine")),
-    **dict.fromkeys(
-        (
-            "--attention-softmax-in-fp32",
-            "--ckpt-assume-constant-structure",
-            "--ckpt-fully-parallel-load",
-            "--ckpt-fully-parallel-save",
-            "--cross-entropy-fusion-impl",
-            "--cross-entropy-loss-fusion",
-            "--data-cache-path",
-            "--ddp-bucket-size",
-            "--ddp-num-buckets",
-            "--disable-gloo-process-groups",
-            "--dist-ckpt-strictness",
-            "--empty-unused-memory-level",
-            "--exit-on-missing-checkpoint",
-            "--init-model-with-meta-device",
-            "--log-memory-to-tensorboard",
-            "--log-num-zeros-in-grad",
-            "--log-params-norm",
-            "--log-progress",
-            "--log-timers-to-tensorboard",
-            "--log-validation-ppl-to-tensorboard",
-            "--logging-level",
-            "--manual-gc",
-            "--manual-gc-interval",
-            "--memory-snapshot-path",
-            "--moe-grouped-gemm",
-            "--moe-permute-fusion",
-            "--moe-router-fusion",
-            "--moe-token-drop-policy",
-            "--no-ckpt-fully-parallel-save",
-            "--no-mmap-bin-files",
-            "--no-position-embedding",
-            "--no-rope-fusion",
-            "--null-tokenizer-eod-id",
-            "--null-tokenizer-pad-id",
-            "--record-memory-history",
-            "--te-rng-tracker",
-            "--tensorboard-log-interval",
-            "--tensorboard-queue-size",
-            "--timing-log-level",
-            "--use-persistent-ckpt-worker",
-            "--use-te",
-        ),
-        _ANY,
-    ),
+    **dict.fromkeys(_WITHOUT_EFFECT.split(), Accepted(False, None)),
 }
 
-REFUSED = {
-    "--cuda-graph-scope": "packs differ in length from step to step; drop it",
-    "--decoupled-lr": "there is one learning rate; drop it",
-    "--decoupled-min-lr": "there is one learning rate; drop it",
-    "--dynamic-context-parallel": "pass --context-parallel-size; packs are balanced without it",
-    "--eod-mask-loss": "the data say which tokens count; drop it",
-    "--fp16": "pass --bf16",
-    "--fp8-amax-compute-algo": "pass --bf16",
-    "--fp8-amax-history-len": "pass --bf16",
-    "--fp8-format": "pass --bf16",
-    "--fp8-param-gather": "pass --bf16",
-    "--grad-reduce-in-bf16": "gradients are summed in float32; drop it",
-    "--hybrid-context-parallel": "pass --context-parallel-size; packs are balanced without it",
-    "--merge-file": "pass --tokenizer-model with a HuggingFace folder",
-    "--min-dynamic-context-parallel-size": "pass --context-parallel-size; packs are balanced without it",
-    "--moe-expert-capacity-factor": "no token is dropped; drop it",
-    "--moe-router-enable-expert-bias": "routers with a bias are not computed; use another model",
-    "--moe-router-force-load-balancing": "experts are chosen by the router; drop it",
-    "--moe-router-topk-scaling-factor": "routers with a factor are not computed; use another model",
-    "--multi-latent-attention": "multi-latent attention takes no packs with context parallel; use another model",
-    "--no-check-for-nan-in-loss-and-grad": "pass --skip-nan-steps N to leave some steps out",
-    "--pad-packed-seq-alignment": "packs are padded as the layout needs it; drop it",
-    "--profile": "run nsys or py-spy around it, and drop it",
-    "--profile-ranks": "run nsys or py-spy around it, and drop it",
-    "--profile-step-end": "run nsys or py-spy around it, and drop it",
-    "--profile-step-start": "run nsys or py-spy around it, and drop it",
-    "--rampup-batch-size": "a run has one --global-batch-size; drop it",
-    "--rope-scaling-factor": "pass --rope-scaling with the JSON of a HuggingFace config.json",
-    "--rotary-interleaved": "rotary embeddings turn halves of a head; drop it, or use another model",
-    "--sft-tokenizer-prompt-format": "pass --chat-template FILE, unless the tokenizer's own template is meant",
-    "--special-tokens": "pass --tokenizer-model with a HuggingFace folder",
-    "--squared-relu": "pass --swiglu or --geglu, or neither for GELU; or use another model",
-    "--step-batch-size-schedule": "a run has one --global-batch-size; drop it",
-    "--test-data-path": "pass --split, or leave the test out",
-    "--thd-max-packed-sequences": "a pack has as many sequences as fit; drop it",
-    "--thd-tail-padding-policy": "the tail of a pack is a segment of its own; drop it",
-    "--tiktoken-pattern": "pass --tokenizer-model with a HuggingFace folder",
-    "--tokenizer-hf-include-special-tokens": "the chat template has them; drop it",
-    "--tokenizer-hf-no-include-special-tokens": "the chat template has them; drop it",
-    "--tokenizer-hf-no-use-fast": "tokenizers are read as fast ones; drop it",
-    "--tokenizer-prompt-format": "pass --chat-template FILE, unless the tokenizer's own template is meant",
-    "--use-checkpoint-args": "give the model's options; those of a HuggingFace folder are read from it",
-    "--use-megatron-fsdp": "pass --use-distributed-optimizer",
-    "--use-precision-aware-optimizer": "the optimizer's state is float32; drop it",
-    "--use-rope-scaling": "pass --rope-scaling with the JSON of a HuggingFace config.json",
-    "--varlen-sbhd-validation": "leave out --sequence-packing and its scheduler: then rows are padded",
-    "--vocab-file": "pass --tokenizer-model with a HuggingFace folder",
+_REFUSED = {
+    "layers are shared out equally; drop it": """
+        --account-for-* --decoder-*-pipeline-num-layers --num-layers-in-*-pipeline-stage
+        --pipeline-model-parallel-layout
+    """,
+    "pass --recompute-granularity": """
+        --activation-offload-fraction --checkpoint-activations --cpu-offloading* --distribute-saved-activations
+        --fine-grained-* --min-offloaded-tensor-size --offload-modules
+    """,
+    "models of this kind are not computed; use another": """
+        --apply-residual-connection-post-layernorm --attention-output-gate --fp32-residual-connection
+        --glu-linear-offset --layernorm-zero-centered-gamma --moe-mlp-glu-* --mrope-section --mtp-detach-heads
+        --mtp-grad-scale-func --mtp-h* --mtp-standalone --mtp-use-repeated-layer --no-rope-freq --openai-gelu
+        --qk-clip* --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor --rotary-seq-len-*
+        --softmax-* --window-* --yarn-*
+    """,
+    "only GPT models are trained; use Megatron-LM": """
+        --bert-* --biencoder-* --block-data-path --dino-* --embedding-path --encoder-* --evidence-data-path --ict-*
+        --img-* --indexer-* --mask-factor --mask-prob --mask-type --num-channels --num-classes --patch-dim
+        --query-in-block-prob --retriever-* --short-seq-prob --swin-* --titles-data-path --use-one-sent-docs
+        --vision-*
+    """,
+    "packs differ in length from step to step; drop it": """
+        --cuda-graph-* --enable-cuda-graph --external-cuda-graph
+    """,
+    "pass --use-distributed-optimizer": """
+        --data-parallel-sharding-strategy --fsdp-* --megatron-fsdp-* --torch-fsdp2-* --use-megatron-fsdp
+        --use-torch-fsdp2
+    """,
+    "there is one learning rate; drop it": "--decoupled-lr --decoupled-min-lr",
+    "only attention and MLP layers are computed; use another model": """
+        --dsa-* --enable-mhc-* --experimental-attention-variant* --gdp-* --hetero* --hybrid-* --is-hybrid-model
+        --linear-* --mamba-* --mhc-* --spec --use-mamba-*
+    """,
+    "pass --context-parallel-size; packs are balanced without it": """
+        --dynamic-context-parallel --hybrid-context-parallel --min-dynamic-context-parallel-size
+    """,
+    "weights come from --pretrained-checkpoint; drop it": """
+        --embedding-init-* --init-method --init-method-xavier-uniform --moe-upcycling-* --moe-use-upcycling
+        --perform-initialization
+    """,
+    "restarts are torchrun's: pass it --max-restarts": """
+        --enable-ft-package --ft-* --inprocess-* --non-persistent-* --replication*
+    """,
+    "there is one --weight-decay; drop it": """
+        --end-weight-decay --start-weight-decay --wd-incr-steps --weight-decay-incr-style
+    """,
+    "the data say which tokens count; drop it": "--eod-mask-loss",
+    "it is not offered here; drop it": """
+        --ckpt-convert-* --error-injection-* --freeze-all-layers --head-lr-mult --iterations-to-skip
+        --moe-enable-routing-replay --moe-paged-* --moe-routing-trace-* --phase-transition-iterations
+        --save-*-interval
+    """,
+    "--eval-iters and --eval-interval say what is held out and when; drop it": """
+        --eval-*-batch-size --full-validation --multiple-validation-sets --start-eval-at-iter --validation-set-names
+    """,
+    "the optimizer's state is float32 and stays on the device; drop it": """
+        --exp-avg-* --main-*-dtype --optimizer-cpu-offload --optimizer-offload-fraction
+        --use-precision-aware-optimizer --use-torch-optimizer-for-cpu-offload
+    """,
+    "put the text into the data as it should be learned": "--fim-*",
+    "pass --bf16": """
+        --first-last-layers-bf16 --fp16 --fp4* --fp8* --hysteresis --initial-loss-scale --kitchen-* --loss-scale*
+        --min-loss-scale --num-layers-at-*-in-bf16 --quant-recipe --te-precision-config-file --use-kitchen*
+    """,
+    "runs only train; drop it": """
+        --flash-decode --inference-* --num-speculative-tokens --skip-train --test-mode --use-legacy-static-engine
+    """,
+    "gradients are summed in float32; drop it": "--grad-reduce-in-bf16",
+    "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* --perform-rl-step --rl-*",
+    "multi-latent attention takes no packs with context parallel; use another model": """
+        --kv-lora-rank --mla-* --mscale* --multi-latent-attention --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim
+        --v-head-dim
+    """,
+    "the optimizer is Adam; drop it": "--lion-* --muon-* --sgd-momentum",
+    "the answers in the data are what is learned; drop it": "--logits-load-* --logits-save-*",
+    "pass --tokenizer-model with a HuggingFace folder": """
+        --merge-file --special-tokens --tiktoken-* --tokenizer-sentencepiece-* --vocab-extra-ids --vocab-file
+    """,
+    "tokens go by all-to-all; drop it": "--moe-enable-deepep --moe-flex-*",
+    "no token is dropped; drop it": """
+        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-* --moe-token-dropping
+    """,
+    "routers of this kind are not computed; use another model": """
+        --moe-latent-size --moe-router-bias-* --moe-router-enable-* --moe-router-group-* --moe-router-num-groups
+        --moe-router-padding-* --moe-router-quantile-* --moe-router-topk-*
+    """,
+    "experts are chosen by the router; drop it": "--moe-router-force-*",
+    "weights are scaled as the model says; drop it": "--mup-* --use-mup",
+    "pass --skip-nan-steps N to leave some steps out": "--no-check-for-nan-in-loss-and-grad",
+    "checkpoints are whole; drop it": "--no-save-optim --no-save-rng",
+    "pass --num-layers-per-virtual-pipeline-stage": """
+        --num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size
+    """,
+    "packs are padded as the layout needs it; drop it": "--pad-packed-seq-alignment",
+    "run nsys or py-spy around it, and drop it": """
+        --profile* --pytorch-profiler-* --use-nsys-profiler --use-pytorch-profiler
+    """,
+    "a run has one --global-batch-size; drop it": "--rampup-batch-size --step-batch-size-schedule",
+    "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor --use-rope-scaling",
+    "rotary embeddings turn halves of a head; drop it, or use another model": "--rotary-interleaved",
+    "pass --chat-template FILE, unless the tokenizer's own template is meant": """
+        --sft-tokenizer-prompt-format --tokenizer-prompt-format
+    """,
+    "pass --swiglu or --geglu, or neither for GELU; or use another model": "--squared-relu",
+    "pass --split, or leave the test out": "--test-data-path",
+    "a pack has as many sequences as fit; drop it": "--thd-max-packed-sequences",
+    "the tail of a pack is a segment of its own; drop it": "--thd-tail-padding-policy",
+    "the chat template has them; drop it": """
+        --tokenizer-hf-include-special-tokens --tokenizer-hf-no-include-special-tokens
+    """,
+    "tokenizers are read as fast ones; drop it": "--tokenizer-hf-no-use-fast",
+    "code of a model's folder is never run; drop it": "--trust-remote-code",
+    "give the model's options; those of a HuggingFace folder are read from it": "--use-checkpoint-args",
+    "leave out --sequence-packing and its scheduler: then rows are padded": "--varlen-sbhd-validation",
+    "pass --config": "--yaml-cfg",
 }
+"""What to do instead -> options."""
+
+REFUSED = {name: way for way, names in _REFUSED.items() for name in names.split()}
 
 
 def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those options of Megatron-LM that are accepted, and with ours for those that are
     read as ours.
 
-    Raises FlagError for those that are refused, and for values that are not as things are here.
+    Raises FlagError that names all that are refused, for their kind or for their value, and what to do instead.
     """
     kept: list[str] = []
+    refused: list[str] = []
     names = {flag.split("=", 1)[0] for flag, _ in _by_flag(arguments)}
     for flag, values in _by_flag(arguments):
         name, *equals = flag.split("=", 1)
-        if name in READ_AS:
-            kept += _read_as(name, [*equals, *values], names)
-            continue
-        if name in REFUSED:
-            raise FlagError(f"{name} is an option of Megatron-LM that is none here: {REFUSED[name]}")
-        if name == "--tokenizer-type":
-            kept += [name, *map(_tokenizer, [*equals, *values])]
-            continue
-        accepted = ACCEPTED.get(name)
-        if accepted is None:
-            kept += [flag, *values]
-            continue
         given = [*equals, *values]
-        if accepted.values is not None and not set(given) <= set(accepted.values):
-            wanted = f"be {' or '.join(accepted.values)}" if accepted.values else "have no value"
-            raise FlagError(f"{name} must {wanted} here, but is {' '.join(given)}; drop it")
+        if name in READ_AS:
+            kept += _read_as(name, given, names)
+            continue
+        if name == "--tokenizer-type":
+            kept += [name, *map(_tokenizer, given)]
+            continue
+        found = _found(name)
+        if found is None:
+            kept += [flag, *values]
+        elif isinstance(found, str):
+            refused.append(f"{name} ({found})")
+        elif found.values is not None and not set(given) <= set(found.values):
+            wanted = f"be {' or '.join(found.values)}" if found.values else "have no value"
+            refused.append(f"{name} (must {wanted}, but is {' '.join(given)}; drop it)")
+    if refused:
+        raise FlagError(f"options of Megatron-LM, refused: {', '.join(dict.fromkeys(refused))}")
     return kept
+
+
+def _found(name: str) -> Accepted | str | None:
+    """What becomes of an option: by its name, else by a pattern, with `no-` or without."""
+    if name in ACCEPTED or name in REFUSED:
+        return ACCEPTED.get(name) or REFUSED[name]
+    without = "--" + name.removeprefix("--").removeprefix("no-")
+    known = next((known for known in (*_WITHOUT_EFFECT.split(), *REFUSED) if fnmatchcase(without, known)), "")
+    return ACCEPTED.get(known) or REFUSED.get(known)
 
 
 def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
@@ -279,10 +327,15 @@ def megatron_flag_notes(arguments: Sequence[str]) -> list[str]:
     read = [f"{name} as {READ_AS[name].others}" for name in dict.fromkeys(names) if name in READ_AS]
     lines = [f"options of Megatron-LM, read as ours: {'; '.join(read)}"] if read else []
     for always_so, text in texts.items():
-        found = [name for name in names if name in ACCEPTED and ACCEPTED[name].always_so == always_so]
+        found = [name for name in names if _is_accepted(name, always_so)]
         if found:
             lines.append(f"options of Megatron-LM, {text}: {' '.join(dict.fromkeys(found))}")
     return lines
+
+
+def _is_accepted(name: str, always_so: bool) -> bool:
+    found = _found(name)
+    return isinstance(found, Accepted) and found.always_so == always_so
 
 
 def _by_flag(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
