@@ -68,6 +68,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
                 peers = Peers(store)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
                 trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
+                peers.close()
         except Exception as failure:
             if world_size == 1 and not isinstance(failure, (ValueError, GlobalBatchError)):
                 raise

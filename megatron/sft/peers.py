@@ -38,7 +38,18 @@ class Peers:
         self._ending = threading.Lock()
         if self._world_size > 1:
             self._store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own
-            threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
+            self._thread = threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True)  # type: ignore[attr-defined]
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the threads of all ranks end, after a run that went well: where rank 0 keeps the store, the end of its
+        interpreter would find its thread in there, and abort.
+        """
+        if self._world_size > 1:
+            with suppress(RuntimeError):
+                for call in (_STOP, _LOST):
+                    self._store.set(call, "")
+            self._thread.join(ANSWER_SECONDS)
 
     def leave_unless_all_stop(self, is_agreed: threading.Event) -> None:
         """End this process unless all ranks answer, or come to agree in their step, within 5 seconds.

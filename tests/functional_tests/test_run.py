@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,12 +36,12 @@ EXACT = ("loss", "grad_norm", "lr", "tokens", "square_sum", "num_loss_tokens", "
 class Run:
     """A started command; `finish` waits for its end, with the stacks of all its processes if there is none."""
 
-    def __init__(self, num_processes: int, arguments: Sequence[str]) -> None:
+    def __init__(self, num_processes: int, arguments: Sequence[str], **environment: str) -> None:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "pretrain_sft.py", *arguments],
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -355,6 +356,19 @@ def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:
         (line,) = [line for line in output.splitlines() if "Error" in line]
         assert re.match(rf"pretrain_sft.py: error: .*{broken}:\d: ", line)
         assert not list((tmp_path / "checkpoints").glob("iter_*"))
+
+
+def test_without_torchrun(tmp_path: Path) -> None:
+    """As Slurm starts a task per device: rank 0 keeps the store, and aborted at its end while it listened there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    arguments = [*MODEL, "--mock-data", "--train-iters", "1", "--run-dir", str(tmp_path)]
+    met = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    runs = [Run(1, arguments, RANK=rank, LOCAL_RANK=rank, **met) for rank in "01"]
+    for status, output in [run.finish() for run in runs]:
+        assert status == 0, output
+        assert "TCPStore" not in output
+    assert list(steps_of(tmp_path)) == [1]
 
 
 def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path) -> None:
