@@ -88,7 +88,7 @@ class WebDataset(RecordSource):
         self._starts = np.append(0, self._ends[:-1])
         self._skipped = self._find_skipped(part.excluded)
         self._kept_before_skipped = self._skipped - np.arange(self._skipped.size)
-        self._start_of_file: list[int | None] | None = None
+        self._samples_of_file: list[range] | None = None
         self._prepare_parts()
         if len(self) == 0:
             raise ValueError(f"{path}: split {part.name!r} has no samples; name another, or leave it out")
@@ -162,14 +162,13 @@ class WebDataset(RecordSource):
 
     def find(self, keys: Iterable[str]) -> dict[str, int]:
         """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there is none."""
-        if self._start_of_file is None:
-            start_of = {shard: int(end) - count for (shard, count), end in zip(self._shards, self._ends)}
-            self._start_of_file = [start_of.get(shard) for shard in read_info(self.path)]
+        if self._samples_of_file is None:
+            ranges = {shard: range(int(end) - count, int(end)) for (shard, count), end in zip(self._shards, self._ends)}
+            self._samples_of_file = [ranges.get(shard, range(0)) for shard in read_info(self.path)]
         found = {}
         for key, (file_id, sample) in find_samples(self.path, keys).items():
-            is_known = 0 <= file_id < len(self._start_of_file) and sample >= 0
-            start = self._start_of_file[file_id] if is_known else None
-            if start is not None and (at := start + sample) not in self._skipped:
+            samples = self._samples_of_file[file_id] if 0 <= file_id < len(self._samples_of_file) else range(0)
+            if 0 <= sample < len(samples) and (at := samples[sample]) not in self._skipped:
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found
 

@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import sqlite3
 import tarfile
+from contextlib import closing
 from functools import lru_cache
 
 import numpy as np
@@ -129,6 +131,10 @@ def test_find_by_key(folder):
     assert dataset.find(["f", "c", "e", "nowhere"]) == {"f": 0, "c": 4}
     assert dataset.find([]) == {}
     assert dataset.find([f"none {n}" for n in range(1200)] + ["a"]) == {"a": 2}
+    with closing(sqlite3.connect(folder / ".nv-meta/index.sqlite")) as index, index:
+        for key, number in (("c", 25), ("f", -1)):  # of no sample: one of the next file, or an IndexError
+            index.execute("UPDATE samples SET sample_index = ? WHERE sample_key = ?", (number, key))
+    assert dataset.find(["a", "c", "f"]) == {"a": 2}
     (folder / ".nv-meta" / "index.sqlite").unlink()
     with pytest.raises(ValueError, match=r"cannot be found by key without a local \.nv-meta/index\.sqlite"):
         dataset.find(["a"])
