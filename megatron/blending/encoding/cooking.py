@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron.blending.arguments import check_function
 from megatron.blending.encoding.seeding import with_seeds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ class DirectCache:
 
 
 @dataclass(frozen=True)
-class Lazy:
+class Lazy(Generic[T]):
     """A Lazy stands for a file of a store, which is read when it is asked for."""
 
     store: Any
     fname: str
 
-    def get(self, sample: object = None) -> Any:
-        return self.store.get(self.fname, sample)
+    def get(self, sample: object = None) -> T:
+        file: T = self.store.get(self.fname, sample)
+        return file
 
 
 class _Kept(NamedTuple):

@@ -41,6 +41,10 @@ Path = str | os.PathLike[str]
 Encoder = TaskEncoder[Any, Any, Any, Any]
 
 _DECODER_OPTIONS = ("image_decode", "av_decode", "video_decode_audio")
+_UNREAD = {
+    "handler": "pass WorkerConfig(global_error_handler=...)",
+    "sample_type": "dataset.yaml says what samples are",
+}
 _WITHOUT_EFFECT = ("packing_buffer_size", "weight_schedule")
 """What would be lost in silence if an overridden method did not take it."""
 
@@ -206,8 +210,9 @@ def _loader(
 
 def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any:
     """Take out of `options` what energon's older users say of decoding there, and return the decoder that it means."""
-    if options.pop("handler", None) is not None:
-        warnings.warn("handler has no effect; pass WorkerConfig(global_error_handler=...)", stacklevel=3)
+    for name, way in _UNREAD.items():
+        if options.pop(name, None) is not None:
+            warnings.warn(f"{name} has no effect; {way}", stacklevel=3)
     asked = {name: options.pop(name) for name in _DECODER_OPTIONS if name in options}
     if not options.pop("auto_decode", True):
         return None

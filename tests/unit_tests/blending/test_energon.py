@@ -268,9 +268,21 @@ def test_options_that_say_what_has_no_effect(data):
     with pytest.warns(UserWarning, match="handler has no effect"):
         dataset = get_train_dataset(data / "a", batch_size=2, worker_config=config, handler=print)
     assert len(next(iter(get_loader(dataset))).text) == 2
+    with pytest.warns(UserWarning, match=r"sample_type has no effect; dataset\.yaml says what samples are"):
+        get_train_dataset(data / "a", batch_size=2, sample_type=energon.TextSample)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         get_train_dataset(data / "a", batch_size=2, image_decode="rgb")
+
+
+def test_fields_of_samples_may_be_lazy():
+    """As cookers annotate media that postencode_sample reads."""
+
+    @energon.edataclass
+    class Joined(energon.Sample):
+        text: energon.Lazy[str]  # type: ignore[valid-type]  # found by __getattr__
+
+    assert Joined.__annotations__ == {"text": energon.Lazy[str]}
 
 
 def test_decoding_by_options(data):
