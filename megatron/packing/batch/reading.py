@@ -40,9 +40,8 @@ class SampleReader:
     """Gathers the samples of many draws; `samples` makes one `Samples` of them."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[npt.NDArray[Any] | None]] = {name: [] for name in _FIELDS}
-        self._sizes: list[int] = []
-        """Tokens of each item, which holds a sequence or several."""
+        self._items: list[dict[str, npt.NDArray[Any]]] = []
+        """The fields that each has, by name; it holds a sequence or several."""
         self._lengths: list[int] = []
         self._sources: list[int] = []
         self._draws: list[int] = []
@@ -75,37 +74,35 @@ class SampleReader:
         if size == 0 or item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None:
             starts, sizes = _sequences(item, size)
             given = {name: values[spread(starts, sizes)] for name, values in given.items()}
-            lengths, size = sizes.tolist(), int(sizes.sum())
-        for name, column in self._columns.items():
-            column.append(given.get(name))
-        self._sizes.append(size)
+            lengths = sizes.tolist()
+        self._items.append(given)
         self._lengths += lengths
         self._sources += [source] * len(lengths)
         self._draws += [draw] * len(lengths)
 
     def samples(self) -> Samples:
         """Return all that was added. SampleError for values that cannot be trained on."""
-        if not self._sizes:
+        if not self._items:
             return Samples.none()
         lengths = np.array(self._lengths, np.int64)
         num_tokens, ends = int(lengths.sum()), np.cumsum(lengths)
-        item_ends = np.cumsum(self._sizes)
-        tokens = self._column("tokens", item_ends, lambda: np.empty(0))
+        tokens = np.concatenate([item["tokens"] for item in self._items])
         self._check_ids("tokens", tokens, ends)
         tokens = tokens.astype(np.int32)
-        labels = self._column("labels", item_ends, lambda: next_tokens(tokens, tokens[ends - 1], ends))
-        loss_mask = self._column("loss_mask", item_ends, lambda: np.ones(num_tokens, np.float32))
+        labels = self._column("labels", lambda: next_tokens(tokens, tokens[ends - 1], ends))
+        loss_mask = self._column("loss_mask", lambda: np.ones(num_tokens, np.float32))
         loss_mask = loss_mask.astype(np.float32, copy=False)
         least_label = self._check_ids("labels", labels, ends)
         position_ids = None
-        if any(values is not None for values in self._columns["position_ids"]):
-            position_ids = self._column("position_ids", item_ends, lambda: counted(lengths))
+        if any("position_ids" in item for item in self._items):
+            position_ids = self._column("position_ids", lambda: counted(lengths))
             self._check_ids("position_ids", position_ids, ends)
         if not np.isfinite(loss_mask.sum(dtype=np.float64)):
             place = int(np.isfinite(loss_mask).argmin())
             raise SampleError(self._draw_of(place, ends), "'loss_mask' must be finite, but is not")
-        if any(labels is None for labels in self._columns["labels"]):
-            unlabelled = np.repeat([labels is None for labels in self._columns["labels"]], self._sizes)
+        has_labels = ["labels" in item for item in self._items]
+        if not all(has_labels):
+            unlabelled = ~np.repeat(has_labels, [item["tokens"].size for item in self._items])
             loss_mask[ends[unlabelled[ends - 1]] - 1] = 0  # unknown
         if least_label <= IGNORED:
             ignored = labels == IGNORED
@@ -118,18 +115,14 @@ class SampleReader:
         """int64 [n]: which draw gave each sequence."""
         return np.array(self._draws, np.int64)
 
-    def _column(self, name: str, item_ends: IntArray, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """The values of all items, which may be written to; those of the default for items that have none."""
-        column = self._columns[name]
-        default = make_default() if any(values is None for values in column) else None
-        if default is not None and all(values is None for values in column):
-            return default
-        return np.concatenate(
-            [
-                default[end - size : end] if values is None else values  # type: ignore[index]
-                for values, end, size in zip(column, item_ends.tolist(), self._sizes)
-            ]
-        )
+        values = [item.get(name) for item in self._items]
+        if any(its is None for its in values):
+            ends = np.cumsum([item["tokens"].size for item in self._items])[:-1]
+            defaults = np.split(make_default(), ends)
+            values = [default if its is None else its for its, default in zip(values, defaults)]
+        return np.concatenate(values)  # type: ignore[arg-type]
 
     def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:
         """The least of them."""

@@ -14,6 +14,7 @@ batch that no schedule fits) is raised alike on all ranks.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -191,8 +192,20 @@ def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:
     """All offers on the first drawing rank, which decides; None on the others."""
     if drawing.size() == 1:
         return [offer]
-    offers: list[Any] | None = [None] * drawing.size() if drawing.rank() == 0 else None
-    dist.gather_object(offer, offers, dst=dist.get_global_rank(drawing, 0), group=drawing)
+    # gather_object would tell all ranks all sizes first, in a ring, and pad each offer to the largest
+    mine = torch.frombuffer(bytearray(pickle.dumps(offer)), dtype=torch.uint8)
+    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(drawing, 0)
+    if drawing.rank() != 0:
+        dist.gather(size, dst=first, group=drawing)
+        dist.send(mine, first, group=drawing)
+        return None
+    sizes = [torch.empty_like(size) for _ in range(drawing.size())]
+    dist.gather(size, sizes, dst=first, group=drawing)
+    offers = [offer]
+    for rank in range(1, drawing.size()):
+        other = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+        dist.recv(other, dist.get_global_rank(drawing, rank), group=drawing)
+        offers.append(pickle.loads(other.numpy().tobytes()))
     return offers
 
 
