@@ -63,7 +63,7 @@ def fail(sample):
 
 
 def slow(sample):
-    time.sleep(0.5)
+    time.sleep(0.2)
     return sample
 
 
@@ -116,8 +116,8 @@ def test_a_dead_worker_is_named():
 
 def test_a_hung_worker_is_named_with_its_stack(caplog):
     tree = MapDataset(source_of("a", 10, shuffle=False), hang)
-    loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=4.0))
-    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 4 sec"):
+    loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=2.0))
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 2 sec"):
         list(loader)
     assert "in hang" in caplog.text
     assert multiprocessing.active_children() == []
@@ -257,7 +257,7 @@ def _is_alive(pid):
 def test_workers_work_ahead():
     loader = get_loader(MapDataset(endless(), slow), processes())
     next(loader)
-    time.sleep(1.5)
+    time.sleep(0.8)
     started = time.monotonic()
     for _ in range(3):
         next(loader)
@@ -273,7 +273,7 @@ def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
     script.write_text(
         "import logging, time\n"
         "if __name__ == '__mp_main__':\n"
-        "    time.sleep(2)\n"
+        "    time.sleep(1)\n"
         "from megatron.blending import WorkerConfig, get_loader\n"
         "from tests.unit_tests.blending.number_streams import source_of\n"
         "if __name__ == '__main__':\n"
