@@ -12,7 +12,7 @@ from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.brute_force import descending
 from tests.unit_tests.packing.requests import DISTRIBUTIONS, lengths_of, request
-from tests.unit_tests.packing.stubs import array
+from tests.unit_tests.packing.stubs import array, needs_compiled
 
 MODELS = {
     "ranks": StepModel(),
@@ -90,6 +90,7 @@ SHARE_MOVED = {
 }
 
 
+@needs_compiled
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_fewer_tokens_move(distribution, monkeypatch):
     """Without the search for placements at home nearly all tokens move, and schedules are as good."""
