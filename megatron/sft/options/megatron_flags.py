@@ -89,36 +89,45 @@ class Accepted(NamedTuple):
 
 
 _WITHOUT_EFFECT = """
---*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-* --app-tag-* --apply-query-key-layer-scaling
---async-ckpt-* --async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time --batch-p2p-* --cache-mla-latents
---calc-ft-timeouts --ckpt-assume-constant-structure --ckpt-drop-redundant-extra-state --ckpt-fully-parallel-*
---ckpt-pg-tensors-* --clone-scatter-output-in-embedding --config-logger-dir --cross-entropy-fusion-impl
+--*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-* --allow-ambiguous-pad-tokens --app-tag-*
+--apply-query-key-layer-scaling --async-ckpt-* --async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time
+--batch-p2p-* --cache-mla-latents --calc-ft-timeouts --check-for-spiky-loss
+--check-weight-hash-across-dp-replicas-interval --ckpt-assume-constant-structure --ckpt-drop-redundant-extra-state
+--ckpt-fully-parallel-* --ckpt-load-validate-sharding-integrity --ckpt-pg-tensors-*
+--clone-scatter-output-in-embedding --config-logger-dir --create-all-gather-group --cross-entropy-fusion-impl
 --cross-entropy-loss-fusion --data-cache-path --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --ddp-*
---deallocate-pipeline-outputs --defer-embedding-wgrad-compute --delay-wgrad-compute --disable-gloo-process-groups
---disable-jit-fuser --disable-msc --disable-symmetric-registration --dist-ckpt-*
---distributed-timeout-seconds-after-init --dump-param-to-param-group-map --empty-unused-memory-level --enable-msc
---exit-on-missing-checkpoint --exit-signal-handler-for-* --filter-warnings --flight-recorder-*
---gpu-sniff-test-interval --high-priority-* --init-model-with-meta-device --lazy-mpu-init --local-rank
---log-*-to-tensorboard --log-device-memory-used --log-energy --log-max-attention-logit --log-memory-*
---log-num-zeros-in-grad --log-params-norm --log-progress --log-straggler --logging-level --manual-gc*
---memory-snapshot-path --mmap-bin-files --moe-deepep-* --moe-grouped-gemm --moe-hybridep-* --moe-per-layer-logging
---moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy --no-position-embedding --null-tokenizer-*
---num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --otel-* --overlap-cpu-*
---overlap-dispatch-* --overlap-moe-* --overlap-p2p-* --overlap-param-gather-with-* --persist-layer-norm --pin-cpu-*
---pipeline-model-parallel-comm-backend --record-memory-history --runtime-time-unit --save-config-filepath
---set-level-for-all-loggers --te-rng-tracker --tensorboard-log-interval --tensorboard-queue-size
---throughput-window-size --timing-log-* --tp-comm-* --train-sync-interval --use-cpu-initialization
---use-gloo-process-groups --use-persistent-ckpt-worker --use-ring-exchange-p2p --use-te --use-te-rng-tracker
---verify-integrity --wgrad-deferral-limit
+--deallocate-pipeline-outputs --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
+--disable-gloo-process-groups --disable-jit-fuser --disable-msc --disable-symmetric-registration --dist-ckpt-*
+--distrib-optim-fully-reshardable-mem-efficient --distributed-timeout-seconds-after-init
+--dump-param-to-param-group-map --empty-unused-memory-level --enable-experimental --enable-full-sharding-in-hsdp
+--enable-msc --exit-on-missing-checkpoint --exit-signal-handler-for-* --filter-warnings --flight-recorder-*
+--fully-parallel-* --fused-residual-rmsnorm --fused-single-qkv-rope --gpu-sniff-test-interval --high-priority-*
+--init-model-with-meta-device --keep-fp8-transpose-cache --lazy-mpu-init --local-rank --log-*-to-tensorboard
+--log-device-memory-used --log-energy --log-max-attention-logit --log-memory-* --log-num-zeros-in-grad
+--log-params-norm --log-progress --log-straggler --logging-level --manual-gc* --memory-efficient-layer-norm
+--memory-snapshot-path --metadata-path --mid-level-dataset-surplus --mmap-bin-files --moe-deepep-* --moe-grouped-gemm
+--moe-hybridep-* --moe-per-layer-logging --moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy
+--no-data-sharding --no-position-embedding --no-use-layer-wise-param-layout --null-tokenizer-*
+--num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --onnx-safe --otel-*
+--overlap-cpu-* --overlap-dispatch-* --overlap-moe-* --overlap-p2p-* --overlap-param-gather-with-*
+--persist-layer-norm --pin-cpu-* --pipeline-model-parallel-comm-backend --record-memory-history --record-shapes
+--result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag --run-workload-inspector-server
+--runtime-time-unit --save-config-filepath --save-tokenizer-assets --set-level-for-all-loggers
+--strict-fsdp-dtensor-load --suggested-communication-unit-size --te-rng-tracker --tensorboard-log-interval
+--tensorboard-queue-size --throughput-window-size --timing-log-* --tp-comm-* --train-sync-interval
+--use-cpu-initialization --use-fused-weighted-squared-relu --use-gloo-process-groups --use-persistent-ckpt-worker
+--use-ring-exchange-p2p --use-same-sampling-seed-across-dp-ranks --use-te --use-te-activation-func
+--use-te-rng-tracker --use-transformer-engine-op-fuser --verify-integrity --wgrad-deferral-limit
 """
 
 _ALWAYS_SO = """
---accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss
---check-for-nan-in-loss-and-grad --exit-signal-handler --log-throughput --no-bias-dropout-fusion --no-bias-gelu-fusion
---no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args --override-opt-param-scheduler
---override-opt_param-scheduler --reset-attention-mask --reset-position-ids --sft --tokenizer-hf-use-fast
---use-checkpoint-opt-param-scheduler --use-dist-ckpt --use-flash-attn --use-mcore-models --variable-seq-lengths
+--accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss --check-for-nan-in-loss
+--check-for-nan-in-loss-and-grad --dataloader-inter-document-masking --exit-signal-handler --log-throughput
+--no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args
+--override-opt-param-scheduler --override-opt_param-scheduler --reset-attention-mask --reset-position-ids --sft
+--tokenizer-hf-use-fast --use-checkpoint-opt-param-scheduler --use-dist-ckpt --use-flash-attn --use-mcore-models
+--variable-seq-lengths
 """
 
 ACCEPTED = {
@@ -141,35 +150,55 @@ ACCEPTED = {
 }
 
 _REFUSED = {
+    "pass --use-distributed-optimizer": """
+        *-num-weight-shards --data-parallel-sharding-strategy --expert-gtp-* --fsdp-* --gtp-* --megatron-fsdp-*
+        --outer-dp-sharding-strategy --torch-fsdp2-* --use-custom-fsdp --use-layer-wise-distributed-optimizer
+        --use-megatron-fsdp --use-torch-fsdp2
+    """,
     "layers are shared out equally; drop it": """
         --account-for-* --decoder-*-pipeline-num-layers --num-layers-in-*-pipeline-stage
         --pipeline-model-parallel-layout
+    """,
+    "models of this kind are not computed; use another": """
+        --activation-func* --apply-residual-connection-post-layernorm --attention-output-gate
+        --fp32-residual-connection --glu-linear-offset --layernorm-zero-centered-gamma --moe-mlp-glu-* --mrope-section
+        --mtp-detach-heads --mtp-grad-scale-func --mtp-h* --mtp-standalone --mtp-use-repeated-layer --no-rope-freq
+        --openai-gelu --qk-clip* --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor
+        --rotary-seq-len-* --softmax-* --window-* --yarn-*
     """,
     "pass --recompute-granularity": """
         --activation-offload-fraction --checkpoint-activations --cpu-offloading* --distribute-saved-activations
         --fine-grained-* --min-offloaded-tensor-size --offload-modules
     """,
-    "models of this kind are not computed; use another": """
-        --apply-residual-connection-post-layernorm --attention-output-gate --fp32-residual-connection
-        --glu-linear-offset --layernorm-zero-centered-gamma --moe-mlp-glu-* --mrope-section --mtp-detach-heads
-        --mtp-grad-scale-func --mtp-h* --mtp-standalone --mtp-use-repeated-layer --no-rope-freq --openai-gelu
-        --qk-clip* --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor --rotary-seq-len-*
-        --softmax-* --window-* --yarn-*
+    "the optimizer is Adam; drop it": """
+        --adaptive-muon-* --lion-* --muon-* --optimizer-cuda-graph --sgd-momentum --soap-* --store-param-remainders
     """,
+    "vectors and biases have no weight decay; drop it": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",
+    "runs only train; drop it": """
+        --batch-invariant-* --decode-only-cuda-graphs --enable-chunked-prefill --flash-decode --inference-*
+        --max-tokens-to-oom --mlp-chunks-for-* --num-speculative-tokens --refit-method --return-log-probs
+        --skip-prompt-log-probs --skip-train --test-mode --use-flashinfer-fused-rope --use-inference-optimized-layers
+        --use-legacy-static-engine
+    """,
+    "pass --micro-batch-size": "--batch-size",
     "only GPT models are trained; use Megatron-LM": """
-        --bert-* --biencoder-* --block-data-path --dino-* --embedding-path --encoder-* --evidence-data-path --ict-*
-        --img-* --indexer-* --mask-factor --mask-prob --mask-type --num-channels --num-classes --patch-dim
-        --query-in-block-prob --retriever-* --short-seq-prob --swin-* --titles-data-path --use-one-sent-docs
-        --vision-*
+        --bert-* --biencoder-* --block-data-path --classes-fraction --data-per-class-fraction --decoder-num-layers
+        --decoder-seq-length --dino-* --embedding-path --encoder-* --evidence-data-path --ict-* --img-* --indexer-*
+        --iter-per-epoch --mask-factor --mask-prob --mask-type --num-channels --num-classes --output-bert-embeddings
+        --patch-dim --query-in-block-prob --retriever-* --sample-rate --short-seq-prob --swin-* --titles-data-path
+        --use-one-sent-docs --vision-*
     """,
-    "packs differ in length from step to step; drop it": """
-        --cuda-graph-* --enable-cuda-graph --external-cuda-graph
+    "it is not offered here; drop it": """
+        --ckpt-convert-* --data-parallel-random-init --decoupled-weight-decay --error-injection-* --exit-signal
+        --fake-process-group --freeze-all-layers --grad-norm-skip-threshold --head-lr-mult --iterations-to-skip
+        --load-main-params-from-ckpt --moe-enable-routing-replay --moe-paged-* --moe-routing-trace-*
+        --phase-transition-iterations --save-*-interval --use-gigatoken
     """,
-    "pass --use-distributed-optimizer": """
-        --data-parallel-sharding-strategy --fsdp-* --megatron-fsdp-* --torch-fsdp2-* --use-megatron-fsdp
-        --use-torch-fsdp2
-    """,
+    "packs differ in length from step to step; drop it": "--cuda-graph-* --enable-cuda-graph --external-cuda-graph",
     "there is one learning rate; drop it": "--decoupled-lr --decoupled-min-lr",
+    "a run has one --global-batch-size; drop it": """
+        --decrease-batch-size-if-needed --rampup-batch-size --step-batch-size-schedule
+    """,
     "only attention and MLP layers are computed; use another model": """
         --dsa-* --enable-mhc-* --experimental-attention-variant* --gdp-* --hetero* --hybrid-* --is-hybrid-model
         --linear-* --mamba-* --mhc-* --spec --use-mamba-*
@@ -184,15 +213,14 @@ _REFUSED = {
     "restarts are torchrun's: pass it --max-restarts": """
         --enable-ft-package --ft-* --inprocess-* --non-persistent-* --replication*
     """,
+    "it is not trained here; use Megatron-LM's post-training": """
+        --enable-gpt-oss --export-* --finetune-data-* --finetune-hf-dataset --flex-* --flextron* --freeze-base-for-mtp
+        --modelopt-enabled --qad-train-target
+    """,
     "there is one --weight-decay; drop it": """
         --end-weight-decay --start-weight-decay --wd-incr-steps --weight-decay-incr-style
     """,
     "the data say which tokens count; drop it": "--eod-mask-loss",
-    "it is not offered here; drop it": """
-        --ckpt-convert-* --error-injection-* --freeze-all-layers --head-lr-mult --iterations-to-skip
-        --moe-enable-routing-replay --moe-paged-* --moe-routing-trace-* --phase-transition-iterations
-        --save-*-interval
-    """,
     "--eval-iters and --eval-interval say what is held out and when; drop it": """
         --eval-*-batch-size --full-validation --multiple-validation-sets --start-eval-at-iter --validation-set-names
     """,
@@ -205,41 +233,47 @@ _REFUSED = {
         --first-last-layers-bf16 --fp16 --fp4* --fp8* --hysteresis --initial-loss-scale --kitchen-* --loss-scale*
         --min-loss-scale --num-layers-at-*-in-bf16 --quant-recipe --te-precision-config-file --use-kitchen*
     """,
-    "runs only train; drop it": """
-        --flash-decode --inference-* --num-speculative-tokens --skip-train --test-mode --use-legacy-static-engine
-    """,
+    "the loss is float32; drop it": "--fp16-lm-cross-entropy --output-logit-dtype",
     "gradients are summed in float32; drop it": "--grad-reduce-in-bf16",
     "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* --perform-rl-step --rl-*",
+    "pass --context-parallel-size": "--hierarchical-context-parallel-sizes",
     "multi-latent attention takes no packs with context parallel; use another model": """
         --kv-lora-rank --mla-* --mscale* --multi-latent-attention --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim
         --v-head-dim
     """,
-    "the optimizer is Adam; drop it": "--lion-* --muon-* --sgd-momentum",
     "the answers in the data are what is learned; drop it": "--logits-load-* --logits-save-*",
+    "the learning rate is warmed up from 0; drop it": "--lr-warmup-init",
+    "pass --lr-wsd-decay-iters": "--lr-wsd-decay-samples",
     "pass --tokenizer-model with a HuggingFace folder": """
         --merge-file --special-tokens --tiktoken-* --tokenizer-sentencepiece-* --vocab-extra-ids --vocab-file
     """,
+    "pass --tensor-model-parallel-size": "--model-parallel-size",
     "tokens go by all-to-all; drop it": "--moe-enable-deepep --moe-flex-*",
     "no token is dropped; drop it": """
         --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-* --moe-token-dropping
     """,
     "routers of this kind are not computed; use another model": """
-        --moe-latent-size --moe-router-bias-* --moe-router-enable-* --moe-router-group-* --moe-router-num-groups
-        --moe-router-padding-* --moe-router-quantile-* --moe-router-topk-*
+        --moe-input-jitter-eps --moe-latent-size --moe-router-bias-* --moe-router-enable-* --moe-router-group-*
+        --moe-router-num-groups --moe-router-padding-* --moe-router-quantile-* --moe-router-topk-*
     """,
     "experts are chosen by the router; drop it": "--moe-router-force-*",
+    "experts are balanced by --moe-aux-loss-coeff alone; drop it": "--moe-z-loss-coeff",
+    "pass --keep-checkpoints": "--most-recent-k",
     "weights are scaled as the model says; drop it": "--mup-* --use-mup",
     "pass --skip-nan-steps N to leave some steps out": "--no-check-for-nan-in-loss-and-grad",
     "checkpoints are whole; drop it": "--no-save-optim --no-save-rng",
     "pass --num-layers-per-virtual-pipeline-stage": """
         --num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size
     """,
+    "pass --ckpt-step": "--override-ckpt-iteration",
     "packs are padded as the layout needs it; drop it": "--pad-packed-seq-alignment",
+    "the vocabulary is padded as the layout needs it; drop it": "--pad-vocab-size --padded-vocab-size",
+    "pass --data-path": "--per-dataset-sequences-path",
     "run nsys or py-spy around it, and drop it": """
         --profile* --pytorch-profiler-* --use-nsys-profiler --use-pytorch-profiler
     """,
-    "a run has one --global-batch-size; drop it": "--rampup-batch-size --step-batch-size-schedule",
     "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor --use-rope-scaling",
+    "pass --position-embedding-type rope": "--rope-type",
     "rotary embeddings turn halves of a head; drop it, or use another model": "--rotary-interleaved",
     "pass --chat-template FILE, unless the tokenizer's own template is meant": """
         --sft-tokenizer-prompt-format --tokenizer-prompt-format
@@ -253,8 +287,11 @@ _REFUSED = {
     """,
     "tokenizers are read as fast ones; drop it": "--tokenizer-hf-no-use-fast",
     "code of a model's folder is never run; drop it": "--trust-remote-code",
-    "give the model's options; those of a HuggingFace folder are read from it": "--use-checkpoint-args",
+    "give the model's options; those of a HuggingFace folder are read from it": """
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args --use-tokenizer-model-from-checkpoint-args
+    """,
     "leave out --sequence-packing and its scheduler: then rows are padded": "--varlen-sbhd-validation",
+    "pass --lr-warmup-iters": "--warmup",
     "pass --config": "--yaml-cfg",
 }
 """What to do instead -> options."""
