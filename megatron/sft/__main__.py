@@ -76,7 +76,10 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         if rank == 0 and trainer.num_steps_done:
             report(run_dir)
         elif rank == 0:
-            print(f"nothing to do: --train-iters {config.training.train_iters} steps are done")
+            done, wanted = trainer.progress.iteration, config.training.train_iters
+            print(
+                f"nothing to do: {done} steps are done" + (f" of {wanted}, and stopped early" if done < wanted else "")
+            )
 
 
 if __name__ == "__main__":

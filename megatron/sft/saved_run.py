@@ -13,7 +13,7 @@ from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
 from megatron.sft.model.checkpoint import Progress, Wanted, gather_delayed, load_checkpoint, whole_parameters
-from megatron.sft.model.checkpoint_folder import BEST, FolderLock, remove_old, track
+from megatron.sft.model.checkpoint_folder import BEST, FolderLock, best_iteration, checkpoint_path, remove_old, track
 from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.folder import fingerprint, open_folder
@@ -69,6 +69,8 @@ class SavedRun:
         loaded = load_checkpoint(folder, self._training, self._model_options, self._identity, wanted)
         if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
             self._saved_iteration = loaded.iteration
+            if dist.get_rank() == 0:
+                self._go_back(save, loaded)
         if dist.get_rank() == 0:
             done = "taking the weights of" if anew else "continuing"
             found = f"no checkpoint in {folder}; starting anew"
@@ -93,6 +95,16 @@ class SavedRun:
         self._saved_iteration = progress.iteration
         if not self._output.async_save:
             self.finish(log)
+
+    def _go_back(self, folder: str, loaded: Progress) -> None:
+        """Lets the tracker of the best checkpoint name one of the steps that are continued (see --ckpt-step)."""
+        best = best_iteration(folder)
+        if best is None or best <= loaded.iteration:
+            return
+        if loaded.best_iteration is not None and checkpoint_path(folder, loaded.best_iteration).exists():
+            track(folder, BEST, loaded.best_iteration)
+        else:
+            (Path(folder) / BEST).unlink()
 
     @property
     def is_written(self) -> bool:

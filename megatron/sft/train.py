@@ -77,6 +77,12 @@ class Trainer:
         self._saved = SavedRun(config, datasets, self._training, lock)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
+        counted = self._progress.iteration * config.training.global_batch_size
+        if config.training.train_samples is not None and self._progress.consumed_samples != counted:
+            raise ValueError(
+                f"--train-samples needs one --global-batch-size in all of a run, but {config.output.load} has "
+                f"{self._progress.consumed_samples} samples in {self._progress.iteration} steps; pass --train-iters"
+            )
         self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         self._forward_backward = get_forward_backward_func()
         if not counts_samples():
@@ -189,7 +195,8 @@ class Trainer:
             since = self._progress.evaluations_since_best + 1
             self._progress = self._progress._replace(evaluations_since_best=since)
             return
-        self._progress = self._progress._replace(best_loss=loss, evaluations_since_best=0)
+        best = self._progress.iteration
+        self._progress = self._progress._replace(best_loss=loss, evaluations_since_best=0, best_iteration=best)
         if self._config.output.keep_best and self._progress.iteration:
             self._save(log)
             self._saved.note_best(self._progress)

@@ -384,6 +384,43 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
         assert 0 < step["data_seconds"] < step["step_seconds"]
 
 
+def test_adams_constants_are_those_of_the_run_that_continues(tmp_path: Path) -> None:
+    """As the learning rate is; those of the checkpoint were taken, while the run's options said otherwise."""
+    first = ["--mock-data", "--save-interval", "2", "--save", str(tmp_path / "saved")]
+    train(1, *first, "--run-dir", str(tmp_path / "first"), "--train-iters", "2")
+    losses = []
+    for name, constants in (("same", []), ("other", ["--adam-beta1", "0", "--adam-beta2", "0.5", "--adam-eps", "1"])):
+        run = ["--load", str(tmp_path / "saved"), "--run-dir", str(tmp_path / name), "--train-iters", "5"]
+        train(1, "--mock-data", *run, *constants)
+        losses.append([step["loss"] for step in steps_of(tmp_path / name).values()])
+    assert losses[0][0] == losses[1][0]  # of the weights that were loaded
+    assert losses[0][1] != losses[1][1]
+
+
+def test_the_best_of_steps_that_were_gone_back_on(chats: Path, tmp_path: Path) -> None:
+    """With --ckpt-step a later best is none of this run's: it was kept, and the true one removed."""
+    saved = tmp_path / "saved"
+    run = ["--data-path", str(chats), "--valid-data-path", str(chats), "--run-dir", str(tmp_path / "run")]
+    run += ["--save", str(saved), "--load", str(saved)]
+    run += "--eval-iters 1 --eval-interval 2 --save-interval 2 --keep-best --train-iters 6".split()
+    run += ["--lr-decay-style", "constant"]
+    train(1, *run)
+    best = saved / "best_checkpointed_iteration.txt"
+    assert best.read_text() == "6"
+    train(1, *run, "--ckpt-step", "2", "--lr", "9", "--keep-checkpoints", "1")
+    assert best.read_text() == "2"
+    assert sorted(path.name for path in saved.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
+
+
+def test_samples_are_counted_in_batches_of_one_size(tmp_path: Path) -> None:
+    """Steps of 4 samples were taken for steps of 8: half of what was asked for was never trained."""
+    run = ["--mock-data", "--save", str(tmp_path), "--load", str(tmp_path), "--train-samples", "16"]
+    train(1, *run, "--exit-interval", "2")
+    status, output = train_forked(1, [*MODEL, *run, "--global-batch-size", "8"])
+    assert status
+    assert "--train-samples needs one --global-batch-size in all of a run" in output, output
+
+
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
     """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation; and
     torch's deterministic mode, which ends a run at an operation that has no such way.

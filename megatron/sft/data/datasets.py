@@ -74,6 +74,11 @@ def build_datasets(config: SFTConfig) -> Datasets:
     task = ChatTask(encoder)
     builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
     train, valid, test = builder.build_blend() if data.is_blend else builder.build_files()
+    if not len(valid) and (config.output.keep_best or config.training.early_stopping is not None):
+        raise ValueError(
+            "--keep-best and --early-stopping need records to validate with, but there are none; raise the second "
+            "share of --split, or pass --valid-data-path"
+        )
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
 
 

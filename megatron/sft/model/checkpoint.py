@@ -44,6 +44,8 @@ class Progress(NamedTuple):
     best_loss: float | None = None
     """The lowest validation loss so far."""
     evaluations_since_best: int = 0
+    best_iteration: int | None = None
+    """The step after which it was measured."""
     waiting: Sequence[dict[str, Any]] = ()
     """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
 
@@ -121,8 +123,8 @@ def load_checkpoint(
 ) -> Progress | None:
     """Continue from a checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
 
-    Learning rate and its schedule are those of this run's options, at the checkpoint's step. Other data than the
-    checkpoint's are reported and taken.
+    Adam's constants, the learning rate and its schedule are those of this run's options, at the checkpoint's step.
+    Other data than the checkpoint's are reported and taken.
 
     Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another model, of another
     blend, unless that is `wanted`, or of a later megatron-core; ValueError if it holds objects that could run code.
@@ -193,8 +195,9 @@ def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], a
 
 
 def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any]:
-    """Fill `training` and return all that was loaded; the learning rate's limits stay this run's."""
-    rates = [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in training.optimizer.param_groups]
+    """Fill `training` and return all that was loaded; the optimizer's options stay this run's."""
+    of_options = ("max_lr", "min_lr", "betas", "eps")
+    groups = [{name: group[name] for name in of_options if name in group} for group in training.optimizer.param_groups]
     with torch.no_grad():
         if wanted.optimizer:
             _make_adam_state(training)
@@ -211,8 +214,8 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
             training.optimizer.load_state_dict(state["optimizer"])
         else:
             training.optimizer.reload_model_params()
-        for group, rate in zip(training.optimizer.param_groups, rates):
-            group.update(rate)
+        for group, options in zip(training.optimizer.param_groups, groups):
+            group.update(options)
         if wanted.progress:
             training.scheduler.load_state_dict(state["scheduler"])
     if wanted.random_states:

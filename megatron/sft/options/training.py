@@ -112,6 +112,12 @@ class TrainingConfig:
         if not 0 <= (self.lr_warmup_fraction or 0) < 1:
             raise ValueError(f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}")
         decay = self.decay_samples / self.global_batch_size
+        warmup = self.warmup_samples / self.global_batch_size
+        if self.decay_samples and warmup + (self.lr_wsd_decay_iters or 0) > decay > warmup:
+            raise ValueError(
+                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} must fit behind the warmup into the steps of decay, "
+                f"{warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
+            )
         if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
             flag = (given or ["--lr-warmup-iters"])[0]
             raise ValueError(

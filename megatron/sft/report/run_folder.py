@@ -25,7 +25,14 @@ from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWr
 
 def prepare_output(output: OutputConfig) -> None:
     """Makes the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
-    for path in (output.save, output.run_dir):
+    folders = {"--save": output.save, "--run-dir": output.run_dir, "--tensorboard-dir": output.tensorboard_dir}
+    if output.save_hf is not None:
+        target = Path(output.save_hf).absolute()
+        for flag, path in folders.items():
+            if path is not None and target.resolve() == Path(path).resolve():
+                raise ValueError(f"--save-hf {output.save_hf} is the folder of {flag}, too; give each its own")
+        folders["--save-hf"] = str(target.parent)
+    for flag, path in folders.items():
         if path is not None:
             try:
                 Path(path).mkdir(parents=True, exist_ok=True)
@@ -33,10 +40,11 @@ def prepare_output(output: OutputConfig) -> None:
             except OSError:
                 writable = False
             if not writable:
-                raise ValueError(f"{path} must be a folder that can be written to; pass another --save or --run-dir")
+                raise ValueError(f"{path} must be a folder that can be written to; pass another {flag}")
     if output.load is not None:
         check_load(output.load, output.save, output.ckpt_step)
-    if output.save is not None and output.load is None and (found := latest_iteration(output.save)) is not None:
+    is_continued = output.load is not None and Path(output.load).resolve() == Path(output.save or "").resolve()
+    if output.save is not None and not is_continued and (found := latest_iteration(output.save)) is not None:
         raise ValueError(
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "
             f"continue it with --load {output.save}, or pass another --save"

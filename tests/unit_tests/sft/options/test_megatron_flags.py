@@ -107,6 +107,11 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
         ),
         ("--sft yes", "options of Megatron-LM, refused: --sft (must have no value, but is yes; drop it)"),
         ("--fp16", "options of Megatron-LM, refused: --fp16 (pass --bf16)"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
+            "--lr-wsd-decay-iters 9 must fit behind the warmup into the steps of decay, 2 of 10; lower it or "
+            "raise --lr-decay-iters",
+        ),
         ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"),
         ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be from 0 to below 1, but is 1.0"),
         (

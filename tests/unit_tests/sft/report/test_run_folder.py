@@ -33,6 +33,14 @@ def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="must be a folder that can be written to"):
         prepare_output(OutputConfig(run_dir=str(tmp_path / "file")))
+    (tmp_path / "other/iter_0000003").mkdir(parents=True)
+    (tmp_path / "other/latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(ValueError, match=r"old holds a run's checkpoints"):  # they would be overwritten
+        prepare_output(OutputConfig(save=str(tmp_path / "old"), load=str(tmp_path / "other")))
+    with pytest.raises(ValueError, match=r"pass another --save-hf"):
+        prepare_output(OutputConfig(save_hf=str(tmp_path / "file" / "model")))
+    with pytest.raises(ValueError, match=r"--save-hf .*new is the folder of --save, too"):
+        prepare_output(OutputConfig(save=str(tmp_path / "new"), save_hf=str(tmp_path / "x" / ".." / "new")))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
