@@ -48,6 +48,8 @@ class SavedRun:
         self._lock = lock
         self._identity = datasets.train.identity
         self._model_options = model_options(config, datasets)
+        num_evaluated = min(config.training.eval_iters * config.training.global_batch_size, len(datasets.valid))
+        self._evaluated = str((datasets.valid.identity, num_evaluated, config.model.seq_length))
         dtype = str(get_model_config(training.model[0]).params_dtype).removeprefix("torch.")
         self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
         self._saved_iteration: int | None = None
@@ -75,7 +77,11 @@ class SavedRun:
             done = "taking the weights of" if anew else "continuing"
             found = f"no checkpoint in {folder}; starting anew"
             print(found if loaded is None else f"{done} {folder} after step {loaded.iteration}", flush=True)
-        return None if anew else loaded
+        if loaded is None or anew or loaded.evaluated in (None, self._evaluated):
+            return None if anew else loaded
+        if dist.get_rank() == 0 and loaded.best_loss is not None:
+            print("note: other validation data than before; the lowest loss is looked for anew", flush=True)
+        return loaded._replace(best_loss=None, best_iteration=None, evaluations_since_best=0)
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
         """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish` completes it."""
@@ -86,7 +92,7 @@ class SavedRun:
         self._save = CheckpointSave(
             folder,
             self._training,
-            progress._replace(waiting=gather_delayed(queue)),
+            progress._replace(waiting=gather_delayed(queue), evaluated=self._evaluated),
             self._model_options,
             self._identity,
             self._companions if not self._lora.lora and self._companions.has_family() else None,

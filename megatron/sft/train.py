@@ -80,8 +80,9 @@ class Trainer:
         counted = self._progress.iteration * config.training.global_batch_size
         if config.training.train_samples is not None and self._progress.consumed_samples != counted:
             raise ValueError(
-                f"--train-samples needs one --global-batch-size in all of a run, but {config.output.load} has "
-                f"{self._progress.consumed_samples} samples in {self._progress.iteration} steps; pass --train-iters"
+                "--train-samples and --train-epochs need one --global-batch-size in all of a run, but "
+                f"{config.output.load} has {self._progress.consumed_samples} samples in {self._progress.iteration} "
+                "steps; pass --train-iters"
             )
         self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
         self._forward_backward = get_forward_backward_func()

@@ -418,7 +418,24 @@ def test_samples_are_counted_in_batches_of_one_size(tmp_path: Path) -> None:
     train(1, *run, "--exit-interval", "2")
     status, output = train_forked(1, [*MODEL, *run, "--global-batch-size", "8"])
     assert status
-    assert "--train-samples needs one --global-batch-size in all of a run" in output, output
+    assert "need one --global-batch-size in all of a run" in output, output
+
+
+def test_the_lowest_loss_of_other_validation_data(chats: Path, tmp_path: Path) -> None:
+    """It was compared with: of harder data no checkpoint was ever the best again, and --early-stopping ended the run."""
+    saved, other = tmp_path / "saved", tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(chats.read_text().splitlines(keepends=True))))
+    run = ["--data-path", str(chats), "--save", str(saved), "--load", str(saved), "--run-dir", str(tmp_path / "run")]
+    run += "--eval-iters 1 --eval-interval 1 --keep-best --early-stopping 1 --lr-decay-style constant --lr 0".split()
+    output = train(1, *run, "--valid-data-path", str(chats), "--train-iters", "1")
+    assert "note: other validation data" not in output
+    output = train(1, *run, "--valid-data-path", str(other), "--train-iters", "2")
+    assert "note: other validation data than before" in output
+    assert "stopped early" not in output
+    assert (saved / "best_checkpointed_iteration.txt").read_text() == "2"
+    output = train(1, *run, "--valid-data-path", str(other), "--train-iters", "4")
+    assert "stopped early" in output
+    assert "note: other validation data" not in output
 
 
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ class Progress(NamedTuple):
     evaluations_since_best: int = 0
     best_iteration: int | None = None
     """The step after which it was measured."""
+    evaluated: str | None = None
+    """What it was measured on: another set's losses are not compared with it. None in older checkpoints."""
     waiting: Sequence[dict[str, Any]] = ()
     """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
 

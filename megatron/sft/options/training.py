@@ -145,4 +145,5 @@ class TrainingConfig:
         if self.train_epochs is None:
             return self
         steps = math.ceil(self.train_epochs * num_records / self.global_batch_size)
-        return replace(self, train_iters=steps, train_epochs=None)
+        samples = steps * self.global_batch_size  # a run that is continued with other batches would miscount them
+        return replace(self, train_iters=steps, train_samples=samples, train_epochs=None)
