@@ -422,7 +422,7 @@ def test_samples_are_counted_in_batches_of_one_size(tmp_path: Path) -> None:
 
 
 def test_the_lowest_loss_of_other_validation_data(chats: Path, tmp_path: Path) -> None:
-    """It was compared with: of harder data no checkpoint was ever the best again, and --early-stopping ended the run."""
+    """It was compared with: of harder data no checkpoint was ever the best again, and --early-stopping ended it."""
     saved, other = tmp_path / "saved", tmp_path / "other.jsonl"
     other.write_text("".join(reversed(chats.read_text().splitlines(keepends=True))))
     run = ["--data-path", str(chats), "--save", str(saved), "--load", str(saved), "--run-dir", str(tmp_path / "run")]
