@@ -1,19 +1,8 @@
 """What tests of the trainer share."""
 
-from functools import lru_cache
-
 import pytest
 
-from megatron.packing import flags
 from tests.unit_tests.sft.runs import write_run
-
-
-@pytest.fixture(autouse=True, scope="session")
-def docstrings_read_once():
-    """The help of each flag is parsed from source at every start; once is enough for all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "_field_docstrings", lru_cache(flags._field_docstrings))
-        yield
 
 
 @pytest.fixture
