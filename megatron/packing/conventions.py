@@ -80,15 +80,15 @@ def wrap_dataloader(
 
 
 def wrap_data_iterator(
-    data_iterator: Any, config: Any, num_microbatches: int, pg_collection: ProcessGroupCollection | None = None
+    data_iterator: object, config: object, num_microbatches: int, pg_collection: ProcessGroupCollection | None = None
 ) -> WrappedDataLoader:
     """`wrap_dataloader` under the name that later Megatron-LM uses."""
     return wrap_dataloader(data_iterator, config, num_microbatches, pg_collection=pg_collection)
 
 
 def wrap_iterator_helper(
-    config: Any,
-    data_iterator: Any,
+    config: object,
+    data_iterator: object,
     num_microbatches: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int | None, None, None]:

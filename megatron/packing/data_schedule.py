@@ -26,7 +26,7 @@ class WrappedDataLoader(NamedTuple):
 
 
 def wrap_dataloader(
-    data_iterator: Any,
+    data_iterator: object,
     config: TransformerConfig,
     num_microbatches: int,
     scheduler_type: str | None = None,
@@ -61,7 +61,7 @@ def wrap_dataloader(
 
 
 def wrap_data_iterator(
-    data_iterator: Any,
+    data_iterator: object,
     config: TransformerConfig,
     num_microbatches: int,
     pg_collection: ProcessGroupCollection | None = None,
@@ -72,7 +72,7 @@ def wrap_data_iterator(
 
 def wrap_iterator_helper(
     config: TransformerConfig,
-    data_iterator: Any,
+    data_iterator: object,
     num_microbatches: int,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int, None, None]:

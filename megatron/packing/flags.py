@@ -105,7 +105,7 @@ def _take_implied(
 class _Version(argparse.Action):
     """Prints the versions that a report of a fault should name."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
         print(*(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")), sep=", ")
@@ -221,7 +221,7 @@ def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> I
                 raise FlagError(f"--config {path}: '{key}' must be {wanted}, but is {shown(value)}") from None
 
 
-def _value_of_yaml(action: argparse.Action, value: Any) -> Any:
+def _value_of_yaml(action: argparse.Action, value: object) -> Any:
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise TypeError
@@ -234,7 +234,7 @@ def _value_of_yaml(action: argparse.Action, value: Any) -> Any:
     return _scalar(action, value)
 
 
-def _scalar(action: argparse.Action, value: Any) -> Any:
+def _scalar(action: argparse.Action, value: object) -> Any:
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
     converted = action.type(str(value)) if callable(action.type) else value

@@ -263,7 +263,7 @@ def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_ca
     config.sequence_packing_options = options
 
 
-def _is_packed(data_iterator: object, config: Any, groups: Any) -> bool:
+def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
     """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then has its iterator, or
     with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
     """
@@ -276,7 +276,7 @@ def _is_packed(data_iterator: object, config: Any, groups: Any) -> bool:
     return heard_from_first(is_packed, groups) if PackingOptions.of(config).megatron_lm_calls else is_packed
 
 
-def _with_sums(losses: list[Any], config: Any) -> list[Any]:
+def _with_sums(losses: list[Any], config: object) -> list[Any]:
     from megatron.packing.model.pipeline import PackedLosses
     from megatron.packing.step.settings import PackingOptions
 

@@ -111,7 +111,7 @@ def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
     return options | {name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")}
 
 
-def gathered(own: Any) -> list[Any]:
+def gathered(own: object) -> list[Any]:
     """Returns `own` of each rank, pickled on the way; collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)

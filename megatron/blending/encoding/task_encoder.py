@@ -100,7 +100,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     def _batch(
         self,
         samples: list[Any],
-        result_type: Any,
+        result_type: object,
         actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
         default_action: Callable[[list[Any]], Any] = generic_batch,
     ) -> Any:

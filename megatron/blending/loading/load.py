@@ -138,7 +138,7 @@ def get_val_dataset(
     return build(datasets=sources)
 
 
-def get_val_datasets(path: Path | DatasetLoaderInterface, **options: Any) -> list[tuple[Any, Any]]:
+def get_val_datasets(path: Path | DatasetLoaderInterface, **options: object) -> list[tuple[Any, Any]]:
     """Return a validation stream for each source of a path, with the source itself: to tell their losses apart.
 
     `options`: those of `get_val_dataset`.
@@ -157,7 +157,7 @@ def _validation(
     task_encoder: Encoder | None,
     allow_code: bool,
     options: Mapping[str, Any],
-    **asked: Any,
+    **asked: object,
 ) -> tuple[Callable[..., Any], list[LoadedDataset]]:
     """Return what makes a validation stream of sources, and the sources. Takes all that the functions above do.
 

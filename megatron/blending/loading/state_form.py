@@ -95,7 +95,7 @@ _STREAM_FORMS: Mapping[str, Form] = {
 }
 
 
-def _is_shard(value: Any, most: int) -> bool:
+def _is_shard(value: object, most: int) -> bool:
     """Whether it has the form of a ShardState. `most`: the largest number of a block, and of an output."""
     small = _whole(0, most)
     if not (isinstance(value, list) and len(value) >= 3 and small(value[0]) and _whole(0, 1)(value[1])):
@@ -108,15 +108,15 @@ def _cursor(small: Form) -> Form:
     return _row(small, small, small, lambda extra: extra is None or _inner_origin(extra))
 
 
-def _pending(value: Any) -> bool:
+def _pending(value: object) -> bool:
     return value is None or _row(_each(_origin), _position)(value)
 
 
-def _origin(value: Any) -> bool:
+def _origin(value: object) -> bool:
     return _position(value) or _inner_origin(value)
 
 
-def _inner_origin(value: Any) -> bool:
+def _inner_origin(value: object) -> bool:
     return _row(_position, _position, _pending)(value)
 
 

@@ -11,8 +11,6 @@ instead.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -71,7 +69,7 @@ class PackedDotProductAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: object = None,
     ) -> Tensor:
         """See the class. `attention_mask` is not looked at: rows are padded at their end, where no real token looks."""
         if packed_seq_params is not None:

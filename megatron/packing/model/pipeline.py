@@ -48,11 +48,11 @@ class PackedPasses:
         self,
         *,
         data_iterator: object,
-        model: Any,
+        model: object,
         num_microbatches: int,
         pg_collection: ProcessGroupCollection | None = None,
         forward_only: bool = False,
-        **arguments: Any,
+        **arguments: object,
     ) -> PackedLosses:
         config = get_model_config(model[0] if isinstance(model, list) else model)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)

@@ -49,7 +49,7 @@ class PackedSelfAttention(SelfAttention):
         finally:
             self._turned_by = None
 
-    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
+    def get_query_key_value_tensors(self, *arguments: object, **options: object) -> Any:
         """See megatron-core; query and key [t, 1, heads, d] are turned here, after their norms."""
         parts = super().get_query_key_value_tensors(*arguments, **options)
         if self._turned_by is None:

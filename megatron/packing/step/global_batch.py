@@ -107,7 +107,7 @@ class _Part(NamedTuple):
 
 
 def schedule_global_batch(
-    data_iterator: Any,
+    data_iterator: object,
     config: TransformerConfig,
     num_microbatches: int,
     groups: ProcessGroupCollection,

@@ -157,7 +157,7 @@ class ChatEncoder:
         return ChatTokens(ids, np.ones(len(ids), np.float32))
 
 
-def _token_ids(tokens: Any, vocab_size: int) -> npt.NDArray[np.int64]:
+def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int64]:
     try:
         ids = np.asarray(tokens)
     except ValueError:  # lists of unlike lengths

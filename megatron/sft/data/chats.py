@@ -45,7 +45,7 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
 
     decoder = staticmethod(_decode_text)
 
-    def encode_sample(self, sample: Any) -> EncodedSample:
+    def encode_sample(self, sample: object) -> EncodedSample:
         """SkipSample with the reason for one that holds nothing to train on, SampleError for one that is broken."""
         weight = source_weight(subflavors_of(sample))
         made = self._encoder.encode(record_of(sample), weight)

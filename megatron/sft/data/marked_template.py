@@ -46,7 +46,7 @@ class MarkedTemplate:
         check_private_names(tree)
         self._compiled = environment.from_string(_MarkTurns().visit(tree).set_environment(environment))
 
-    def write(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Written:
+    def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Render `messages`; TemplateError where the template refuses them."""
         marks = _Marks(messages)
         self._sandbox.begin()
@@ -81,7 +81,7 @@ class _Marks:
         if self._length > MOST_CHARACTERS:
             raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
 
-    def reach(self, kind: str, loop: int = 0, item: Any = None) -> str:
+    def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
         """Called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
         if self._num_reached > _MOST_PASSES:

@@ -36,7 +36,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(finalize=self.counted, **options)
         self._made = 0
         del self.globals["lipsum"]
@@ -55,7 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if size > MOST_CHARACTERS or self._made > _MOST_MADE:
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
-    def counted(self, value: Any) -> Any:
+    def counted(self, value: object) -> Any:
         """Return a value that is about to be written."""
         self.make(len(value) if type(value) is str else size_of(value))
         return value
@@ -66,7 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.make(sum(map(len, parts)))
         return "".join(parts)
 
-    def joined(self, *parts: Any) -> str:
+    def joined(self, *parts: object) -> str:
         """Return `a ~ b`, which no hook of Jinja's meets."""
         return self.concat(str(self.counted(part)) for part in parts)
 
@@ -88,7 +88,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self.make(int(numbers[0] * numbers[1]) * (1 if is_text else _POINTER))
         return super().call_binop(context, operator, left, right)
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         is_wide = isinstance(obj, (str, bytes)) and attr in _NO_METHODS
         return not is_wide and super().is_safe_attribute(obj, attr, value)
 
@@ -127,7 +127,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
-        def filtered(*arguments: Any, **options: Any) -> Any:
+        def filtered(*arguments: object, **options: object) -> Any:
             for value in arguments[at:]:
                 self.make(size_of(value))
             if function is FILTERS["format"]:
@@ -139,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return filtered
 
 
-def size_of(value: Any) -> int:
+def size_of(value: object) -> int:
     """Return about how many characters a value takes where it is written; it stops where that is too many."""
     if isinstance(value, str):
         return len(value)
@@ -167,7 +167,7 @@ def _check_parts(count: int) -> None:
         raise TemplateError(f"it takes a text into {count:,} parts")
 
 
-def _size_replaced(text: str, old: Any, new: Any, *_: Any) -> int:
+def _size_replaced(text: str, old: object, new: object, *_: object) -> int:
     return len(text) + text.count(str(old)) * len(str(new))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -268,7 +268,7 @@ def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> Optimize
     )
 
 
-def finalize_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+def finalize_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object) -> None:
     """Does what megatron-core's `finalize_model_grads` does, without its read from the device, which tells it whether
     there are tokens at all to divide by: without them gradients are zero, and may be divided by one.
     """

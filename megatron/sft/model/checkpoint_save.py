@@ -101,7 +101,7 @@ class CheckpointSave:
             if dist.get_rank() == 0:
                 self._place(sums)
 
-    def _write(self, parts: Any) -> None:
+    def _write(self, parts: object) -> None:
         try:
             if self._request.async_fn is not None:
                 rank, _, results = self._request.async_fn_args

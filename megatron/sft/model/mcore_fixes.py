@@ -78,7 +78,7 @@ def _count_float32_weights_first() -> None:
     if hasattr(count, "has_order"):
         return
 
-    def count_in_order(cls: Any, groups: Any, buffers: list[dict[tuple[torch.dtype, ...], Any]]) -> Any:
+    def count_in_order(cls: object, groups: object, buffers: list[dict[tuple[torch.dtype, ...], Any]]) -> Any:
         return count(groups, sorted(buffers, key=lambda buffer: next(iter(buffer))[0] != torch.float32))
 
     count_in_order.has_order = True  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def _keep_norms_on_the_device() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    def norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    def norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object) -> tuple[Tensor, None]:
         (gradients,) = tensors
         return torch.stack(torch._foreach_norm(gradients)).norm().float().reshape(1), None
 

@@ -49,7 +49,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise _foreign(self._path, f"{module}.{name}")
         return super().find_class(module, name)
 
-    def _member(self, owner: Any, name: str) -> Enum:
+    def _member(self, owner: object, name: str) -> Enum:
         if not (isinstance(owner, EnumMeta) and name in owner.__members__):
             raise _foreign(self._path, "builtins.getattr")
         return owner[name]

@@ -120,7 +120,7 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _is_entry(dtype: Any, shape: list[Any], data_offsets: list[Any]) -> bool:
+def _is_entry(dtype: object, shape: list[Any], data_offsets: list[Any]) -> bool:
     begin, end = data_offsets
     return isinstance(dtype, str) and 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape)
 

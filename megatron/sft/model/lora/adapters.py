@@ -221,7 +221,7 @@ def _add_update(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     return (result + layer.adapter(inputs[0])).to(result.dtype), bias
 
 
-def _require_grad(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _require_grad(module: object, inputs: object, output: Tensor) -> Tensor:
     return output if output.requires_grad else output.requires_grad_()
 
 
