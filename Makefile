@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run finetune test unit layouts faults fuzz gpu-test gpu-bench test-cpus test-core core-python core-torch check format clean
+.PHONY: run finetune test unit layouts faults fuzz gpu-test gpu-bench test-cpus test-core core-python check format clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run $(TINY_CHAT)/train.jsonl
@@ -113,9 +113,6 @@ test-core:
 
 core-python:
 	@echo $(CORE_PYTHON)
-
-core-torch:
-	$(MAKE) .venv-core-$(VERSION)/.torch VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check $(CODE)

@@ -296,9 +296,7 @@ _REFUSED = {
 """What to do instead -> options."""
 
 REFUSED = {name: way for way, names in _REFUSED.items() for name in names.split()}
-
-_NEGATABLE = {*_WITHOUT_EFFECT.split(), *REFUSED}
-_PATTERNS = [name for name in (*_WITHOUT_EFFECT.split(), *REFUSED) if "*" in name]
+_PATTERNS = (*_WITHOUT_EFFECT.split(), *REFUSED)
 
 
 def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
@@ -337,12 +335,14 @@ def _found(name: str) -> Accepted | str | None:
     if name in ACCEPTED or name in REFUSED:
         return ACCEPTED.get(name) or REFUSED[name]
     without = "--" + name.removeprefix("--").removeprefix("no-")
-    known = without if without in _NEGATABLE else next((known for known in _PATTERNS if _matches(without, known)), "")
+    known = next((pattern for pattern in _PATTERNS if _matches(without, pattern)), "")
     return ACCEPTED.get(known) or REFUSED.get(known)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`fnmatch` would compile each pattern, which takes a tenth of a second."""
+    """Whether it is the pattern; `fnmatch` would compile each of them, in a tenth of a second."""
+    if "*" not in pattern:
+        return name == pattern
     first, *middle, last = pattern.split("*")
     is_long_enough = len(name) >= len(first) + len(last)
     return is_long_enough and name.startswith(first) and name.endswith(last) and all(part in name for part in middle)
