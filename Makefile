@@ -27,6 +27,7 @@ TINY_FINETUNE = data/tiny_finetune
 CORE_TESTS = $(addprefix tests/functional_tests/test_, layouts.py plugin.py \
 	run.py::test_continued_run_follows_its_own_learning_rate run.py::test_mock_data_experts_and_evaluation)
 CODE = megatron tests examples pretrain_sft.py setup.py
+BUILT_FROM = pyproject.toml setup.py megatron/packing/scheduling/core.cpp
 # Two processes on two cores: more threads each would only wait for one another.
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of processes would compile all modules again.
@@ -135,19 +136,19 @@ $(VENV)/.torch:
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	touch $@
 
-$(VENV)/.run: pyproject.toml setup.py | $(VENV)/.torch
+$(VENV)/.run: $(BUILT_FROM) | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot]'
 	touch $@
 
-$(VENV)/.finetune: pyproject.toml setup.py | $(VENV)/.torch
+$(VENV)/.finetune: $(BUILT_FROM) | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[plot,huggingface]'
 	touch $(VENV)/.run $@
 
-$(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
+$(VENV)/.dev: $(BUILT_FROM) | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(VENV)/.run $(VENV)/.finetune $@
 
-$(VENV)/.core: pyproject.toml setup.py | $(VENV)/.torch
+$(VENV)/.core: $(BUILT_FROM) | $(VENV)/.torch
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,tensorboard]' megatron-core==$(VERSION)
 	touch $@
 

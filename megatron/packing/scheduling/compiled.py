@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_INTERFACE_VERSION = 6
+_INTERFACE_VERSION = 7
 """That of core.cpp."""
 _INTEGER, _REAL, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[str, Any]] = {
@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[str, Any]] = {
     "best_fit": ("nini", _INTEGER),
     "complete_packs": ("ninnnni", _INTEGER),
     "keep": ("nfiinnnri", None),
-    "trade": ("nfinnnfnnni", None),
+    "trade": ("nfinnnfrnnni", None),
     "split_ranks": ("nfiinnnfni", None),
     "simulate": ("nnfnnnf", _INTEGER),
     "match": ("niini", None),

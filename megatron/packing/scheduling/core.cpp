@@ -166,23 +166,28 @@ class Trades {
          Int* pack)
       : cost_(cost), length_(length), num_ranks_(num_ranks), per_rank_(per_rank), capacity_(capacity), pack_(pack),
         loads_(initial, initial + num_ranks), tokens_(num_ranks * per_rank),
-        grouped_(n, pack, num_ranks, per_rank), held_(num_ranks), is_held_(num_ranks) {
+        grouped_(n, pack, num_ranks, per_rank), held_(num_ranks), is_held_(num_ranks),
+        changed_(num_ranks), tried_(num_ranks, -1) {
     for (Int i = 0; i < n; ++i) {
       loads_[pack[i] / per_rank] += cost[i];
       tokens_[pack[i]] += length[i];
     }
   }
 
-  void run(Int partners, Int offered, Int budget) {
+  void run(double aim, Int partners, Int offered, Int budget) {
     std::vector<std::pair<double, Int>> by_load(num_ranks_);
-    Int asked = partners = std::min(partners, num_ranks_);
+    Int asked = partners = std::min(partners, num_ranks_), trades = 0;
     while (true) {
       for (Int rank = 0; rank < num_ranks_; ++rank) by_load[rank] = {loads_[rank], rank};
       std::partial_sort(by_load.begin(), by_load.begin() + asked, by_load.end());
-      const Int giver = std::max_element(loads_.begin(), loads_.end()) - loads_.begin();
+      Int giver = -1;
+      for (Int rank = 0; rank < num_ranks_; ++rank)
+        if (tried_[rank] < trades && (giver < 0 || loads_[rank] > loads_[giver])) giver = rank;
+      if (giver < 0 || (budget -= asked) < 0) return;
       best_ = {loads_[giver] * (1 - 1e-9), {-1, -1}, {-1, -1}, -1};
       offer(giver, offered, &given_);
       for (Int p = 0; p < asked && by_load[p].first < loads_[giver]; ++p) {
+        if (std::max(changed_[giver], changed_[by_load[p].second]) <= tried_[giver]) continue;
         offer(by_load[p].second, offered, &taken_);
         const bool has_sets = per_rank_ == 1 && given_.size() <= kFewHeld && taken_.size() <= kFewHeld;
         if (has_sets) {
@@ -194,13 +199,17 @@ class Trades {
         consider(giver, by_load[p].second);
         if (has_sets) offer(giver, offered, &given_);
       }
-      if (best_.to_pack < 0 && asked == num_ranks_) return;
+      if (best_.to_pack < 0 && asked == num_ranks_) {
+        tried_[giver] = trades;
+        if (*std::max_element(loads_.begin(), loads_.end()) <= aim) return;
+      }
       if (best_.to_pack < 0) {
-        asked = num_ranks_;
+        asked = asked == num_ranks_ ? partners : num_ranks_;
         continue;
       }
       asked = partners;
       const Int from = pack_[best_.given.first];
+      changed_[giver] = changed_[best_.to_pack / per_rank_] = ++trades;
       for (const Int i : {best_.given.first, best_.given.second})
         if (i >= 0) hand_over(i, best_.to_pack);
       for (const Int i : {best_.taken.first, best_.taken.second})
@@ -287,6 +296,9 @@ class Trades {
   Grouped grouped_;
   std::vector<std::vector<Int>> held_;
   std::vector<char> is_held_;
+  // By rank, how many trades there had been: after its last one; when it found none with any other (-1: not yet). It
+  // need not look again at ranks that have not changed since.
+  std::vector<Int> changed_, tried_;
   std::vector<Offer> given_, taken_;
   Trade best_{};
 };
@@ -425,7 +437,7 @@ std::vector<Pass> passes_of(Int num_stages, Int num_chunks, Int stage_group, Int
 extern "C" {
 
 // Raised with every change of a function's arguments or results: compiled.py must ask for the same.
-Int interface_version() { return 6; }
+Int interface_version() { return 7; }
 
 double spread(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank, Int capacity, double limit,
               const double* initial, Int* pack) {
@@ -494,8 +506,8 @@ void keep(Int n, const double* cost, const Int* length, const Int* source, Int n
 }
 
 void trade(Int n, const double* cost, const Int* length, Int num_ranks, Int per_rank, Int capacity, const double* initial,
-           Int partners, Int offered, Int budget, Int* pack) {
-  Trades(n, cost, length, num_ranks, per_rank, capacity, initial, pack).run(partners, offered, budget);
+           double aim, Int partners, Int offered, Int budget, Int* pack) {
+  Trades(n, cost, length, num_ranks, per_rank, capacity, initial, pack).run(aim, partners, offered, budget);
 }
 
 void split_ranks(Int n, const double* cost, const Int* length, const Int* pack, Int num_ranks, Int per_rank, Int capacity,

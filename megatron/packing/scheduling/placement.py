@@ -177,6 +177,7 @@ def trade(
     packs: Packs,
     *,
     loads: FloatArray | None = None,
+    aim: float = math.inf,
     partners: int = 8,
     offered: int = 24,
     budget: int = 200_000,
@@ -185,13 +186,14 @@ def trade(
 
     The costliest rank gives a sequence to one of the `partners` cheapest ranks (if that does not help, to any), or
     trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
-    `budget` pairs of sequences have been considered. Ranks have `loads` [num_ranks] besides what they hold, and offer
+    `budget` pairs of sequences have been considered. Where it finds none and costs more than `aim`, the next costliest
+    ranks trade, after which it may find one. Ranks have `loads` [num_ranks] besides what they hold, and offer
     `offered` sequences of all costs.
     """
     if compiled.CORE is None:
         return pack
     traded, loads = pack.copy(), np.zeros(packs.num_ranks) if loads is None else loads
-    compiled.CORE.call("trade", length.size, cost, length, *packs, loads, partners, offered, budget, traded)
+    compiled.CORE.call("trade", length.size, cost, length, *packs, loads, float(aim), partners, offered, budget, traded)
     return traded
 
 

@@ -28,6 +28,8 @@ GOOD_ENOUGH, _GOOD_ENOUGH_OF_MANY = 1.0002, 1.005
 """Times the bound: what is left to gain is less than any cost model is accurate to."""
 _MANY = 1 << 14
 """Sequences, of more of which less is tried."""
+_TRADES = 2_000_000
+"""Pairs of sequences considered to make tight packs even: some 10 ms."""
 _MAX_FRUITLESS = 2
 """Numbers of microbatches in a row that bring nothing, before the search ends; of many sequences, numbers in all."""
 
@@ -53,6 +55,8 @@ def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:
     is_many, fruitless = length.size > _MANY, 0
     enough = _GOOD_ENOUGH_OF_MANY if is_many else GOOD_ENOUGH
     for number in numbers:
+        if tight is not None and number < tight.num_microbatches:
+            continue  # LPT finds no room either
         fixed = request.cost.fixed * number
         if best is not None and (best.time <= (bound + fixed) * enough or fruitless >= _MAX_FRUITLESS):
             break
@@ -63,6 +67,8 @@ def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:
             if tight.num_microbatches > number:
                 continue
             pack = deal(cost, tight.pack, packs)
+            if not is_many and largest_rank(cost, pack, packs) > bound * enough:
+                pack = trade(length, cost, pack, packs, aim=bound * enough, budget=_TRADES)
         pack = _evener(request, packs, pack, bound * enough)
         time = largest_rank(cost, pack, packs) + fixed
         fruitless += 1

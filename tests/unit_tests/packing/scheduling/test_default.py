@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from megatron.packing.scheduling import ranks
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.placement import best_fit
+from megatron.packing.scheduling.placement import best_fit, spread
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule, rounded_up
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
@@ -193,6 +194,24 @@ def test_many_sequences_take_little_time(kind, mode):
     start = time.process_time()
     check_schedule(asked, default(asked))
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("model", [StepModel(), StepModel(ranks_meet=True), StepModel(num_stages=2)])
+def test_numbers_of_microbatches_that_no_packing_has_are_not_tried(monkeypatch, model):
+    """Three of these fill a pack, and the bound knows of 3.57: each number between once was tried, a minute for 100,000
+    sequences on one rank.
+    """
+    tried = []
+
+    def counted(*of, **how):
+        tried.append(of)
+        return spread(*of, **how)
+
+    monkeypatch.setattr(ranks, "spread", counted)
+    asked = request([28] * 3000, 1, 100, cost=gpt_cost(), model=model)
+    assert asked.fewest_microbatches == 840
+    assert default(asked).num_microbatches >= 1000
+    assert len(tried) < 10
 
 
 def test_more_microbatches_where_they_are_cheaper():

@@ -110,6 +110,16 @@ def test_trade_evens_out_what_no_single_move_can():
 
 
 @needs_compiled
+def test_others_trade_where_the_costliest_rank_finds_none():
+    """Costs are squares: 7 3 2 finds no trade as long as 4 4 3 and 6 4 2 are as they are."""
+    length = array(7, 6, 4, 4, 4, 3, 3, 2, 2)
+    pack, packs = array(0, 2, 1, 2, 1, 0, 1, 0, 2), Packs(3, 1, 12)
+    cost = length.astype(float) ** 2
+    highest = [largest_rank(cost, trade(length, cost, pack, packs, aim=aim), packs) for aim in (62.0, 61.0)]
+    assert highest == [62, 57]
+
+
+@needs_compiled
 def test_bin_completion_finds_what_best_fit_does_not():
     """A microbatch that need not be: 10 7 | 8 7 5 | 6 6 6 5 fit into three packs of 20, best-fit takes four."""
     length = array(10, 8, 7, 7, 6, 6, 6, 5, 5)
