@@ -54,7 +54,7 @@ class Packs(NamedTuple):
 
 def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs, fixed: float = 0.0) -> FloatArray:
     """The sum of each pack's costs, and `fixed`: float64 [num_ranks, num_microbatches]."""
-    costs = np.full(packs.size, fixed)
+    costs = np.full(packs.size, float(fixed))
     costs += np.bincount(pack, weights=cost, minlength=packs.size)
     return costs.reshape(packs.num_ranks, packs.num_microbatches)
 

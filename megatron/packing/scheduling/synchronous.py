@@ -37,6 +37,8 @@ FloatArray = npt.NDArray[np.float64]
 
 _MAX_FRUITLESS = 3
 """Numbers of microbatches in a row that bring nothing, before the search ends."""
+_SWEPT = 24
+"""Numbers of microbatches that are tried at the most: in a pipeline each further one may bring a little."""
 _MANY = 1 << 14
 """Sequences, of more of which no placement is improved."""
 _MOST_IMPROVED = 2
@@ -84,7 +86,7 @@ def even_microbatches(request: ScheduleRequest, numbers: list[int]) -> Placed:
     tight = tight_packs(request.sorted.length, request.num_ranks, request.capacity, multiple=1)
     found: list[_Search] = []
     fruitless, is_many = 0, request.sorted.length.size > _FEW
-    for number in (number for number in numbers if number >= tight.num_microbatches):
+    for number in _swept([number for number in numbers if number >= tight.num_microbatches]):
         least = min((search.best.time for search in found), default=math.inf)
         enough = (floor + request.cost.fixed * number / request.model.num_stages) * GOOD_ENOUGH
         if least <= enough or fruitless == (1 if is_many else _MAX_FRUITLESS):
@@ -98,6 +100,14 @@ def even_microbatches(request: ScheduleRequest, numbers: list[int]) -> Placed:
     if request.model.num_stages == 1:
         return placed[0]
     return min((_arranged(request, each) for each in placed[:_MOST_ARRANGED]), key=lambda placed: placed.time)
+
+
+def _swept(numbers: list[int]) -> list[int]:
+    """All of a few numbers; of more, some that are ever further apart."""
+    if len(numbers) <= _SWEPT:
+        return numbers
+    places = np.geomspace(1, len(numbers), _SWEPT).round().astype(int) - 1
+    return [numbers[place] for place in sorted(set(places.tolist()))]
 
 
 def _arranged(request: ScheduleRequest, placed: Placed) -> Placed:
