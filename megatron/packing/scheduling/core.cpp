@@ -499,7 +499,7 @@ void keep(Int n, const double* cost, const Int* length, const Int* source, Int n
   std::vector<double> loads(num_ranks);
   for (Int i = 0; i < n; ++i) {
     const Int rank = source[i];
-    const bool fits = loads[rank] + cost[i] <= limit && packs.fewest_tokens(rank) + length[i] <= capacity;
+    const bool fits = (loads[rank] == 0 || loads[rank] + cost[i] <= limit) && packs.fewest_tokens(rank) + length[i] <= capacity;
     if (fits) loads[rank] += cost[i];
     pack[i] = fits ? packs.add(rank, length[i]) : -1;
   }

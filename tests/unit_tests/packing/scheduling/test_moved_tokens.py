@@ -102,3 +102,13 @@ def test_fewer_tokens_move(distribution, monkeypatch):
     anywhere = default(asked)
     moved = [tokens_moved(lengths, asked.source_rank, schedule.rank) for schedule in (home, anywhere)]
     assert moved[0] <= SHARE_MOVED[distribution] * moved[1]
+
+
+@needs_compiled
+def test_a_giant_stays_home_among_many():
+    """It costs more than what ranks keep of theirs, and found no rank that was empty: all other sequences moved."""
+    lengths = np.append(np.random.default_rng(1).integers(16, 128, 19_999), 32768)
+    asked = request(lengths, 2000, 32768, cost=PackCost(1.0, 1 / 65536, 1000.0))
+    schedule = default(asked)
+    assert asked.time_of(schedule) <= 1.005 * asked.bound
+    assert tokens_moved(lengths, asked.source_rank, schedule.rank) < 0.05 * lengths.sum()
