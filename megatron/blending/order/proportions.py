@@ -90,7 +90,7 @@ class _Shares:
         unit = self.unit = math.lcm(*{number.denominator for lines in columns for line in lines for number in line})
         self.lines = list(zip(*([[int(number * unit) for number in line] for line in lines] for lines in columns)))
         """Of each child and segment: slope, share at output 0 if it went on so, share at the start; times `unit`."""
-        self._at_starts = [[share for _, _, share in line] for line in self.lines]
+        self._at_starts = [[-math.inf, *(share for _, _, share in line[1:])] for line in self.lines]
         self._cut: dict[tuple[int, int], tuple[int, int]] = {}
         self._cut_at_last()
 
@@ -101,13 +101,13 @@ class _Shares:
 
     def window(self, child: int, output: int) -> tuple[int, int]:
         """Return release and deadline of a child's output."""
-        if (child, output) in self._cut:
-            return self._cut[child, output]
-        line, at_starts, begin, end = self.lines[child], self._at_starts[child], output * self.unit, self.unit
-        slope, offset, _ = line[max(bisect_right(at_starts, begin) - 1, 0)]
+        line, at_starts, begin = self.lines[child], self._at_starts[child], output * self.unit
+        slope, offset, _ = line[bisect_right(at_starts, begin) - 1]
         release = (begin - offset) // slope if slope else _NEVER
-        slope, offset, _ = line[max(bisect_left(at_starts, begin + end) - 1, 0)]
-        return release, -((offset - begin - end) // slope) - 1 if slope else _NEVER
+        end = begin + self.unit
+        slope, offset, _ = line[bisect_left(at_starts, end) - 1]
+        deadline = (end - offset - 1) // slope if slope else _NEVER
+        return self._cut.get((child, output), (release, deadline))
 
     def first_cut(self, number: int) -> int:
         """Return where the first output is released whose window goes on behind a segment."""
