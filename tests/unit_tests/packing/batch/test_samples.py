@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Samples, joined, num_words, spread
 
-IDS = st.integers(0, 2**31 - 1)
-WEIGHTS = st.floats(-8, 8, width=32, allow_subnormal=False)
+MOST = 2**31 - 1
 DTYPES = (np.int32, np.int32, np.float32, np.int32)
 Sequence = tuple[list[int], list[int], list[float], list[int]]
 """tokens, labels, loss_mask, position_ids"""
@@ -18,20 +17,28 @@ Sequence = tuple[list[int], list[int], list[float], list[int]]
 
 @st.composite
 def sequences(draw: Any, usual: bool = False) -> Sequence:
-    """1 to 20 tokens; `usual`: labels are the next tokens, a mask of one weight or zero, positions that count."""
+    """1 to 20 tokens; `usual`: labels are the next tokens, a mask of one weight or zero, positions that count.
 
-    def values(elements: Any) -> list[Any]:
-        return draw(st.lists(elements, min_size=length, max_size=length))
+    Hypothesis chooses their kinds; it took longer to draw each value than all else takes.
+    """
+    length, rng = draw(st.integers(1, 20)), np.random.default_rng(draw(st.integers(0, 2**32)))
 
-    length = draw(st.integers(1, 20))
-    tokens = values(IDS)
-    labels = [*tokens[1:], draw(st.sampled_from([0, 2**31 - 1]))]
-    loss_mask = values(st.sampled_from([0.0, draw(WEIGHTS.filter(lambda weight: weight > 0))]))
+    def ids() -> list[int]:
+        return np.where(rng.random(length) < 0.2, rng.choice([0, 1, MOST]), rng.integers(0, MOST, length)).tolist()
+
+    def weights() -> list[float]:
+        drawn = np.where(rng.random(length) < 0.2, rng.choice([0, -0.0, 1, -8]), rng.uniform(-8, 8, length))
+        return drawn.astype(np.float32).tolist()
+
+    tokens = ids()
+    labels = [*tokens[1:], draw(st.sampled_from([0, MOST]))]
+    weight = draw(st.floats(0, 8, width=32, exclude_min=True, allow_subnormal=False))
+    loss_mask = rng.choice([0.0, weight], length).tolist()
     position_ids = list(range(length))
     if not usual:
-        labels = draw(st.sampled_from([labels, values(IDS)]))
-        loss_mask = draw(st.sampled_from([loss_mask, [0.0] * length, [1.0] * length, values(WEIGHTS)]))
-        position_ids = draw(st.sampled_from([position_ids, values(IDS)]))
+        labels = draw(st.sampled_from([labels, ids()]))
+        loss_mask = draw(st.sampled_from([loss_mask, [0.0] * length, [1.0] * length, weights()]))
+        position_ids = draw(st.sampled_from([position_ids, ids()]))
     return tokens, labels, loss_mask, position_ids
 
 
