@@ -146,11 +146,13 @@ def size_of(value: object) -> int:
     size, pending = 0, [value]
     while pending and size <= MOST_CHARACTERS:
         one = pending.pop()
-        if isinstance(one, Mapping):
+        size += _POINTER
+        if isinstance(one, (str, bytes, list, tuple)):
+            size += len(one)
+            pending += one if isinstance(one, (list, tuple)) else ()
+        elif isinstance(one, Mapping):  # a slow question
+            size += len(one)
             pending += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple)):
-            pending += one
-        size += len(one) + _POINTER if isinstance(one, (str, bytes, list, tuple, Mapping)) else _POINTER
     return size
 
 

@@ -114,7 +114,8 @@ def test_a_dead_worker_is_named():
     assert multiprocessing.active_children() == []
 
 
-def test_a_hung_worker_is_named_with_its_stack(caplog):
+def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch):
+    monkeypatch.setattr("megatron.blending.loading.worker_pool._LEAVE_SECONDS", 0.1)
     tree = MapDataset(source_of("a", 10, shuffle=False), hang)
     loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=2.0))
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 2 sec"):

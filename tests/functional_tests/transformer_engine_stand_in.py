@@ -1,7 +1,7 @@
 """A Transformer Engine that computes on the CPU what megatron-core asks of it, and looks at what packs tell it.
 
 Run as a program it stands in for the real one, before megatron-core is imported: a model of its modules takes packs,
-and its loss is that of the same model of torch's. The test of it is in `test_layer_spec`.
+and its loss is that of the same model of torch's. The test of it is in `test_transformer_engine_stand_in`.
 """
 
 from __future__ import annotations
