@@ -175,14 +175,10 @@ class Trades {
   }
 
   void run(double aim, Int partners, Int offered, Int budget) {
-    std::vector<std::pair<double, Int>> by_load(num_ranks_);
+    std::vector<std::pair<double, Int>> by_load;
     Int asked = partners = std::min(partners, num_ranks_), trades = 0;
     while (true) {
-      for (Int rank = 0; rank < num_ranks_; ++rank) by_load[rank] = {loads_[rank], rank};
-      std::partial_sort(by_load.begin(), by_load.begin() + asked, by_load.end());
-      Int giver = -1;
-      for (Int rank = 0; rank < num_ranks_; ++rank)
-        if (tried_[rank] < trades && (giver < 0 || loads_[rank] > loads_[giver])) giver = rank;
+      const Int giver = costliest_and(asked, trades, &by_load);
       if (giver < 0 || (budget -= asked) < 0) return;
       best_ = {loads_[giver] * (1 - 1e-9), {-1, -1}, {-1, -1}, -1};
       offer(giver, offered, &given_);
@@ -230,6 +226,29 @@ class Trades {
     double cost;
   };
   static constexpr size_t kFewHeld = 12;  // sequences; of ranks of one pack with no more, two are offered together too
+
+  // The costliest rank that has not tried all others in vain, -1 for none; and the cheapest ranks of all.
+  Int costliest_and(Int num_cheapest, Int trades, std::vector<std::pair<double, Int>>* cheapest) const {
+    cheapest->resize(num_cheapest);
+    for (Int rank = 0; rank < num_cheapest; ++rank) (*cheapest)[rank] = {loads_[rank], rank};
+    std::sort(cheapest->begin(), cheapest->end());
+    double low = cheapest->back().first, high = -kInfinity;
+    Int costliest = -1;
+    for (Int rank = 0; rank < num_ranks_; ++rank) {
+      const double load = loads_[rank];
+      if (load > high && tried_[rank] < trades) {
+        high = load;
+        costliest = rank;
+      }
+      if (load < low && rank >= num_cheapest) {
+        const std::pair<double, Int> entry{load, rank};
+        cheapest->pop_back();
+        cheapest->insert(std::upper_bound(cheapest->begin(), cheapest->end(), entry), entry);
+        low = cheapest->back().first;
+      }
+    }
+    return costliest;
+  }
 
   // At most so many of the sequences that a rank holds, of all costs.
   void offer(Int rank, Int most, std::vector<Offer>* offers) {

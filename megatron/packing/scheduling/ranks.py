@@ -69,8 +69,8 @@ def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:
             pack = deal(cost, tight.pack, packs)
             if not is_many and largest_rank(cost, pack, packs) > bound * enough:
                 pack = trade(length, cost, pack, packs, aim=bound * enough, budget=_TRADES)
-        pack = _evener(request, packs, pack, bound * enough)
-        time = largest_rank(cost, pack, packs) + fixed
+        largest, pack = _evener(request, packs, pack, bound * enough)
+        time = largest + fixed
         fruitless += 1
         if best is None or time < best.time:
             best = Placed(time, number, pack)
@@ -79,15 +79,18 @@ def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:
     return best
 
 
-def _evener(request: ScheduleRequest, packs: Packs, pack: IntArray, enough: float) -> IntArray:
-    """The placement with ranks of more even cost, until the costliest costs no more than `enough`."""
+def _evener(request: ScheduleRequest, packs: Packs, pack: IntArray, enough: float) -> tuple[float, IntArray]:
+    """The cost of the costliest rank and the placement, with ranks more even until that costs no more than `enough`."""
     _, length, cost = request.sorted
-    ways = [pack]
-    if largest_rank(cost, ways[0], packs) > enough:
-        ways.append(trade(length, cost, ways[0], packs))
-    high = min(largest_rank(cost, way, packs) for way in ways)
-    if high > enough:
-        found = bisect_ranks(length, cost, packs, largest_rank(cost, ways[0], packs))
+
+    def costed(pack: IntArray) -> tuple[float, IntArray]:
+        return largest_rank(cost, pack, packs), pack
+
+    ways = [costed(pack)]
+    if ways[0][0] > enough:
+        ways.append(costed(trade(length, cost, pack, packs)))
+    if min(high for high, _ in ways) > enough:
+        found = bisect_ranks(length, cost, packs, ways[0][0])
         if found is not None:
-            ways.append(found if length.size > _MANY else trade(length, cost, found, packs))
-    return min(ways, key=lambda way: largest_rank(cost, way, packs))
+            ways.append(costed(found if length.size > _MANY else trade(length, cost, found, packs)))
+    return min(ways, key=lambda way: way[0])
