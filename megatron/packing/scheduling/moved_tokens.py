@@ -22,6 +22,8 @@ _MANY = 1 << 14
 """Sequences, of more of which only the last of those is tried."""
 _PAIRS = 8
 """Pairs of ranks per rank, those that share the most, of which some become one."""
+_FEW_SHARED = 8
+"""Times as many pairs as sequences, with which hardly two sequences share a pair."""
 
 
 def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
@@ -78,19 +80,19 @@ def _renamed(length: IntArray, source: IntArray, pack: IntArray, packs: Packs, r
 def _match(part: IntArray, place: IntArray, weight: IntArray, size: int) -> IntArray:
     """A place of its own for each part, [size]: pairs that share more weight come first, then what is left, in order.
 
-    Weight [N] is what `part` and `place` [N] share.
+    Weight [N], descending, is what `part` and `place` [N] share.
     """
-    pairs = part * size + place
-    by_pair = sorted_order(pairs)
-    pairs = pairs[by_pair]
-    first = np.flatnonzero(np.diff(pairs, prepend=-1))
-    if first.size:
+    parts, places = part, place
+    if weight.size > size * size // _FEW_SHARED:
+        pairs = part * size + place
+        by_pair = sorted_order(pairs)
+        pairs = pairs[by_pair]
+        first = np.flatnonzero(np.diff(pairs, prepend=-1))
         shared = np.add.reduceat(weight[by_pair], first)
-        pairs = pairs[first][sorted_order(-shared)[: _PAIRS * size]]
-    parts, places = np.divmod(pairs, size)
+        parts, places = np.divmod(pairs[first][sorted_order(-shared)[: _PAIRS * size]], size)
     place_of = np.full(size, -1, np.int64)
     if compiled.CORE is not None:
-        compiled.CORE.call("match", pairs.size, parts, places, size, place_of)
+        compiled.CORE.call("match", parts.size, parts, places, size, place_of)
         return place_of
     free = dict.fromkeys(range(size))
     for one, other in zip(parts.tolist(), places.tolist()):
