@@ -47,6 +47,7 @@ def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base
 
 
 def _train(text: str, port: int) -> str:
+    dist.barrier()  # or a rank that is still connecting finds the connection closed
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     rank, world_size = world_from_environment()
