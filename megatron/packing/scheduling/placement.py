@@ -54,8 +54,7 @@ class Packs(NamedTuple):
 
 def pack_costs(cost: FloatArray, pack: IntArray, packs: Packs, fixed: float = 0.0) -> FloatArray:
     """The sum of each pack's costs, and `fixed`: float64 [num_ranks, num_microbatches]."""
-    costs = np.full(packs.size, float(fixed))
-    costs += np.bincount(pack, weights=cost, minlength=packs.size)
+    costs = np.float64(fixed) + np.bincount(pack, weights=cost, minlength=packs.size)
     return costs.reshape(packs.num_ranks, packs.num_microbatches)
 
 
@@ -186,9 +185,8 @@ def trade(
 
     The costliest rank gives a sequence to one of the `partners` cheapest ranks (if that does not help, to any), or
     trades one for another, whatever lowers the higher cost of the two most; again and again, until nothing does or
-    `budget` pairs of sequences have been considered. Where it finds none and costs more than `aim`, the next costliest
-    ranks trade, after which it may find one. Ranks have `loads` [num_ranks] besides what they hold, and offer
-    `offered` sequences of all costs.
+    `budget` pairs of sequences have been considered. While it costs more than `aim`, the next costliest ranks trade in
+    its stead. Ranks have `loads` [num_ranks] besides what they hold, and offer `offered` sequences of all costs.
     """
     if compiled.CORE is None:
         return pack
