@@ -178,7 +178,7 @@ class Trades {
     std::vector<std::pair<double, Int>> by_load;
     Int asked = partners = std::min(partners, num_ranks_), trades = 0;
     while (true) {
-      const Int giver = costliest_and(asked, trades, &by_load);
+      const Int giver = giver_and_partners(asked, trades, &by_load);
       if (giver < 0 || (budget -= asked) < 0) return;
       best_ = {loads_[giver] * (1 - 1e-9), {-1, -1}, {-1, -1}, -1};
       offer(giver, offered, &given_);
@@ -228,7 +228,7 @@ class Trades {
   static constexpr size_t kFewHeld = 12;  // sequences; of ranks of one pack with no more, two are offered together too
 
   // The costliest rank that has not tried all others in vain, -1 for none; and the cheapest ranks of all.
-  Int costliest_and(Int num_cheapest, Int trades, std::vector<std::pair<double, Int>>* cheapest) const {
+  Int giver_and_partners(Int num_cheapest, Int trades, std::vector<std::pair<double, Int>>* cheapest) const {
     cheapest->resize(num_cheapest);
     for (Int rank = 0; rank < num_cheapest; ++rank) (*cheapest)[rank] = {loads_[rank], rank};
     std::sort(cheapest->begin(), cheapest->end());

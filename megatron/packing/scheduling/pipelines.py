@@ -33,7 +33,7 @@ from megatron.packing.scheduling.placement import (
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
-from megatron.packing.scheduling.ranks import Placed
+from megatron.packing.scheduling.ranks import Placed, further_apart
 from megatron.packing.scheduling.step_time import simulate
 
 IntArray = npt.NDArray[np.int64]
@@ -111,7 +111,7 @@ def _swept(
 ) -> list[tuple[Placed, _Pipelines]]:
     """Some of the numbers tried, the quickest first."""
     count = min(len(numbers), _SWEPT if request.sorted.length.size <= 2 * _FEW else _SWEPT_OF_MORE)
-    places = sorted(set((np.geomspace(1, len(numbers), count).round().astype(int) - 1).tolist()))
+    places = further_apart(len(numbers), count)
     found: dict[int, tuple[Placed, _Pipelines]] = {}
 
     def attempt(place: int) -> None:

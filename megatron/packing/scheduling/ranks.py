@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.packing.scheduling.bounds import rank_cost_bound
 from megatron.packing.scheduling.placement import (
     IntArray,
@@ -42,6 +44,11 @@ class Placed(NamedTuple):
     num_microbatches: int
     pack: IntArray
     """int64 [N], rank * num_microbatches + microbatch."""
+
+
+def further_apart(size: int, count: int) -> list[int]:
+    """At most `count` of the places from 0 to `size` - 1, the first and the last among them, ever further apart."""
+    return sorted(set((np.geomspace(1, size, count).round().astype(int) - 1).tolist()))
 
 
 def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:

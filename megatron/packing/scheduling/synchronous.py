@@ -30,7 +30,7 @@ from megatron.packing.scheduling.placement import (
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
-from megatron.packing.scheduling.ranks import GOOD_ENOUGH, Placed
+from megatron.packing.scheduling.ranks import GOOD_ENOUGH, Placed, further_apart
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -86,7 +86,10 @@ def even_microbatches(request: ScheduleRequest, numbers: list[int]) -> Placed:
     tight = tight_packs(request.sorted.length, request.num_ranks, request.capacity, multiple=1)
     found: list[_Search] = []
     fruitless, is_many = 0, request.sorted.length.size > _FEW
-    for number in _swept([number for number in numbers if number >= tight.num_microbatches]):
+    numbers = [number for number in numbers if number >= tight.num_microbatches]
+    if len(numbers) > _SWEPT:
+        numbers = [numbers[place] for place in further_apart(len(numbers), _SWEPT)]
+    for number in numbers:
         least = min((search.best.time for search in found), default=math.inf)
         enough = (floor + request.cost.fixed * number / request.model.num_stages) * GOOD_ENOUGH
         if least <= enough or fruitless == (1 if is_many else _MAX_FRUITLESS):
@@ -100,14 +103,6 @@ def even_microbatches(request: ScheduleRequest, numbers: list[int]) -> Placed:
     if request.model.num_stages == 1:
         return placed[0]
     return min((_arranged(request, each) for each in placed[:_MOST_ARRANGED]), key=lambda placed: placed.time)
-
-
-def _swept(numbers: list[int]) -> list[int]:
-    """All of a few numbers; of more, some that are ever further apart."""
-    if len(numbers) <= _SWEPT:
-        return numbers
-    places = np.geomspace(1, len(numbers), _SWEPT).round().astype(int) - 1
-    return [numbers[place] for place in sorted(set(places.tolist()))]
 
 
 def _arranged(request: ScheduleRequest, placed: Placed) -> Placed:
