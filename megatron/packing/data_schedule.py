@@ -54,8 +54,8 @@ def wrap_dataloader(
     batch = schedule_global_batch(data_iterator, config, num_microbatches, groups, scheduler_type, queue)
     return WrappedDataLoader(
         batch.iterators(config.virtual_pipeline_model_parallel_size),
-        batch.stats.num_microbatches,
-        batch.stats.num_tokens,
+        batch.stats.microbatches,
+        batch.stats.tokens,
         batch.stats.square_sum,
     )
 

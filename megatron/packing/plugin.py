@@ -281,7 +281,7 @@ def _with_sums(losses: list[Any], config: object) -> list[Any]:
     from megatron.packing.step.settings import PackingOptions
 
     if isinstance(losses, PackedLosses) and PackingOptions.of(config).megatron_lm_calls:
-        losses += [losses.batch.stats.num_tokens, losses.batch.stats.square_sum]
+        losses += [losses.batch.stats.tokens, losses.batch.stats.square_sum]
     return losses
 
 

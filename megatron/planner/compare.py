@@ -144,10 +144,10 @@ def _run(name: str, scheduler: Scheduler, layout: StepLayout, asked: _Asked) -> 
 
 def _account(stats: PackingStats, seconds: float | None) -> _Account:
     return _Account(
-        microbatches=stats.num_microbatches,
-        tokens=stats.num_tokens,
-        computed=stats.num_padded_tokens,
-        capacity=stats.num_ranks * stats.num_microbatches * stats.capacity,
+        microbatches=stats.microbatches,
+        tokens=stats.tokens,
+        computed=stats.padded_tokens,
+        capacity=stats.capacity_tokens,
         time=stats.step_cost,
         bound=stats.step_cost_bound,
         bubble=stats.bubble,

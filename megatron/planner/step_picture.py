@@ -99,13 +99,13 @@ def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
 def facts_of(record: StepRecord) -> str:
     """Returns the step's account in one line."""
     stats, model = record.stats, record.layout.model
-    microbatches = "1 microbatch" if stats.num_microbatches == 1 else f"{stats.num_microbatches:,} microbatches"
+    microbatches = "1 microbatch" if stats.microbatches == 1 else f"{stats.microbatches:,} microbatches"
     ranks = "1 rank" if stats.num_ranks == 1 else f"{stats.num_ranks:,} ranks"
     stages = f" x {model.num_stages} stages" if model.num_stages > 1 else ""
     bound = "even packs" if model.num_stages > 1 else "the bound"
     stages += f" x {model.num_virtual_stages} virtual stages each" if model.num_virtual_stages > 1 else ""
     return (
-        f"{stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens on {ranks}{stages}; {microbatches}; "
+        f"{stats.sequences:,} sequences, {stats.tokens:,} tokens on {ranks}{stages}; {microbatches}; "
         f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of {bound}, "
         f"bubble {stats.bubble:.1%}"
     )

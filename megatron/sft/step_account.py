@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,8 +185,15 @@ class StepAccount:
         """Returns those of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
-        flops = self._cost.of_batch(stats.num_tokens, stats.square_sum, stats.num_loss_tokens)
+        flops = self._cost.of_batch(stats.tokens, stats.square_sum, stats.num_loss_tokens)
+        told = replace(
+            stats,
+            num_loss_tokens=reduced.num_loss_tokens,
+            dropped_samples=reduced.counts.num_dropped + stats.dropped_samples,
+            cut_samples=reduced.counts.num_cut + stats.cut_samples,
+        )
         return StepMetrics(
+            **vars(told),
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             loss=reduced.loss,
@@ -196,24 +204,9 @@ class StepAccount:
             data_seconds=update.data_seconds,
             passes_seconds=update.passes_seconds,
             predicted_seconds=stats.step_cost if self._config.packing.fitted_cost is not None else math.nan,
-            sequences=stats.num_sequences,
-            tokens=stats.num_tokens,
-            square_sum=stats.square_sum,
-            num_loss_tokens=reduced.num_loss_tokens,
-            padded_tokens=stats.num_padded_tokens,
-            row_tokens=stats.num_row_tokens,
-            capacity_tokens=stats.num_ranks * stats.num_microbatches * stats.capacity,
-            microbatches=stats.num_microbatches,
-            num_ranks=stats.num_ranks,
             num_stages=self._config.parallel.pipeline_model_parallel_size,
-            step_cost=stats.step_cost,
-            step_cost_bound=stats.step_cost_bound,
-            bubble=stats.bubble,
-            moved_tokens=stats.num_moved_tokens,
-            tokens_per_second=stats.num_tokens / seconds,
+            tokens_per_second=stats.tokens / seconds,
             tflops_per_device=flops / (seconds * dist.get_world_size() * 1e12),
-            dropped_samples=reduced.counts.num_dropped + stats.num_dropped,
-            cut_samples=reduced.counts.num_cut + stats.num_cut,
             delays=[] if batch is None else batch.delays,
             waiting=0 if batch is None else batch.num_delayed,
             dropped=reduced.dropped_by_source(self._names),
@@ -228,19 +221,19 @@ class StepAccount:
         idle = self._config.parallel.pipeline_model_parallel_size - 1
         capacity = self._config.training.micro_batch_size * self._config.model.seq_length
         return PackingStats(
-            num_sequences=counts.num_sequences,
-            num_tokens=counts.num_tokens,
+            sequences=counts.num_sequences,
+            tokens=counts.num_tokens,
             square_sum=counts.square_sum,
             num_loss_tokens=reduced.num_loss_tokens,
-            num_padded_tokens=reduced.num_padded_tokens,
-            num_row_tokens=reduced.num_padded_tokens,
-            num_microbatches=self._share.num_draws,
+            padded_tokens=reduced.num_padded_tokens,
+            row_tokens=reduced.num_padded_tokens,
+            capacity_tokens=self._share.num_ranks * self._share.num_draws * capacity,
+            microbatches=self._share.num_draws,
             num_ranks=self._share.num_ranks,
-            capacity=capacity,
-            num_dropped=0,
-            num_cut=0,
-            num_moved_tokens=0,
             step_cost=1.0,
             step_cost_bound=1.0,
             bubble=idle / (self._share.num_draws * (self._config.num_virtual_stages or 1) + idle),
+            moved_tokens=0,
+            dropped_samples=0,
+            cut_samples=0,
         )

@@ -43,7 +43,7 @@ class StepBatch(NamedTuple):
     @property
     def num_microbatches(self) -> int:
         """Of this rank."""
-        return len(self.rows) if self.packed is None else self.packed.stats.num_microbatches
+        return len(self.rows) if self.packed is None else self.packed.stats.microbatches
 
     @property
     def num_padded_tokens(self) -> int:

@@ -233,7 +233,7 @@ def outcome(layout: Layout, case: str) -> str:
         return str(failure)
     except StopIteration:
         return "end"
-    return f"{stats.num_tokens} tokens, {stats.num_dropped} dropped, {stats.num_cut} cut"
+    return f"{stats.tokens} tokens, {stats.dropped_samples} dropped, {stats.cut_samples} cut"
 
 
 PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)

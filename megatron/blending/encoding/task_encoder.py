@@ -13,6 +13,7 @@ from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
 from megatron.blending.encoding.seeding import BATCH_INDEX, SAMPLE_INDEX, with_seeds
+from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.batching import BatchDataset
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
@@ -195,7 +196,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         virtual_epoch_length: int = 0,
         blend_mode: str = "none",
-        proportions: str = "exact",
+        proportions: BlendMode = "exact",
         weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:

@@ -32,6 +32,7 @@ from megatron.blending.loading.dataset_loader import (
     load_dataset,
 )
 from megatron.blending.loading.token_weights import by_tokens
+from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BLEND_MODES
 from megatron.blending.streams.node import SavableDataset
@@ -64,7 +65,7 @@ def get_train_dataset(
     task_encoder: Encoder | None = None,
     repeat: bool = True,
     parallel_shard_iters: int | None = None,
-    proportions: str = "exact",
+    proportions: BlendMode = "exact",
     weights_by: str = "samples",
     weight_schedule: WeightSchedule | None = None,
     allow_code: bool = False,

@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from megatron.blending.order.reading import salted_seed
 from megatron.blending.order.weights import MAX_PERIOD, Weight, exact_weight, integer_weights
 
 Ints = npt.NDArray[np.int64]
+BlendMode = Literal["exact", "random"]
 Segments = Sequence[tuple[int | Fraction, Sequence[Weight]]]
 """(first output, weights) of each stretch of constant weights, the first at 0."""
 
@@ -236,8 +237,8 @@ def _drawn_table(drawn: tuple[int, ...], seed: int, at: int) -> Choices:
 class Proportions:
     """They give the choices of a blend. Stretches are made when asked for, in order; then a position takes 20 ns."""
 
-    def __init__(self, segments: Segments, seed: int, mode: str = "exact") -> None:
-        self._make = partial(_exact_stretches if mode == "exact" else _random_stretches, seed=seed)
+    def __init__(self, segments: Segments, seed: int, mode: BlendMode = "exact") -> None:
+        self._make = partial({"exact": _exact_stretches, "random": _random_stretches}[mode], seed=seed)
         self._parts: list[tuple[int, _Shares, list[Fraction]]] = []
         """Of what was planned together: its start, the shares from there on, and what else each child is owed."""
         self._stretches: list[_Stretch] = []

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.arguments import check_function, check_no_more, check_whole
+from megatron.blending.order.proportions import BlendMode
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holder import Holder, ShardEnd
 from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
@@ -114,7 +115,7 @@ class MixBatchDataset(BatchDataset):
         *dataset_weights: object,
         batch_size: int,
         batch_mix_fn: Callable[[list[Any]], Any] | None = None,
-        mode: str = "exact",
+        mode: BlendMode = "exact",
         drop_last: bool = False,
         worker_config: WorkerConfig | None = None,
     ) -> None:

@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from megatron.blending.arguments import check_one_of
-from megatron.blending.order.proportions import Choices, Proportions, until_exhausted
+from megatron.blending.order.proportions import BlendMode, Choices, Proportions, until_exhausted
 from megatron.blending.order.weights import WeightSchedule, integer_weights
 from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset, as_pairs, check_datasets
 from megatron.blending.streams.worker_config import WorkerConfig
 
-BLEND_MODES = ("exact", "random")
+BLEND_MODES = get_args(BlendMode)
 _ORDER_VERSION = 2
 """Of the order that weights and seed give: another one is another stream."""
 
@@ -50,7 +50,7 @@ class BlendDataset(ChoiceDataset):
     def __init__(
         self,
         *dataset_weights: object,
-        mode: str = "exact",
+        mode: BlendMode = "exact",
         schedule: WeightSchedule | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> None:

@@ -69,7 +69,7 @@ class PackedPasses:
         losses = self._forward_backward(
             data_iterator=batch.iterators(config.virtual_pipeline_model_parallel_size, device),
             model=model,
-            num_microbatches=batch.stats.num_microbatches,
+            num_microbatches=batch.stats.microbatches,
             pg_collection=pg_collection,
             forward_only=forward_only,
             **arguments,

@@ -130,6 +130,12 @@ class ScheduleRequest:
         """Modelled time that no schedule is below, in the unit of the cost; in pipelines no schedule of even packs."""
         return step_bound(self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model)
 
+    def pack_lengths(self, schedule: Schedule) -> IntArray:
+        """Tokens of each pack, int64 [num_ranks * num_microbatches], alignment of sequences included."""
+        tokens = np.zeros(schedule.num_ranks * schedule.num_microbatches, np.int64)
+        np.add.at(tokens, schedule.pack, self.lengths)
+        return tokens
+
     def pack_costs(self, schedule: Schedule) -> FloatArray:
         """Cost of each pack, float64 [num_ranks, num_microbatches], fixed cost included."""
         num_packs = schedule.num_ranks * schedule.num_microbatches
@@ -195,8 +201,7 @@ def check_schedule(request: ScheduleRequest, schedule: object) -> None:
 
 def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
     """CapacityError if a pack of `schedule` holds more than the capacity."""
-    tokens = np.zeros(schedule.num_ranks * schedule.num_microbatches, np.int64)
-    np.add.at(tokens, schedule.pack, request.lengths)
+    tokens = request.pack_lengths(schedule)
     fullest = int(tokens.argmax())
     if tokens[fullest] > request.capacity:
         rank, microbatch = divmod(fullest, schedule.num_microbatches)

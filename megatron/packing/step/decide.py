@@ -14,10 +14,12 @@ from operator import or_
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.samples import IntArray
+from megatron.packing.batch.samples import IntArray, Samples
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
+from megatron.packing.step.delay import Delayed
+from megatron.packing.step.draw import Draw
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
 
@@ -37,6 +39,22 @@ class Offer:
     num_cut: int = 0
     ended: bool = False
     error: str | None = None
+
+    @classmethod
+    def of(cls, draw: Draw, delayed: Delayed | None, at_hand: Samples) -> Offer:
+        """Return what a rank says of the sequences that it has `at_hand`: those that waited, then what it drew."""
+        waited = np.empty(0, np.int64) if delayed is None else delayed.steps
+        return cls(
+            lengths=at_hand.lengths,
+            draws=np.concatenate((np.zeros_like(waited), draw.draws)),
+            steps_delayed=np.concatenate((waited, np.zeros_like(draw.draws))),
+            num_loss_tokens=at_hand.num_loss_tokens,
+            form=at_hand.form,
+            num_dropped=draw.num_dropped,
+            num_cut=draw.num_cut,
+            ended=draw.ended,
+            error=draw.error,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +76,7 @@ class Decision:
 
     def pack_lengths(self) -> list[list[list[int]]]:
         """Return [rank][microbatch] -> real lengths of its sequences."""
-        num_ranks, num_microbatches = self.stats.num_ranks, self.stats.num_microbatches
+        num_ranks, num_microbatches = self.stats.num_ranks, self.stats.microbatches
         pack = (self.rank.astype(np.int64) * num_microbatches + self.microbatch)[self.rank >= 0]
         order = np.argsort(pack, kind="stable")
         ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]

@@ -30,7 +30,7 @@ from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout
 from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
 from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
-from megatron.packing.step.draw import Draw, draw_samples
+from megatron.packing.step.draw import draw_samples
 from megatron.packing.step.groups import RoadGroups, road_groups
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
@@ -153,7 +153,7 @@ def _draw_and_place(
     # megatron-core's RerunDataIterator says whether it gives the samples of the step before once more.
     delayed = None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
     at_hand = draw.samples if delayed is None else joined([delayed.samples, draw.samples])
-    offers = _gather(_offer(draw, delayed, at_hand), drawing)
+    offers = _gather(Offer.of(draw, delayed, at_hand), drawing)
     decision: Decision | str | None = None
     if offers is not None:
         try:
@@ -168,24 +168,9 @@ def _draw_and_place(
     samples, microbatch = _move(at_hand.in_form(decision.form), decision, drawing)
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
-    num_sequences = np.bincount(microbatch, minlength=decision.stats.num_microbatches)
+    num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
     plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form, decision.delays, decision.num_delayed)
     return _Part(plan, samples, None if offers is None else decision)
-
-
-def _offer(draw: Draw, delayed: Delayed | None, at_hand: Samples) -> Offer:
-    waited = np.empty(0, np.int64) if delayed is None else delayed.steps
-    return Offer(
-        lengths=at_hand.lengths,
-        draws=np.concatenate((np.zeros_like(waited), draw.draws)),
-        steps_delayed=np.concatenate((waited, np.zeros_like(draw.draws))),
-        num_loss_tokens=at_hand.num_loss_tokens,
-        form=at_hand.form,
-        num_dropped=draw.num_dropped,
-        num_cut=draw.num_cut,
-        ended=draw.ended,
-        error=draw.error,
-    )
 
 
 def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.blending.loading.dataset_loader import LoadedDataset
+from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.choice import BlendDataset, ConcatDataset
 from megatron.blending.streams.node import Binding, SavableDataset
@@ -49,7 +50,7 @@ def blended(
     loaded: Sequence[LoadedDataset],
     shares: Sequence[Any],
     seed: int,
-    mode: str,
+    mode: BlendMode,
     schedule: WeightSchedule | None = None,
 ) -> SampleSet:
     """Return sources in the proportions of a metadataset, each read pass by pass in an order of its own.

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron.blending.formats.paths import is_metadataset
+from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.user_files import parse_json, read_json, shown
@@ -42,7 +43,7 @@ class DataConfig:
     """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files (.bin/.idx) and
     prepared WebDataset folders, one after the other; blended with weights before them, as 5 a.jsonl 3 b.jsonl; or by a
     metadataset (.yaml)."""
-    blend_mode: Literal["exact", "random"] = "exact"
+    blend_mode: BlendMode = "exact"
     """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
     blend_weight_schedule: str | None = None
     """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as

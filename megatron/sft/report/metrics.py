@@ -1,13 +1,15 @@
 """pure. What a training step and an evaluation measured, and the line of a log that it becomes.
 
-A field of `StepMetrics` is a column of `metrics.jsonl`. A new one needs its value in `step_account`, and a default, so
-that older files can be read.
+A field of `StepMetrics` is a column of `metrics.jsonl`. A new one has a default, so that older files can be read, and
+its value in `step_account`; or, where it says something of the packs, is a field of `PackingStats`.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from megatron.packing.step.stats import PackingStats
 
 _MOST_IN_A_LINE = 4
 
@@ -31,8 +33,8 @@ class SourceMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One training step, summed over all ranks. Counts are exact integers."""
+class StepMetrics(PackingStats):
+    """One training step, summed over all ranks, with what its packs held. Counts are exact integers."""
 
     iteration: int
     """Steps done, this one included."""
@@ -55,70 +57,19 @@ class StepMetrics:
     """Of the forward and backward passes, with the reduction of gradients; without `data_seconds` and optimizer."""
     predicted_seconds: float
     """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
-    sequences: int
-    """Sequences trained on."""
-    tokens: int
-    """Real tokens: sum of the sequences' lengths."""
-    square_sum: int
-    """Sum of the squared lengths, which attention's cost follows."""
-    num_loss_tokens: int
-    """Tokens that the loss is taken on."""
-    padded_tokens: int
-    """Tokens computed: real ones and padding."""
-    capacity_tokens: int
-    """Tokens that the packs could hold: microbatches * capacity * data-parallel size."""
-    microbatches: int
-    """Microbatches of each data-parallel rank."""
-    num_ranks: int
-    """Data-parallel size."""
     num_stages: int
     """Pipeline-parallel size."""
-    step_cost: float
-    """Modelled time of the step: in seconds with a fitted cost, else in FLOPs."""
-    step_cost_bound: float
-    """The least that any schedule takes; in pipelines, the least that packs of even size take."""
-    bubble: float
-    """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
-    moved_tokens: int
-    """Of sequences that another data-parallel rank computes than the one that drew them."""
     tokens_per_second: float
     """Real tokens of all devices together."""
     tflops_per_device: float
-    dropped_samples: int
-    """Samples of this step that were left out: too long, broken, or without a token that counts."""
-    cut_samples: int
-    """Samples of this step that were cut."""
     delays: list[int] = field(default_factory=list)
     """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
     waiting: int = 0
     """Sequences drawn that are delayed to a later step."""
-    row_tokens: int = 0
-    """Tokens that would be computed without packing: consecutive sequences of a rank, as many to a microbatch as fit
-    the capacity when each is padded to the longest of them; 0 in files from before it was told."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
     """Of each source that was drawn from; empty where there is one."""
-
-    @property
-    def fill(self) -> float:
-        """Share of the packs' capacity that real tokens take."""
-        return self.tokens / self.capacity_tokens if self.capacity_tokens else 0.0
-
-    @property
-    def padding(self) -> float:
-        """Share of the computed tokens that is padding."""
-        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-    @property
-    def balance(self) -> float:
-        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven size."""
-        return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
-
-    @property
-    def moved(self) -> float:
-        """Share of the tokens that change data-parallel ranks."""
-        return self.moved_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def prediction_error(self) -> float:

@@ -64,7 +64,8 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
-        values = {**asdict(metrics), **{name: getattr(metrics, name) for name in DERIVED}}
+        derived = {name: getattr(metrics, name) for name in DERIVED}
+        values = {"iteration": metrics.iteration, **asdict(metrics), **derived}
         if not metrics.delays:
             del values["delays"], values["waiting"]
         self._file.write(json_line("train", **values))

@@ -62,7 +62,7 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         num_ranks=decision.stats.num_ranks,
         capacity=settings.capacity,
         alignment=settings.alignment,
-        cost=settings.cost.at_loss_share(decision.stats.num_loss_tokens / max(decision.stats.num_tokens, 1)),
+        cost=settings.cost.at_loss_share(decision.stats.num_loss_tokens / max(decision.stats.tokens, 1)),
         microbatch_multiple=settings.microbatch_multiple,
         model=settings.model,
         seconds_per_unit=1.0 if in_seconds else None,

@@ -54,6 +54,7 @@ from megatron.blending import (
     load_dataset,
     stateless,
 )
+from megatron.blending.streams.choice import BLEND_MODES
 from tests.unit_tests.blending.encoding.test_source_entries import to_pth
 from tests.unit_tests.blending.folders import CAPTION, write_folder, write_jsonl, write_texts
 
@@ -507,7 +508,7 @@ def test_weights_by_tokens_of_lengths_that_differ_wildly(tmp_path):
         ({"subflavors": 3}, "subflavors must be a dict of names and values, but is 3"),
         ({"weight_schedule": 5}, "weight_schedule must be a WeightSchedule, but is 5"),
         ({"worker_config": 4}, "worker_config must be a WorkerConfig, but is 4; write WorkerConfig(num_workers=...)"),
-        ({"proportions": "even"}, "proportions must be one of exact, random, but is 'even'"),
+        ({"proportions": "even"}, f"proportions must be one of {', '.join(BLEND_MODES)}, but is 'even'"),
         ({"weights_by": "words"}, "weights_by must be one of samples, tokens, but is 'words'"),
         ({"max_samples_per_sequence": 1.5}, "max_samples_per_sequence must be a whole number"),
     ],

@@ -156,7 +156,7 @@ def test_a_scheduler_of_megatron_lms_kind(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_plug_in_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them the names that a script imports have other contracts; they must go, too, when it is taken back."""
     monkeypatch.setattr(conventions, "heard_from_first", lambda value, groups: value)
-    stats = SimpleNamespace(num_microbatches=1, num_tokens=7, square_sum=25)
+    stats = SimpleNamespace(microbatches=1, tokens=7, square_sum=25)
     batch = SimpleNamespace(iterators=lambda num_virtual_stages, device: iter([]), stats=stats)
     monkeypatch.setattr(pipeline, "schedule_global_batch", lambda *arguments, **options: batch)
     monkeypatch.setattr(pipeline, "device_of", lambda group: torch.device("cpu"))

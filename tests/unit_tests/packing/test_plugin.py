@@ -91,7 +91,7 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
     assert config.sequence_packing_options.delay_queue is queue
     assert queue.max_steps == 3
-    stats = SimpleNamespace(num_microbatches=1, num_tokens=0, square_sum=0)
+    stats = SimpleNamespace(microbatches=1, tokens=0, square_sum=0)
     used = []
 
     def schedule_global_batch(*arguments: Any, queue: Any = None, step: int = 0) -> Any:

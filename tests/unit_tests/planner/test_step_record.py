@@ -27,8 +27,8 @@ RECORD = StepRecord(
 def test_account_is_of_these_packs():
     """The figures under a picture must be those of the packs drawn."""
     stats = RECORD.stats
-    assert (stats.num_sequences, stats.num_tokens, stats.num_microbatches) == (4, 29, 2)
-    assert stats.num_padded_tokens == 16 + 8 + 16 + 8  # an empty pack computes one unit
+    assert (stats.sequences, stats.tokens, stats.microbatches) == (4, 29, 2)
+    assert stats.padded_tokens == 16 + 8 + 16 + 8  # an empty pack computes one unit
     assert RECORD.schedule.rank.tolist() == [0, 0, 0, 1]
     assert RECORD.schedule.microbatch.tolist() == [0, 0, 1, 0]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.blending.formats import jsonl, parquet
 from megatron.blending.formats.record import RecordError, read_records
-from megatron.blending.formats.sources import open_source
+from megatron.blending.formats.sources import SOURCES, open_source
 
 RECORDS = [{"text": "a"}, {"text": "é\u2028\n"}, {"n": [1, None]}]
 
@@ -171,7 +171,7 @@ def test_index_out_of_range(path):
         ("a.jsonl", "", "has no records; leave it out of the data"),
         ("a.jsonl", "\ufeff \n\n", "has no records; leave it out of the data"),
         ("a.json", "[]", "has no records; leave it out of the data"),
-        ("a.csv", "a,b", "suffix must be one of .jsonl, .ndjson, .json, .parquet, .bin; convert or rename the file"),
+        ("a.csv", "a,b", f"suffix must be one of {', '.join(SOURCES)}; convert or rename the file"),
         ("a.json", '{"data": []}', "must hold a list of objects, but holds a dict; fix the file"),
         ("a.json", '{"a": 1}\n{"a": 2}', "rename it to .jsonl if it holds one object per line"),
         ("a.json", b'["\xff"]', "not UTF-8 at byte 3; convert the file"),

@@ -70,8 +70,8 @@ def test_a_name_or_a_function_of_ones_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dp-balanced", r"must be one of default, empty, dp_balanced or module:function.*did you mean dp_balanced\?"),
-        ("", r"must be one of default, empty, dp_balanced or module:function, but is ''$"),
+        ("dp-balanced", r"must be one of .*dp_balanced.* or module:function.*did you mean dp_balanced\?"),
+        ("", rf"must be one of {', '.join(SCHEDULERS)} or module:function, but is ''$"),
         ("no_such_module:function", r"'no_such_module:function' can't be imported: No module named 'no_such_module'"),
         (f"{REGISTRY}:no_such", r"can't be imported: .*has no attribute 'no_such'; give module:function"),
         (f"{REGISTRY}:", rf"'{REGISTRY}:' can't be imported: .*; give module:function"),

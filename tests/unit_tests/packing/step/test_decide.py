@@ -1,7 +1,7 @@
 """What one rank decides for all: every sequence placed once, and whatever a scheduler does becomes one error."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +29,8 @@ SETTINGS = PackingSettings(
 
 def offer(*lengths: int, **others: Any) -> Offer:
     zeros = np.zeros(len(lengths), np.int64)
-    columns: dict[str, Any] = {"draws": zeros, "steps_delayed": zeros, "num_loss_tokens": zeros, "form": 0}
-    return Offer(lengths=np.array(lengths, np.int64), **(columns | others))
+    columns: dict[str, Any] = {field.name: zeros for field in fields(Offer) if field.type == "IntArray"}
+    return Offer(**(columns | {"lengths": np.array(lengths, np.int64), "form": 0} | others))
 
 
 def test_every_sequence_has_a_place() -> None:
@@ -40,12 +40,12 @@ def test_every_sequence_has_a_place() -> None:
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
     assert decision.form == 5
-    assert (decision.stats.num_sequences, decision.stats.num_tokens, decision.stats.num_cut) == (5, 144, 2)
+    assert (decision.stats.sequences, decision.stats.tokens, decision.stats.cut_samples) == (5, 144, 2)
     packs = decision.pack_lengths()
     assert len(packs) == 3
-    assert {len(rank) for rank in packs} == {decision.stats.num_microbatches}
+    assert {len(rank) for rank in packs} == {decision.stats.microbatches}
     for rank in range(3):
-        for microbatch in range(decision.stats.num_microbatches):
+        for microbatch in range(decision.stats.microbatches):
             here = (decision.rank == rank) & (decision.microbatch == microbatch)
             assert packs[rank][microbatch] == decision.lengths[here].tolist()
     assert decision.delays == []
@@ -76,7 +76,7 @@ def test_an_outlier_without_company_waits() -> None:
     assert decision is not None
     assert decision.rank[0] == decision.microbatch[0] == -1
     assert min(decision.rank[1:]) >= 0
-    assert (decision.num_delayed, decision.delays, decision.stats.num_sequences) == (1, [5], 5)
+    assert (decision.num_delayed, decision.delays, decision.stats.sequences) == (1, [5], 5)
     assert sum(length for rank in decision.pack_lengths() for pack in rank for length in pack) == 11
     at_end = decide([offers[0], offer(3, ended=True)], 3, SETTINGS, max_delay=2)
     assert at_end is not None

@@ -52,18 +52,18 @@ def test_literal_account():
     # Packs: rank 0 [4 + 8 -> 16, dummy 8], rank 1 [dummy 8, 4 -> 8]. Sequences cost 12, 40, 12 and each pack 2.
     stats = account([3, 5, 2], rank=[0, 0, 1], microbatch=[0, 0, 1], num_dropped=6, num_cut=7)
     assert stats == PackingStats(
-        num_sequences=3,
-        num_tokens=10,
+        sequences=3,
+        tokens=10,
         square_sum=9 + 25 + 4,
         num_loss_tokens=10,
-        num_padded_tokens=16 + 8 + 8 + 8,
-        num_row_tokens=5 * 3,
-        num_microbatches=2,
+        padded_tokens=16 + 8 + 8 + 8,
+        row_tokens=5 * 3,
+        microbatches=2,
         num_ranks=2,
-        capacity=16,
-        num_dropped=6,
-        num_cut=7,
-        num_moved_tokens=2,
+        capacity_tokens=2 * 2 * 16,
+        dropped_samples=6,
+        cut_samples=7,
+        moved_tokens=2,
         step_cost=12.0 + 40.0 + 2 * 2.0,
         step_cost_bound=40.0 + 2.0,  # one microbatch would do
         bubble=stats.bubble,
@@ -115,7 +115,7 @@ def test_ranks_that_meet_are_accounted_for():
 def test_empty_batch():
     """A batch of dummy packs only (all samples dropped) must be accounted for, not divide by zero."""
     stats = account([], rank=[], microbatch=[], num_dropped=3)
-    assert (stats.num_sequences, stats.num_tokens, stats.square_sum, stats.num_padded_tokens) == (0, 0, 0, 4 * 8)
+    assert (stats.sequences, stats.tokens, stats.square_sum, stats.padded_tokens) == (0, 0, 0, 4 * 8)
     assert (stats.step_cost, stats.step_cost_bound, stats.bubble) == (4.0, 2.0, 0.0)
     assert (stats.balance, stats.fill, stats.padding, stats.moved) == (2.0, 0.0, 1.0, 0.0)
     free = account([], rank=[], microbatch=[], cost=PackCost(1.0, 0.0))
