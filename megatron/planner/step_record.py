@@ -105,12 +105,7 @@ class StepRecord:
     def stats(self) -> PackingStats:
         """The account of the step, but for what moved, was dropped or cut."""
         return packing_stats(
-            request=self.request,
-            schedule=self.schedule,
-            length=self.lengths,
-            alignment=self.layout.alignment,
-            num_dropped=0,
-            num_cut=0,
+            request=self.request, schedule=self.schedule, length=self.lengths, alignment=self.layout.alignment
         )
 
     def to_json(self) -> str:

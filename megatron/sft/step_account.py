@@ -207,8 +207,6 @@ class StepAccount:
             num_stages=self._config.parallel.pipeline_model_parallel_size,
             tokens_per_second=stats.tokens / seconds,
             tflops_per_device=flops / (seconds * dist.get_world_size() * 1e12),
-            delays=[] if batch is None else batch.delays,
-            waiting=0 if batch is None else batch.num_delayed,
             dropped=reduced.dropped_by_source(self._names),
             sources=reduced.by_source(self._names),
         )
@@ -234,6 +232,4 @@ class StepAccount:
             step_cost_bound=1.0,
             bubble=idle / (self._share.num_draws * (self._config.num_virtual_stages or 1) + idle),
             moved_tokens=0,
-            dropped_samples=0,
-            cut_samples=0,
         )

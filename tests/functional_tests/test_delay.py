@@ -78,7 +78,7 @@ def played(layout: Layout, max_steps: int | None) -> Any:
             )
         except StopIteration:
             break
-        steps.append((numbers_in(batch.microbatches), batch.stats, batch.delays, batch.num_delayed, len(calls)))
+        steps.append((numbers_in(batch.microbatches), batch.stats, batch.stats.delays, batch.stats.waiting, len(calls)))
         calls.clear()
     place = (groups.dp.rank(), groups.tp.rank() == groups.cp.rank() == 0 and groups.pp.rank() == 0)
     return place, steps, 0 if queue is None else len(queue)

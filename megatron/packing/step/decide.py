@@ -7,7 +7,7 @@ may be anything: what it raises is heard by all ranks, and nobody has to find th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -69,10 +69,6 @@ class Decision:
     form: int
     """What all of them can travel in."""
     stats: PackingStats
-    delays: list[int] = field(default_factory=list)
-    """How many of the sequences of this step were delayed by 0, 1, 2 ... steps; empty without a `DelayQueue`."""
-    num_delayed: int = 0
-    """Sequences that wait for a later step."""
 
     def pack_lengths(self) -> list[list[list[int]]]:
         """Return [rank][microbatch] -> real lengths of its sequences."""
@@ -124,22 +120,20 @@ def decide(
         raise GlobalBatchError(f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}") from failure
     rank, microbatch = (np.full(lengths.size, -1, np.int32) for _ in range(2))
     rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
+    stats = packing_stats(request=request, schedule=schedule, length=lengths[~waits], alignment=settings.alignment)
     return Decision(
         source_rank=_source_rank(offers).astype(np.int32),
         lengths=lengths,
         rank=rank,
         microbatch=microbatch,
         form=reduce(or_, (offer.form for offer in offers)),
-        stats=packing_stats(
-            request=request,
-            schedule=schedule,
-            length=lengths[~waits],
-            alignment=settings.alignment,
-            num_dropped=sum(offer.num_dropped for offer in offers),
-            num_cut=sum(offer.num_cut for offer in offers),
+        stats=replace(
+            stats,
+            dropped_samples=sum(offer.num_dropped for offer in offers),
+            cut_samples=sum(offer.num_cut for offer in offers),
+            delays=[] if max_delay is None else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
+            waiting=int(waits.sum()),
         ),
-        delays=[] if max_delay is None else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
-        num_delayed=int(waits.sum()),
     )
 
 

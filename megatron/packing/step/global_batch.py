@@ -65,12 +65,8 @@ class GlobalBatch:
     settings: PackingSettings
     decision: Decision | None
     """Where all sequences went, on the rank that decides (data-parallel rank 0's drawing one); None elsewhere."""
-    delays: list[int]
-    """How many of its sequences were delayed by 0, 1, 2 ... steps in a `DelayQueue`; empty without one."""
-    num_delayed: int
-    """Sequences that wait for a later batch, on all data-parallel ranks."""
     delayed: Delayed
-    """Those that this rank drew."""
+    """Sequences that this rank drew and that wait for a later batch."""
 
     def iterators(
         self, num_virtual_stages: int | None, device: torch.device | None = None
@@ -93,8 +89,6 @@ class StepPlan(NamedTuple):
     lengths: IntArray
     """int64 [sequences of this replica], by microbatch."""
     form: int
-    delays: list[int]
-    num_delayed: int
 
 
 class _Part(NamedTuple):
@@ -137,8 +131,6 @@ def schedule_global_batch(
         stats=plan.stats,
         settings=settings,
         decision=part.decision,
-        delays=plan.delays,
-        num_delayed=plan.num_delayed,
         delayed=Delayed.none() if queue is None else queue.delayed,
     )
 
@@ -169,7 +161,7 @@ def _draw_and_place(
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
-    plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form, decision.delays, decision.num_delayed)
+    plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form)
     return _Part(plan, samples, None if offers is None else decision)
 
 

@@ -5,7 +5,7 @@ bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a report of a run needs no arrays
@@ -47,10 +47,14 @@ class PackingStats:
     """Of sequences that another data-parallel rank computes than the one that drew them; without padding, which doesn't
     travel.
     """
-    dropped_samples: int
+    dropped_samples: int = 0
     """Samples that were left out: too long, broken, or without a token that counts."""
-    cut_samples: int
+    cut_samples: int = 0
     """Samples that were cut."""
+    delays: list[int] = field(default_factory=list)
+    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
+    waiting: int = 0
+    """Sequences drawn, on any rank, that are delayed to a later step."""
 
     @property
     def fill(self) -> float:
@@ -88,15 +92,11 @@ def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
 
 
 def packing_stats(
-    *,
-    request: ScheduleRequest,
-    schedule: Schedule,
-    length: IntArray,
-    alignment: Alignment,
-    num_dropped: int,
-    num_cut: int,
+    *, request: ScheduleRequest, schedule: Schedule, length: IntArray, alignment: Alignment
 ) -> PackingStats:
-    """Account for a scheduled global batch; `length` int64 [N] are the real lengths of the request's sequences."""
+    """Account for a scheduled global batch, but for samples that are not in it; `length` int64 [N] are the real lengths
+    of the request's sequences.
+    """
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack
     costs = request.pack_costs(schedule)
@@ -119,6 +119,4 @@ def packing_stats(
         step_cost=time,
         step_cost_bound=request.bound,
         bubble=max(1 - float(costs.sum()) / (time * num_ranks * request.model.num_stages), 0.0) if time else 0.0,
-        dropped_samples=num_dropped,
-        cut_samples=num_cut,
     )

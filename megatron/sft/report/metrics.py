@@ -62,10 +62,6 @@ class StepMetrics(PackingStats):
     tokens_per_second: float
     """Real tokens of all devices together."""
     tflops_per_device: float
-    delays: list[int] = field(default_factory=list)
-    """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
-    waiting: int = 0
-    """Sequences drawn that are delayed to a later step."""
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Of each source that had some: reason -> samples that were left out."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)

@@ -35,12 +35,13 @@ def offer(*lengths: int, **others: Any) -> Offer:
 
 def test_every_sequence_has_a_place() -> None:
     """A sequence without one would be lost, with a loss that looks right."""
-    decision = decide([offer(30, 1, 64), offer(), offer(9, 40, form=5, num_cut=2)], 3, SETTINGS, None)
+    decision = decide([offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=5, num_cut=2, num_dropped=4)], 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
     assert decision.form == 5
-    assert (decision.stats.sequences, decision.stats.tokens, decision.stats.cut_samples) == (5, 144, 2)
+    assert (decision.stats.sequences, decision.stats.tokens) == (5, 144)
+    assert (decision.stats.cut_samples, decision.stats.dropped_samples) == (2, 7)
     packs = decision.pack_lengths()
     assert len(packs) == 3
     assert {len(rank) for rank in packs} == {decision.stats.microbatches}
@@ -48,7 +49,7 @@ def test_every_sequence_has_a_place() -> None:
         for microbatch in range(decision.stats.microbatches):
             here = (decision.rank == rank) & (decision.microbatch == microbatch)
             assert packs[rank][microbatch] == decision.lengths[here].tolist()
-    assert decision.delays == []
+    assert decision.stats.delays == []
 
 
 def test_a_scheduler_hears_all_that_is_known() -> None:
@@ -76,11 +77,11 @@ def test_an_outlier_without_company_waits() -> None:
     assert decision is not None
     assert decision.rank[0] == decision.microbatch[0] == -1
     assert min(decision.rank[1:]) >= 0
-    assert (decision.num_delayed, decision.delays, decision.stats.sequences) == (1, [5], 5)
+    assert (decision.stats.waiting, decision.stats.delays, decision.stats.sequences) == (1, [5], 5)
     assert sum(length for rank in decision.pack_lengths() for pack in rank for length in pack) == 11
     at_end = decide([offers[0], offer(3, ended=True)], 3, SETTINGS, max_delay=2)
     assert at_end is not None
-    assert (at_end.num_delayed, min(at_end.rank)) == (0, 0)
+    assert (at_end.stats.waiting, min(at_end.rank)) == (0, 0)
 
 
 def test_the_end_of_the_data() -> None:

@@ -21,8 +21,6 @@ def account(
     cost: PackCost | None = None,
     capacity: int = 16,
     model: StepModel | None = None,
-    num_dropped: int = 0,
-    num_cut: int = 0,
 ) -> PackingStats:
     """Rank 0 drew all sequences."""
     alignment, length = Alignment(sequence=4, pack=8), array(*lengths)
@@ -42,15 +40,13 @@ def account(
         schedule=schedule,
         length=length,
         alignment=alignment,
-        num_dropped=num_dropped,
-        num_cut=num_cut,
     )
 
 
 def test_literal_account():
     """The reported utilisation, padding and balance rest on these numbers; nothing else would notice a wrong one."""
     # Packs: rank 0 [4 + 8 -> 16, dummy 8], rank 1 [dummy 8, 4 -> 8]. Sequences cost 12, 40, 12 and each pack 2.
-    stats = account([3, 5, 2], rank=[0, 0, 1], microbatch=[0, 0, 1], num_dropped=6, num_cut=7)
+    stats = account([3, 5, 2], rank=[0, 0, 1], microbatch=[0, 0, 1])
     assert stats == PackingStats(
         sequences=3,
         tokens=10,
@@ -61,8 +57,6 @@ def test_literal_account():
         microbatches=2,
         num_ranks=2,
         capacity_tokens=2 * 2 * 16,
-        dropped_samples=6,
-        cut_samples=7,
         moved_tokens=2,
         step_cost=12.0 + 40.0 + 2 * 2.0,
         step_cost_bound=40.0 + 2.0,  # one microbatch would do
@@ -114,7 +108,7 @@ def test_ranks_that_meet_are_accounted_for():
 
 def test_empty_batch():
     """A batch of dummy packs only (all samples dropped) must be accounted for, not divide by zero."""
-    stats = account([], rank=[], microbatch=[], num_dropped=3)
+    stats = account([], rank=[], microbatch=[])
     assert (stats.sequences, stats.tokens, stats.square_sum, stats.padded_tokens) == (0, 0, 0, 4 * 8)
     assert (stats.step_cost, stats.step_cost_bound, stats.bubble) == (4.0, 2.0, 0.0)
     assert (stats.balance, stats.fill, stats.padding, stats.moved) == (2.0, 0.0, 1.0, 0.0)

@@ -76,8 +76,6 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
         stats=unread,
         decision=decision,
         settings=settings,
-        delays=[],
-        num_delayed=0,
         delayed=Delayed.none(),
     )
     log.step(STEP, batch)
