@@ -35,7 +35,8 @@ def offer(*lengths: int, **others: Any) -> Offer:
 
 def test_every_sequence_has_a_place() -> None:
     """A sequence without one would be lost, with a loss that looks right."""
-    decision = decide([offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=5, num_cut=2, num_dropped=4)], 3, SETTINGS, None)
+    offers = [offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=5, num_cut=2, num_dropped=4)]
+    decision = decide(offers, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
