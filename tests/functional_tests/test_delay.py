@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def played(layout: Layout, max_steps: int | None) -> Any:
             )
         except StopIteration:
             break
-        steps.append((numbers_in(batch.microbatches), batch.stats, batch.stats.delays, batch.stats.waiting, len(calls)))
+        stats = batch.stats
+        told = replace(stats, delays=[]), stats.delays, stats.waiting
+        steps.append((numbers_in(batch.microbatches), *told, len(calls)))
         calls.clear()
     place = (groups.dp.rank(), groups.tp.rank() == groups.cp.rank() == 0 and groups.pp.rank() == 0)
     return place, steps, 0 if queue is None else len(queue)
