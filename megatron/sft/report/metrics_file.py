@@ -65,7 +65,7 @@ class MetricsWriter:
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
         derived = {name: getattr(metrics, name) for name in DERIVED}
-        values = {"iteration": metrics.iteration, **asdict(metrics), **derived}
+        values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived  # those of its packs come last
         if not metrics.delays:
             del values["delays"], values["waiting"]
         self._file.write(json_line("train", **values))
