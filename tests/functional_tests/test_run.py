@@ -360,12 +360,15 @@ def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:
 
 def test_without_torchrun(tmp_path: Path) -> None:
     """As Slurm starts a task per device: rank 0 keeps the store, and aborted at its end while it listened there."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     arguments = [*MODEL, "--mock-data", "--train-iters", "1", "--run-dir", str(tmp_path)]
-    met = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    runs = [Run(1, arguments, RANK=rank, LOCAL_RANK=rank, **met) for rank in "01"]
-    for status, output in [run.finish() for run in runs]:
+    with socket.socket() as held:  # bound, so that no connection of other tests takes the port before rank 0 listens
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        met |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        runs = [Run(1, arguments, RANK=rank, LOCAL_RANK=rank, **met) for rank in "01"]
+        ended = [run.finish() for run in runs]
+    for status, output in ended:
         assert status == 0, output
         assert "TCPStore" not in output
     assert list(steps_of(tmp_path)) == [1]
