@@ -225,7 +225,7 @@ def scale() -> None:
                 draws=np.arange(each),
                 steps_delayed=np.zeros(each, np.int64),
                 num_loss_tokens=lengths_of(each, rank),
-                form=0,
+                form=(),
             )
             for rank in range(num_ranks)
         ]

@@ -1,6 +1,6 @@
 """pure. Tokens per second of CPU time beside other trainers: the same model, data, optimizer and number of processes.
 
-    python -m venv peers && peers/bin/pip install torch transformers trl accelerate datasets
+    python -m venv peers && peers/bin/pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate datasets
     OMP_NUM_THREADS=1 python -m examples.benchmarks.peers --peer-python peers/bin/python
 
 A Llama with a vocabulary of 8,192 and 4 layers of width 256, chats of 8 to 1,024 tokens, 16 of them a step, float32.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 OURS = ("ours, packed", "ours, padded")
-PEERS = ("transformers, flattened", "TRL, packed", "TRL, padded")
+PEERS = ("transformers, flattened", "transformers, flattened in pairs", "TRL, packed", "TRL, padded")
 
 
 class Setting(NamedTuple):

@@ -22,9 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 WARM_UPS = 2
 GLOBAL_BATCH_SIZE, LONGEST, PACK = 16, 1024, 2048
 """Sequences of a step; most tokens of a sequence, and of a pack."""
-ROWS = {"ours, padded": 8, "transformers, flattened": 1, "TRL, packed": 1, "TRL, padded": 8}
-"""Of a microbatch of a process: sequences, for TRL's packing packs of LONGEST tokens. Where nothing is padded, as few
-as are quickest: transformers' attention on CPU takes a mask of all pairs of a microbatch's tokens.
+ROWS = {
+    "ours, padded": 8,
+    "transformers, flattened": 1,
+    "transformers, flattened in pairs": 2,
+    "TRL, packed": 1,
+    "TRL, padded": 8,
+}
+"""Sequences of a microbatch of a process, for TRL's packing packs of LONGEST tokens. Few are quickest where nothing is
+padded: transformers' attention on CPU takes a mask of all pairs of a microbatch's tokens. Which of one and two is
+quicker depends on the machine.
 """
 SEQUENCES_PER_PACK = 4
 """About as many as a pack of LONGEST tokens holds: so a step of TRL's packing is as large as the others'."""

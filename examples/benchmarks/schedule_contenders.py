@@ -93,7 +93,9 @@ def differencing_by_cost(request: ScheduleRequest) -> Schedule:
 def longest_processing_time(request: ScheduleRequest) -> Schedule:
     """Ranks by LPT on costs, and each rank's microbatches by first-fit decreasing."""
     work, num_ranks = request.sorted, request.num_ranks
-    rank = placement.spread(np.ones_like(work.length), work.cost, placement.Packs(num_ranks, 1, work.cost.size))
+    rank = placement.place_longest_first(
+        np.ones_like(work.length), work.cost, placement.Packs(num_ranks, 1, work.cost.size)
+    )
     assert rank is not None, "room for all"
     microbatch = np.zeros_like(rank)
     for number in range(num_ranks):

@@ -26,9 +26,11 @@ except ImportError:  # before 2026-11-22
     from megatron.packing.scheduling.balance import default  # type: ignore[import-not-found,no-redef]
     from megatron.packing.scheduling.schedule import ScheduleRequest  # type: ignore[import-not-found,no-redef]
 
+# Checkouts before 2026-11-24 name the field ranks_meet.
+_SYNC = "sync_every_microbatch" if hasattr(StepModel(), "sync_every_microbatch") else "ranks_meet"
 MODES = {
     "ranks": StepModel(),
-    "synchronous": StepModel(ranks_meet=True),
+    "synchronous": StepModel(**{_SYNC: True}),
     "8 stages": StepModel(num_stages=8),
     "8 stages, interleaved twice": StepModel(num_stages=8, num_virtual_stages=2, stage_group=8),
 }

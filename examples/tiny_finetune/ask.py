@@ -19,8 +19,8 @@ def answers(folder: Path, questions: list[dict[str, str]]) -> list[str]:
     library: Any = transformers
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    tokenizer = library.AutoTokenizer.from_pretrained(folder)
-    model = library.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = library.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = library.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     said = []
     for question in questions:
         prompt = tokenizer.apply_chat_template(

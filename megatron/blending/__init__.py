@@ -34,7 +34,7 @@ _MODULES = {
     "encoding.default_encoder": "DefaultTaskEncoder",
     "encoding.task_encoder": "TaskEncoder",
     "encoding.cooking": "Cooker cooker",
-    "encoding.seeding": "stateless",
+    "streams.seeding": "stateless",
     "formats.decode": "SampleDecoder",
     "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
         MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample TextSample VQASample VidQASample

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from megatron import blending
 from megatron.blending.encoding import cooking, file_store
-from megatron.blending.encoding.seeding import with_seeds
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.formats.decode import keep_bytes
 from megatron.blending.formats.files import read_text
@@ -47,17 +46,18 @@ class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return is_own or step in vars(self) or self._task_encoder.uses(step)
 
 
-def _forwarded(step: str) -> Any:
-    def method(self: AugmentTaskEncoder, *arguments: object) -> Any:
-        # Whether it is seeded is what the other's method says.
-        return with_seeds(getattr(self._task_encoder, step))(*arguments)
+class _Forwarded:
+    """A stand-in for a method of the other encoder, with that method's marks."""
 
-    method.__name__, method.__qualname__ = step, f"AugmentTaskEncoder.{step}"
-    return method
+    def __init__(self, step: str) -> None:
+        self._step = step
+
+    def __get__(self, instance: AugmentTaskEncoder | None, owner: type) -> Any:
+        return self if instance is None else getattr(instance._task_encoder, self._step)
 
 
 for _step in _STEPS:
-    setattr(AugmentTaskEncoder, _step, _forwarded(_step))
+    setattr(AugmentTaskEncoder, _step, _Forwarded(_step))
 
 
 class _Factory:

@@ -104,6 +104,9 @@ def get_batch_on_this_rank_for_sequence_packing(
     mtp_on_this_rank: bool = False,
     vp_stage: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    *,
+    dynamic_cp: bool = False,
+    config: object = None,
 ) -> Batch:
     """`model.get_batch`'s, of which tensor-parallel rank 0 alone has an iterator; the others hear it from there.
 
@@ -115,7 +118,9 @@ def get_batch_on_this_rank_for_sequence_packing(
     if groups.tp.rank() == 0:
         try:
             microbatches = None if data_iterator is None else map(_completed, data_iterator)
-            batch = get_own_batch(microbatches, vpp_size, mtp_on_this_rank, vp_stage, groups)
+            batch = get_own_batch(
+                microbatches, vpp_size, mtp_on_this_rank, vp_stage, groups, dynamic_cp=dynamic_cp, config=config
+            )
         except Exception as error:  # the others are waiting
             failure = error
     if groups.tp.size() > 1:

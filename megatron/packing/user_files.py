@@ -18,6 +18,7 @@ MOST_BYTES = 1 << 24
 _MOST_VALUES = 1_000_000
 _MOST_DEPTH = 64
 _MOST_DIGITS = 20
+_MOST_DIGITS_KEPT = 4000
 _MOST_YAML_EVENTS = 50_000
 _MOST_YAML_DEPTH = 8
 
@@ -57,17 +58,21 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
         raise ValueError(f"not UTF-8 at byte {error.start + 1}") from None
 
 
-def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, any_integer: bool = False) -> Any:
     """Return what a JSON file holds; see `parse_json`."""
-    return parse_json(read_text(path, most_bytes))
+    return parse_json(read_text(path, most_bytes), any_integer=any_integer)
 
 
-def parse_json(text: str) -> Any:
-    """Return what JSON stands for. Whole numbers fit 64 bits, so that arithmetic with them cannot fail."""
+def parse_json(text: str, *, any_integer: bool = False) -> Any:
+    """Return what JSON stands for. Integers fit 64 bits, so that arithmetic with them cannot fail.
+
+    any_integer: accept longer ones too, for files of other libraries that are written again as they are: transformers
+    writes a `model_max_length` of 1000000000000000019884624838656. Whoever computes with one checks `fits_64_bits`.
+    """
     if sum(map(text.count, "[{,")) > _MOST_VALUES:
         raise ValueError(f"not JSON that can be read: more than {_MOST_VALUES:,} values")
     try:
-        value = _decode(text)
+        value = (_decode_any if any_integer else _decode)(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column {error.colno}"
@@ -83,14 +88,26 @@ def parse_json(text: str) -> Any:
     raise ValueError(f"not JSON that can be read: nested more than {_MOST_DEPTH} deep")
 
 
+def fits_64_bits(number: int) -> bool:
+    """Return whether a signed 64-bit integer can hold it."""
+    return -(2**63) <= number < 2**63
+
+
 def _integer(digits: str) -> int:
     number = int(digits[:_MOST_DIGITS])
-    if len(digits) > _MOST_DIGITS or not -(2**63) <= number < 2**63:
+    if len(digits) > _MOST_DIGITS or not fits_64_bits(number):
         raise ValueError(f"not JSON that can be read: the number {digits[:20]}... does not fit 64 bits")
     return number
 
 
+def _any_integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS_KEPT:  # Python converts no more than 4300, which takes quadratic time
+        raise ValueError(f"not JSON that can be read: the number {digits[:20]}... has {len(digits):,} digits")
+    return int(digits)
+
+
 _decode = json.JSONDecoder(parse_int=_integer).decode
+_decode_any = json.JSONDecoder(parse_int=_any_integer).decode
 
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

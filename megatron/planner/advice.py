@@ -43,6 +43,7 @@ class Adviser:
 
     def __init__(self, batches: Sequence[IntArray], layout: StepLayout, beside: Beside) -> None:
         self._batches = batches[: max(1, min(len(batches), _MANY_SEQUENCES // batches[0].size))]
+        self._pairs = batches[: max(2, len(self._batches) // 2 * 2)]
         self._layout = layout
         self._beside, self._context = beside, beside.context_parallel_size
         self._now = modelled_cost(self._batches, layout, default)
@@ -142,9 +143,9 @@ class Adviser:
         """Says what helps devices that wait."""
         layout, model = self._layout, self._layout.model
         size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks  # as training needs it
-        larger = [np.resize(batch, size) for batch in self._batches]
-        times_tokens = sum(int(batch.sum()) for batch in larger) / sum(int(batch.sum()) for batch in self._batches)
-        saved = 1 - modelled_cost(larger, layout, default) / (times_tokens * self._now)
+        stream = np.concatenate(self._pairs)  # batches joined two by two; a lone one, with itself
+        larger = np.split(np.resize(stream, max(1, stream.size // size) * size), max(1, stream.size // size))
+        saved = 1 - _cost_per_token(larger, layout) / _cost_per_token(self._pairs, layout)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
         virtual = _more_virtual_stages(model, self._beside.num_layers)
         if virtual is not None:
@@ -156,9 +157,13 @@ class Adviser:
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
 
+def _cost_per_token(batches: Sequence[IntArray], layout: StepLayout) -> float:
+    return modelled_cost(batches, layout, default) / sum(int(batch.sum()) for batch in batches)
+
+
 def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:
     """Returns the next larger number of virtual stages that the layers of a stage divide into; None without one."""
-    if model.num_stages == 1 or model.ranks_meet:
+    if model.num_stages == 1 or model.sync_every_microbatch:
         return None
     if num_layers is None:
         return model.num_virtual_stages * 2
@@ -171,13 +176,17 @@ def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
     context = 2 * beside.context_parallel_size
     sequence = 2 * context
-    meet = layout.model.ranks_meet and num_ranks > 1 and (beside.meet_below is None or context < beside.meet_below)
+    meet = (
+        layout.model.sync_every_microbatch
+        and num_ranks > 1
+        and (beside.meet_below is None or context < beside.meet_below)
+    )
     alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
     cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)
     return replace(
         layout,
         num_ranks=num_ranks,
-        model=replace(layout.model, ranks_meet=meet),
+        model=replace(layout.model, sync_every_microbatch=meet),
         capacity=2 * layout.capacity // alignment.pack * alignment.pack,
         alignment=alignment,
         cost=cost,

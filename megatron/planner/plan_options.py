@@ -176,7 +176,7 @@ class LayoutOptions:
                 num_stages=self.pp,
                 num_virtual_stages=self.vpp,
                 stage_group=multiple,
-                ranks_meet=self.dp > 1 and self.ep > self.tp * self.cp,
+                sync_every_microbatch=self.dp > 1 and self.ep > self.tp * self.cp,
             ),
             seconds_per_unit=seconds_per_unit,
         )

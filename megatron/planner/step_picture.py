@@ -58,11 +58,11 @@ def picture_of(record: StepRecord) -> StepPicture:
     """Returns the step as it would run by the model of `step_time`, packs in their order."""
     costs = record.request.pack_costs(record.schedule)
     model, stats = record.layout.model, record.stats
-    paced = costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0) if model.ranks_meet else costs
+    paced = costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0) if model.sync_every_microbatch else costs
     ends = simulate(paced, model)
     total = float(ends.max()) or 1.0
     per_rank = record.num_microbatches * (2 * model.num_virtual_stages if model.num_stages > 1 else 1)
-    own_ends = costs.sum(axis=1) if model.ranks_meet else ends
+    own_ends = costs.sum(axis=1) if model.sync_every_microbatch else ends
     drawn = _spread(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
     slowest = int(own_ends.argmax())
     scene = _Scene(record, costs, paced, total)
@@ -179,7 +179,7 @@ class _Scene:
             notes.append(f"{MAX_LINES} of {model.num_stages} stages are drawn")
         if self._merged:
             notes.append(f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour")
-        if model.ranks_meet:
+        if model.sync_every_microbatch:
             notes.append("ranks wait for one another at every microbatch")
         return notes
 

@@ -21,6 +21,8 @@ from megatron.packing.step.stats import PackingStats, packing_stats
 
 IntArray = npt.NDArray[np.int64]
 _MOST, _MOST_STAGES = 1 << 62, 4096
+_FORMER_NAMES = {"ranks_meet": "sync_every_microbatch"}
+"""Keys of the model in records that were written before the field was renamed."""
 Packs = list[list[list[int]]]
 """[rank][microbatch] -> real lengths of its sequences."""
 
@@ -121,6 +123,7 @@ class StepRecord:
         try:
             packs = _checked_packs(values["packs"])
             alignment, cost, model = (_checked_numbers(values[name]) for name in ("alignment", "cost", "model"))
+            model = {_FORMER_NAMES.get(name, name): value for name, value in model.items()}
             layout = StepLayout(
                 num_ranks=len(packs),
                 **_checked_numbers({name: values[name] for name in ("capacity", "microbatch_multiple")}),
@@ -156,7 +159,7 @@ def read_cost(values: Mapping[str, Any]) -> PackCost:
 
 def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in values.items():
-        if isinstance(value, bool) and name == "ranks_meet":
+        if isinstance(value, bool) and _FORMER_NAMES.get(name, name) == "sync_every_microbatch":
             continue
         is_cost = name in ("linear", "quadratic", "fixed", "head")
         if type(value) not in ((int, float) if is_cost else (int,)) or not 0 <= value < _MOST or value < (not is_cost):

@@ -18,6 +18,7 @@ from megatron.sft.environment import (
     compiling_when_called,
     end_with_launcher,
     exit_with,
+    outlive_output,
     program,
     quiet,
     world_from_environment,
@@ -30,6 +31,7 @@ def main() -> None:
     """Train as the command line says."""
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
     end_with_launcher()
+    outlive_output()
     rank, world_size = world_from_environment()
     try:
         config = parse_config(sys.argv[1:], world_size, program())
@@ -47,34 +49,40 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
     with compiling_when_called():
         from megatron.packing.step.decide import GlobalBatchError
         from megatron.sft.data.datasets import build_datasets
+        from megatron.sft.data.trained_tokens import check_trained
         from megatron.sft.distributed import process_groups
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, end_after
+        from megatron.sft.read_files import fingerprints
         from megatron.sft.report.report import report
-        from megatron.sft.report.run_folder import prepare_output
+        from megatron.sft.report.run_folder import RUNS, prepare_output
         from megatron.sft.stop import StopSignals
         from megatron.sft.train import Trainer
 
     chosen = config.output.run_dir or config.output.save
-    run_dir = Path(chosen or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
+    run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
     peers = None
     with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
         try:
             prepare_output(config.output)
             datasets = build_datasets(config)
+            check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
-            with process_groups(config) as (device, store):
+            with process_groups(config, fingerprints(config, datasets, pretrained)) as (device, store):
                 peers = Peers(store)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
                 trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
                 peers.close()
         except Exception as failure:
-            if world_size == 1 and not isinstance(failure, (ValueError, GlobalBatchError)):
+            if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
             end_after(failure, peers)
         if rank == 0 and trainer.num_steps_done:
-            report(run_dir)
+            try:
+                report(run_dir)
+            except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
+                print(f"no report: {failure}")
         elif rank == 0:
             done, wanted = trainer.progress.iteration, config.training.train_iters
             print(

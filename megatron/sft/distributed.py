@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -22,9 +22,14 @@ from megatron.sft.options.config import SFTConfig
 
 
 @contextmanager
-def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store]]:
+def process_groups(
+    config: SFTConfig, read: Mapping[str, str] | None = None
+) -> Iterator[tuple[torch.device, dist.Store]]:
     """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device, and the store at
     which all ranks met.
+
+    read: fingerprints of the files that this rank reads. AgreedError unless all ranks have the same, and the same
+    options and versions.
     """
     rank, world_size = world_from_environment()
     if config.training.deterministic_mode:
@@ -36,7 +41,8 @@ def process_groups(config: SFTConfig) -> Iterator[tuple[torch.device, dist.Store
     store = _store(rank, world_size, timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
-    check_agreement(_options_and_versions(config))  # before groups, which would not match
+    # Files come first: other records are other numbers of steps, too.
+    check_agreement({**(read or {}), **_options_and_versions(config)})  # before groups, which would not match
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -91,19 +97,39 @@ class AgreedError(ValueError):
     """Something that ends a run. Every rank raises it, with the same message."""
 
 
-def check_agreement(own: dict[str, Any]) -> None:
-    """Raise AgreedError, naming what differs and on which rank, unless all ranks have the same; collective."""
-    of_ranks = gathered(own)
-    first = of_ranks[0]
-    differing = [
-        f"{name} is {of_rank.get(name)} on rank {rank}, but {first.get(name)} on rank 0"
-        for rank, of_rank in enumerate(of_ranks)
-        for name in sorted({*first, *of_rank})
-        if of_rank.get(name) != first.get(name)
-    ]
+def check_agreement(own: Mapping[str, Any]) -> None:
+    """Raises AgreedError, naming what differs and on which ranks, unless all ranks have the same; collective."""
+    differing = differences(gathered(own))
     if differing:
         more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
-        raise AgreedError(f"ranks must be started alike: {'; '.join(differing[:5])}{more}")
+        raise AgreedError(
+            f"ranks must be started alike, with the same options, versions and files: {'; '.join(differing[:5])}{more}"
+        )
+
+
+def differences(of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
+    """Returns what is not as on rank 0: `["--lr is 0.1 on ranks 2-3, but 0.2 on rank 0"]`."""
+    found = []
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        first, *values = (of_rank.get(name, "not read") for of_rank in of_ranks)
+        others: dict[str, list[int]] = {}
+        for rank, value in enumerate(values, 1):
+            if value != first:
+                others.setdefault(str(value), []).append(rank)
+        found += [f"{name} is {value} on {_ranks(ranks)}, but {first} on rank 0" for value, ranks in others.items()]
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`[1, 2, 3, 6] -> "ranks 1-3, 6"`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(start) if start == end else f"{start}-{end}" for start, end in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
 def _options_and_versions(config: SFTConfig) -> dict[str, Any]:

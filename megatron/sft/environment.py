@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from megatron.packing.user_files import shortened
 
@@ -81,6 +81,44 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def outlive_output() -> None:
+    """Let this process outlive a standard output or error that is closed or full: what it prints is dropped then."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Output):
+            setattr(sys, name, _Output(stream))
+
+
+class _Output:
+    """A stream that goes to the null device from its first failing write on; otherwise the stream that it wraps."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or drop the text."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what was written."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())  # also for what is buffered, for other processes and for libraries in C
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def program() -> str:

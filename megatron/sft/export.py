@@ -47,7 +47,7 @@ def main() -> None:
         (options,) = parse_flags((ExportOptions,), sys.argv[1:], (__doc__ or "").split(". ", 1)[1], PROGRAM)
         quiet(0)
         export(options.checkpoint, options.folder, int(options.max_shard_gigabytes * 1e9))
-    except (FlagError, ValueError) as failure:
+    except (FlagError, ValueError, OSError) as failure:
         print(f"{PROGRAM}: error: {' '.join(str(failure).split())}", file=sys.stderr)
         raise SystemExit(2) from None
     print(f"wrote {options.folder}")

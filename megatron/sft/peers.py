@@ -75,7 +75,7 @@ class Peers:
             cause = _told(missing) if missing else cause
         elif isinstance(failure, ValueError):  # what a user can mend
             cause = f"rank {self._rank}: {failure}"
-        else:
+        elif not isinstance(failure, OSError):  # which says itself what the matter is, with a path
             traceback.print_exception(failure)
         self._end(cause)
 
@@ -131,6 +131,8 @@ def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
     rank, world_size = world_from_environment()
     if isinstance(failure, ValueError) and (peers is None or world_size == 1):
         exit_with(str(failure), local_rank())
+    if isinstance(failure, OSError) and world_size == 1:
+        exit_with(f"{type(failure).__name__}: {failure}", local_rank())
     if peers is not None:
         peers.end_after(failure)
     traceback.print_exception(failure)

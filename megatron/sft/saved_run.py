@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import unwrap_model
 
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
@@ -39,8 +39,9 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
 class SavedRun:
     """Saves and loads a run, by its options; everything but `close` and `note_best` is collective."""
 
-    def __init__(self, config: SFTConfig, datasets: Datasets, training: Training, lock: FolderLock | None) -> None:
-        """`lock`: of the folder of --save, on rank 0 (see `check_folder`); released by `close`."""
+    def __init__(self, companions: Companions, datasets: Datasets, training: Training, lock: FolderLock | None) -> None:
+        """`lock`: of the folder of --save, on rank 0 (see `check_output`); released by `close`."""
+        config = companions.config
         self._output = config.output
         self._lora = config.lora
         self._allow_changed_data = config.data.allow_changed_data
@@ -50,10 +51,10 @@ class SavedRun:
         self._model_options = model_options(config, datasets)
         num_evaluated = min(config.training.eval_iters * config.training.global_batch_size, len(datasets.valid))
         self._evaluated = str((datasets.valid.identity, num_evaluated, config.model.seq_length))
-        dtype = str(get_model_config(training.model[0]).params_dtype).removeprefix("torch.")
-        self._companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
+        self._companions = companions
         self._saved_iteration: int | None = None
         self._best_iteration: int | None = None
+        self._notes: set[str] = set()
         self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
@@ -95,7 +96,7 @@ class SavedRun:
             progress._replace(waiting=gather_delayed(queue), evaluated=self._evaluated),
             self._model_options,
             self._identity,
-            self._companions if not self._lora.lora and self._companions.has_family() else None,
+            self._companions if self._companions.are_saved() else None,
             in_background=self._output.async_save,
         )
         self._saved_iteration = progress.iteration
@@ -127,8 +128,7 @@ class SavedRun:
         if log is not None:
             if self._best_iteration == save.iteration:
                 track(folder, BEST, save.iteration)
-            if self._output.keep_checkpoints is not None:
-                remove_old(folder, self._output.keep_checkpoints)
+            self._remove_old(folder)
             log.say(f"saved step {save.iteration} to {folder}")
 
     def note_best(self, progress: Progress) -> None:
@@ -136,6 +136,16 @@ class SavedRun:
         self._best_iteration = progress.iteration
         if self._output.save is not None and self._save is None and dist.get_rank() == 0:
             track(self._output.save, BEST, progress.iteration)
+            self._remove_old(self._output.save)  # the one that was the best until now
+
+    def _remove_old(self, folder: str) -> None:
+        """Removes the checkpoints that are not to be kept; what cannot be removed is said once."""
+        if self._output.keep_checkpoints is None:
+            return
+        for note in remove_old(folder, self._output.keep_checkpoints):
+            if note not in self._notes:
+                print(f"note: {note}", flush=True)
+            self._notes.add(note)
 
     def write_hf(self, log: RunLog | None) -> None:
         """Writes the model to --save-hf, if given."""
@@ -145,13 +155,13 @@ class SavedRun:
         whole_parameters(self._training)
         chunks = [unwrap_model(chunk) for chunk in self._training.model]
         weights, companions = self._companions.weights(), self._companions
-        if self._lora.lora and not self._lora.lora_merge:
+        if self._lora.writes_adapter:
             adapter = AdapterWeights(weights, self._lora)
             write_adapter(folder, chunks, adapter, partial(companions.write_beside_adapter, adapter))
         else:
             write_folder(folder, chunks, weights, companions.write, values_of=merged_values(chunks))
         if log is not None:
-            what = "adapter" if self._lora.lora and not self._lora.lora_merge else "model"
+            what = "adapter" if self._lora.writes_adapter else "model"
             log.say(f"wrote the {what} to {folder}, for {'peft' if what == 'adapter' else 'transformers'} and others")
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""pure. Ctrl-C and SIGTERM ask a run to end at the next step boundary; they don't cut it off."""
+"""pure. Ctrl-C, SIGTERM and SIGHUP ask a run to end at the next step boundary; they don't cut it off."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -9,12 +10,24 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask for a stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as by nohup.
+
+    torchrun handles SIGHUP even under nohup: it passes the signal on to its ranks and kills them 30 seconds later. Its
+    ranks stop then and save, however SIGHUP was set. TORCHELASTIC_SIGNALS_TO_HANDLE is how it tells them so.
+    """
+    is_passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not is_passed_on:
+        return [signal.SIGINT, signal.SIGTERM]
+    return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
 class StopSignals:
-    """While entered, SIGINT and SIGTERM only set `requested`. A second SIGINT interrupts at once, as usual."""
+    """While entered, stop signals only set `requested`. A second SIGINT interrupts at once, as usual."""
 
     def __init__(self, on_sigterm: Callable[[threading.Event], None] | None = None) -> None:
-        """on_sigterm: called in a thread at the first SIGTERM, even while the main thread waits for another rank, with
-        the event `agreed`.
+        """on_sigterm: called in a thread at the first SIGTERM or SIGHUP, even while the main thread waits for another
+        rank, with the event `agreed`.
         """
         self.requested = False
         self.agreed = threading.Event()
@@ -23,7 +36,7 @@ class StopSignals:
         self._on_sigterm = on_sigterm
 
     def __enter__(self) -> StopSignals:
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.signal(number, self._note) for number in _stop_signals()}
         if self._on_sigterm is not None:
             self._written, read = socket.socketpair()
             self._written.setblocking(False)
@@ -50,7 +63,7 @@ class StopSignals:
         # Python runs a handler in the main thread alone, once that is back from where it waits; this is told at once.
         with read:
             while numbers := read.recv(1):
-                if numbers[0] == signal.SIGTERM:
+                if numbers[0] in (signal.SIGTERM, signal.SIGHUP):
                     assert self._on_sigterm is not None
                     self._on_sigterm(self.agreed)
                     return

@@ -24,11 +24,12 @@ from megatron.sft.data.stream import Share
 from megatron.sft.finite import NonFiniteError, check_loss, guard_step
 from megatron.sft.model.build import build_training
 from megatron.sft.model.checkpoint import Progress, restored_queue
-from megatron.sft.model.checkpoint_files import check_folder
 from megatron.sft.model.forward import forward_step
+from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
 from megatron.sft.model.lora.names import told_of_adapters
 from megatron.sft.options.config import SFTConfig
+from megatron.sft.output_check import check_output
 from megatron.sft.report.metrics import Evaluation
 from megatron.sft.report.run_folder import RunLog
 from megatron.sft.saved_run import SavedRun
@@ -59,7 +60,9 @@ class Trainer:
         self._datasets = datasets
         self._device = device
         self._run_dir = run_dir
-        lock = check_folder(config.output.save) if config.output.save is not None else None
+        dtype = "bfloat16" if config.training.bf16 else "float32"
+        companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
+        lock = check_output(companions)
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
         guard_step(self._training.optimizer, self._training.model, self._step_name, self._check_loss)
@@ -74,7 +77,7 @@ class Trainer:
         self._num_skipped = 0
         if config.lora.lora and isinstance(pretrained, Pretrained) and dist.get_rank() == 0:
             print(told_of_adapters(pretrained.weights, config.lora), flush=True)
-        self._saved = SavedRun(config, datasets, self._training, lock)
+        self._saved = SavedRun(companions, datasets, self._training, lock)
         self._progress = self._saved.load() or Progress(0, 0, evaluation_due=True)
         self._first_iteration = self._progress.iteration
         counted = self._progress.iteration * config.training.global_batch_size

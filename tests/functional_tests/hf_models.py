@@ -38,7 +38,7 @@ from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig, parse_config
-from tests.functional_tests.oracle import CPU, Sample, _global_loss, _prepare, draws_of, sequences
+from tests.functional_tests.oracle import CLIP_GRAD, CPU, Sample, _global_loss, _prepare, draws_of, sequences
 from tests.functional_tests.pieces import gradient_of
 
 LLAMA3 = {
@@ -162,6 +162,7 @@ def train_by_transformers(
             on_disk = _on_disk_names if adapter is None else _names_of_peft
             gradients = on_disk(model, found_gradients)
         losses.append(loss)
+        torch.nn.utils.clip_grad_norm_(list(parameters.values()), CLIP_GRAD)
         optimizer.step()
         optimizer.zero_grad()
     return Trained(losses, logits, gradients)
@@ -290,7 +291,7 @@ def options(text: str, folder: Path, num_steps: int, lr: float = 1e-3) -> SFTCon
     """The run's options; everything that the layouts share, and `text`."""
     common = (
         f"--pretrained-checkpoint {folder} --mock-data --seq-length 64 --sequence-packing --train-iters {num_steps} "
-        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad 0 --eval-iters 0"
+        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad {CLIP_GRAD} --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], dist.get_world_size())
 

@@ -23,6 +23,7 @@ MODELS = {
     "tied": "--position-embedding-type rope --qk-layernorm",
     "experts": ROPE + " --num-experts 4 --moe-router-topk 2",
     "further": ROPE + " --mtp-num-layers 1",
+    "further-tied": "--position-embedding-type rope --mtp-num-layers 1",
 }
 OPTIMIZERS = {
     "plain": "",
@@ -94,7 +95,7 @@ def _may_swap(layout: Layout, model: str) -> bool:
 
 def _matrix() -> list[Layout]:
     layouts = []
-    models, optimizers = list(MODELS), list(OPTIMIZERS)
+    models, optimizers = [model for model in MODELS if model != "further-tied"], list(OPTIMIZERS)
     for number, layout in enumerate(_parallel(8)):
         for turn in (0, 1):
             model = models[(number + turn * 2) % len(models)]
@@ -121,26 +122,29 @@ def _matrix() -> list[Layout]:
         Layout(pipeline=4, context=2, data=2, model="further", scheduler="empty"),
         Layout(tensor=2, sequence=True, pipeline=2, data=2, model="experts", pipeline_before_data=True),
         Layout(pipeline=2, data=3, model="tied", pipeline_before_data=True),
+        Layout(pipeline=2, model="further-tied"),  # the last stage computes logits with a copy of the embedding
+        Layout(pipeline=2, interleaved=True, data=2, model="further-tied", optimizer="overlapped"),
+        Layout(tensor=2, sequence=True, pipeline=2, context=2, model="further-tied", optimizer="sharded"),
     ]
     return list(dict.fromkeys(layouts))
 
 
-def _covering(layouts: Sequence[Layout]) -> list[Layout]:
-    """Greedily the fewest layouts that hold every pair of features that the whole holds; small worlds first."""
+def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
+    """Select few layouts that hold every combination of `together` features in `layouts`, small worlds first."""
 
-    def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-        return set(combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), 2))
+    def combinations_of(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+        return set(combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), together))
 
-    missing = set().union(*(pairs(layout) for layout in layouts))
+    missing = set().union(*(combinations_of(layout) for layout in layouts))
     chosen = []
     while missing:
-        best = max(layouts, key=lambda layout: len(pairs(layout) & missing) / (2 + layout.world_size))
+        best = max(layouts, key=lambda layout: len(combinations_of(layout) & missing) / (2 + layout.world_size))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= combinations_of(best)
     return chosen
 
 
 MATRIX = _matrix()
-COVERING = _covering(MATRIX)
+COVERING = covering(MATRIX)
 FEW = [layout for layout in COVERING if layout.world_size <= 3]
 CHOSEN = {"all": MATRIX, "few": FEW, None: COVERING}[os.environ.get("LAYOUTS")]

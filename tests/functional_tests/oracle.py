@@ -33,6 +33,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -66,6 +67,8 @@ from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, pl
 
 VOCAB_SIZE = 96
 SEQ_LENGTH = 64
+CLIP_GRAD = 0.25
+"""Below the norms of most steps' gradients (1 to 1.5 in the layouts' batches), so that clipping shows."""
 CPU = torch.device("cpu")
 
 
@@ -175,7 +178,7 @@ def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> 
         f"--seq-length {SEQ_LENGTH} "
         f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias --init-method-std 0.1 "
         f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --adam-eps 1e-3 "
-        f"--lr-decay-style constant --clip-grad 0 --eval-iters 0"
+        f"--lr-decay-style constant --clip-grad {CLIP_GRAD} --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], world_size)
 
@@ -230,8 +233,10 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
             for name, parameter in parameters.items():
                 gradients[name] += gradient_of(parameter)
                 parameter.grad = None
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+        scale = min(1.0, CLIP_GRAD / (norm + 1e-6))
         for name, parameter in parameters.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
+            parameter.grad = (gradients[name] * scale).to(parameter.dtype)
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -376,11 +381,17 @@ def _keep_double() -> None:
     LanguageModule.compute_language_model_loss = _cross_entropy  # type: ignore[method-assign]
     for function in (moe_utils.topk_routing_with_score_function, moe_utils.compute_routing_scores_for_aux_loss):
         cpu_support.rewrite(function, {}, {"float32": "float64"})
+    clip_grads.l2_norm_impl = _norm
+    cpu_support.rewrite(clip_grads.clip_grad_by_total_norm_fp32, {"torch.FloatTensor": "torch.DoubleTensor"}, {})
     for function in (
         DistributedOptimizer._build_model_and_main_param_groups.__func__,
         DistributedOptimizer._copy_model_grads_to_main_grads,
     ):
         cpu_support.rewrite(function, {"torch.FloatTensor": "torch.DoubleTensor"}, {"float": "double"})
+
+
+def _norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object) -> tuple[Tensor, None]:
+    return torch.stack([gradient.norm() for gradient in tensors[0]]).norm().reshape(1), None
 
 
 def _cross_entropy(self: LanguageModule, labels: Tensor, logits: Tensor) -> Tensor:

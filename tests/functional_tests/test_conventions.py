@@ -49,7 +49,7 @@ def wrap_and_drain(tensor: int, pipeline: int, scheduler: str) -> tuple[int, int
     counted = 0
     for _ in range(num_microbatches):
         tokens, labels, loss_mask, attention_mask, _, params, padding_mask = (
-            get_batch_on_this_rank_for_sequence_packing(iterator)
+            get_batch_on_this_rank_for_sequence_packing(iterator, dynamic_cp=False, config=config)
         )
         assert attention_mask is None
         assert params.qkv_format == "thd"
@@ -117,7 +117,8 @@ def call_as_written(tensor: int, pipeline: int, context: int, virtual: int | Non
     for vp_stage, one in enumerate(iterator):
         place: dict[str, Any] = {} if virtual is None else {"vpp_size": virtual, "vp_stage": vp_stage}
         for _ in range(count):
-            batches.append(conventions.get_batch_on_this_rank_for_sequence_packing(one, **place))
+            batch = conventions.get_batch_on_this_rank_for_sequence_packing(one, **place, dynamic_cp=False, config=None)
+            batches.append(batch)
         with pytest.raises(StopIteration):
             conventions.get_batch_on_this_rank_for_sequence_packing(one, **place)
     with pytest.raises((ValueError, RuntimeError), match="must have a data iterator"):  # on all, and none waits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from pathlib import Path
 
@@ -9,9 +11,19 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from megatron.sft.__main__ import main
 from megatron.sft.distributed import AgreedError, check_agreement, gathered
-from megatron.sft.model.checkpoint_files import check_folder, check_sound, sums_of_own, written_or_refused
-from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path, write_checksums
+from megatron.sft.model.checkpoint_files import (
+    check_folder,
+    check_sound,
+    found_faults,
+    sums_of_own,
+    written_or_refused,
+)
+from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path, file_names, sum_of, write_checksums
+from tests.functional_tests.fault_injection import Fault
+from tests.functional_tests.faults import OPTIONS, write_chats
+from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_run import MODEL, Run, chats, options, steps_of, wait_for_step
 
@@ -29,7 +41,10 @@ def started_with(learning_rates: list[float]) -> str:
 def test_ranks_started_apart_are_refused() -> None:
     """Replicas with another learning rate train apart without a word; other sizes hang."""
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-3]) == [""] * 3
-    told = "ranks must be started alike: --lr is 0.01 on rank 2, but 0.001 on rank 0"
+    told = (
+        "ranks must be started alike, with the same options, versions and files: --lr is 0.01 on rank 2, but 0.001 on "
+        "rank 0"
+    )
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-2]) == [told] * 3
 
 
@@ -79,6 +94,44 @@ def checked(folder: Path, damaged: str) -> list[str]:
     return [str(failure.value), str(unwritten.value)]
 
 
+def faults_of_own_copy(folders: list[Path]) -> list[str]:
+    """Damage each file of each rank's own copy in turn; what loading it says."""
+    os.chdir(folders[dist.get_rank()])
+    path = checkpoint_path("checkpoints", 10)
+    found = []
+    for copy in folders:
+        for name in ("__0_0.distcp", "__1_0.distcp", "common.pt"):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                sound = (copy / path / name).read_bytes()
+                (copy / path / name).write_bytes(b"T" + sound[1:])
+            dist.barrier()
+            found.append(" ".join(found_faults(path) or []))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (copy / path / name).write_bytes(sound)
+    return found
+
+
+def test_each_copy_of_a_checkpoint_is_checked(tmp_path: Path) -> None:
+    """Half of the files would pass where machines have copies of their own, if each rank read a part of its copy."""
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in folders:
+        path = checkpoint_path(folder / "checkpoints", 10)
+        path.mkdir(parents=True)
+        for name in ("__0_0.distcp", "__1_0.distcp", "common.pt"):
+            (path / name).write_bytes(b"tensors" * 1000)
+        write_checksums(path, {name: sum_of(path / name) for name in file_names(path)})
+    found, other = run_ranks(faults_of_own_copy, 2, folders)
+    assert found == other
+    told = "is damaged: its checksum is not that of what was saved"
+    assert found == [
+        f"checkpoints/iter_0000010/{name} {told} (the copy of rank {rank})"
+        for rank in (0, 1)
+        for name in ("__0_0.distcp", "__1_0.distcp", "common.pt")
+    ]
+
+
 def fill_disk(on_rank: int) -> None:
     if dist.get_rank() == on_rank:
         raise OSError(28, "No space left on device")
@@ -91,6 +144,23 @@ def test_a_damaged_checkpoint_is_named_with_the_one_to_go_back_to(tmp_path: Path
     assert f"{checkpoint_path(tmp_path, 10)}/__2_0.distcp is damaged" in damaged
     assert f"write 5 into {tmp_path / TRACKER} to continue" in damaged
     assert "iter_0000015 could not be saved: rank 1: OSError: [Errno 28] No space left on device" in unwritten
+
+
+@pytest.mark.parametrize("stage", ["start", "metrics", "save", "tracker", "shard", "evaluate"])
+def test_a_full_disk_is_one_line_in_a_single_process(tmp_path: Path, stage: str) -> None:
+    """A traceback of a hundred lines hides which disk was full."""
+    write_chats(tmp_path / "chats.jsonl", 40)
+    arguments = [*OPTIONS, "--data-path", str(tmp_path / "chats.jsonl"), "--save", str(tmp_path / "save")]
+
+    def train_on_a_full_disk() -> None:
+        Fault("disk full", stage).inject()
+        main()
+
+    status, output = train_forked(1, [*arguments, "--num-workers", "0"], train_on_a_full_disk)
+    assert status == 2
+    assert "Traceback" not in output
+    (line,) = re.findall(r"error: (.*)", output)
+    assert "[Errno 28] No space left on device" in line
 
 
 def test_nobody_outlives_a_killed_launcher(chats: Path, tmp_path: Path) -> None:  # the fixture

@@ -55,6 +55,12 @@ def sample(number: int, length: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": tokens + 1, "loss_mask": (tokens % 3 > 0).float() * (1 + number % 2)}
 
 
+def with_extra(number: int, length: int) -> dict[str, torch.Tensor]:
+    """`sample` with two extra columns."""
+    usual = sample(number, length)
+    return {**usual, "advantages": usual["tokens"] / 8, "sample_id": torch.tensor(number)}
+
+
 def start(layout: Layout, scheduler: str = "default", **settings: Any) -> TransformerConfig:
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, layout.virtual, context_parallel_size=layout.context
@@ -98,7 +104,7 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
         before = sum(len(lengths) for lengths in lengths_of_ranks[:rank])
         for i, length in enumerate(lengths_of_ranks[rank]):
             drawn += 1
-            yield sample(1 + before + i, length)
+            yield with_extra(1 + before + i, length)
 
     num_draws = max(len(lengths) for lengths in lengths_of_ranks)
     loader = wrap_dataloader(iterators(layout, draws), config, num_draws)
@@ -117,6 +123,8 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
                         for name, value in batch._asdict().items()
                         if isinstance(value, torch.Tensor) or value is None
                     },
+                    "advantages": batch.extra["advantages"][0].tolist() if batch.extra else None,
+                    "sample_id": batch.extra["sample_id"].tolist() if batch.extra else None,
                 }
             )
         assert next(iterator, None) is None
@@ -143,11 +151,18 @@ def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
     assert {rank[:2] for rank in ranks} == {(ranks[0][0], sum(lengths))}
     assert {rank[2] for rank in ranks} == {sum(length**2 for length in lengths)}
     assert ranks[0][0] % (layout.pipeline if layout.virtual else 1) == 0
-    expected = {1 + i: sample(1 + i, length) for i, length in enumerate(lengths)}
+    expected = {1 + i: with_extra(1 + i, length) for i, length in enumerate(lengths)}
     first = {name: seen(ranks, name, stage=0, context=layout.context) for name in ("tokens", "position_ids")}
     last = {
-        name: seen(ranks, name, stage=layout.pipeline - 1, context=layout.context) for name in ("labels", "loss_mask")
+        name: seen(ranks, name, stage=layout.pipeline - 1, context=layout.context)
+        for name in ("labels", "loss_mask", "advantages")
     }
+    for *_, batches in ranks:
+        for batch in batches:  # a segment's number, 0 for padding alone
+            ends = batch["cu_seqlens"]
+            if batch["sample_id"] is not None and layout.context == 1:
+                firsts = [batch["labels"][begin] for begin in ends[:-1]]
+                assert batch["sample_id"] == [label // 1000 for label in firsts]
     found = sorted(int(tokens[0]) // 1000 for tokens in first["tokens"] if tokens[0] >= 1000)
     assert found == sorted(expected)
     for i, tokens in enumerate(first["tokens"]):
@@ -161,6 +176,7 @@ def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
         assert first["position_ids"][i][:length] == list(range(length))
         assert last["labels"][i][:length] == wanted["labels"].tolist()
         assert last["loss_mask"][i][:length] == wanted["loss_mask"].tolist()
+        assert last["advantages"][i][:length] == wanted["advantages"].tolist()
         assert not any(last["loss_mask"][i][length:])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.sft.__main__ import main
 from tests.functional_tests.forked_runs import ROOT, train_forked
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
@@ -75,6 +78,28 @@ def talk(folder: Path) -> tuple[list[str], dict[str, Any]]:
     return [str(name) for names in told.values() for name in names], model.generation_config.to_dict()
 
 
+def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[float, int]:
+    """The mean loss of the answers' tokens by transformers, each chat alone, and how many tokens these are."""
+    import transformers
+
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = library.AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for chat in turns:
+        question = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, tokenize=False)
+        whole = question + chat[-1]["content"] + "<|im_end|>"
+        ids = torch.tensor(tokenizer(whole)["input_ids"])
+        num_before = len(tokenizer(question)["input_ids"])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0]
+        total += torch.nn.functional.cross_entropy(
+            logits[num_before - 1 : -1], ids[num_before:], reduction="sum"
+        ).item()
+        count += len(ids) - num_before
+    return total / count, count
+
+
 @pytest.mark.parametrize(
     ("model", "dtype", "world_size", "flags"),
     [
@@ -114,7 +139,8 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     arguments = (
         f"--pretrained-checkpoint {source} --data-path {chats} --lr 1e-3 --run-dir {run} --save {run / 'checkpoints'} "
-        f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --split 1"
+        f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --valid-data-path {chats} --eval-iters 2 "
+        "--hidden-dropout 0.2"
     ).split()
     assert "no checkpoint" in train(2, [*arguments, "--train-iters", "2", "--save-hf", str(first)])
     killed = subprocess.run([sys.executable, "-c", KILLED, str(run / "checkpoints"), str(second)], cwd=ROOT)
@@ -132,6 +158,13 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     index = json.loads((second / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert all(name in load_file(second / file) for name, file in index["weight_map"].items())
+    # Two batches of answers of different lengths: only a mean over all of their tokens, without dropout, is this.
+    ((loss, num_tokens),) = run_ranks(answers_loss, 1, first, turns)
+    evaluation = [
+        record for record in map(json.loads, (run / "metrics.jsonl").open()) if record["kind"] == "evaluation"
+    ][-1]
+    assert (evaluation["iteration"], evaluation["num_tokens"]) == (2, num_tokens)
+    assert evaluation["loss"] == pytest.approx(loss, rel=1e-6)
     for folder in (first, second):
         ((complaints, generation),) = run_ranks(talk, 1, folder)
         assert complaints == []
@@ -140,3 +173,42 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     for file in source.glob("*.safetensors"):
         file.unlink()
     assert "continuing" in train(2, [*arguments, "--train-iters", "3"])
+
+
+def main_in_own_folder() -> None:
+    """Each rank has a working directory of its own, as each machine has a disk."""
+    os.chdir(Path(os.environ["OWN_FOLDERS"]) / f"rank{os.environ['RANK']}")
+    main()
+
+
+def test_ranks_that_read_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half a model of each of two revisions a run trains on, at a loss that nobody suspects; so it does with other
+    records or another chat template on some machines.
+    """
+    own, other = tmp_path / "rank0", tmp_path / "rank1"
+    own.mkdir()
+    run_ranks(write_model, 1, "llama2", own / "model", torch.float32, 304)
+    write_tokenizer(own / "model")
+    (own / "template.jinja").write_text(TEMPLATE)
+    for records, number in (("chats.jsonl", 8), ("held_out.jsonl", 2)):
+        turns = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "yes"}]
+        (own / records).write_text((json.dumps({"messages": turns}) + "\n") * number)
+    shutil.copytree(own, other)
+    weights = max((other / "model").glob("*.safetensors"))
+    revised = bytearray(weights.read_bytes())
+    revised[-1] ^= 1
+    weights.write_bytes(revised)
+    for name in ("chats.jsonl", "template.jinja"):
+        (other / name).write_text((other / name).read_text().replace("yes", "no ") + "\n\n")
+    monkeypatch.setenv("OWN_FOLDERS", str(tmp_path))
+    arguments = (
+        "--pretrained-checkpoint model --data-path chats.jsonl --valid-data-path held_out.jsonl --chat-template "
+        "template.jinja --train-iters 1 --lr 1e-3 --tensor-model-parallel-size 2"
+    )
+    status, output = train_forked(2, [*COMMON.split(), *arguments.split()], main_in_own_folder)
+    assert status == 2, output
+    (line,) = output.splitlines()
+    assert "ranks must be started alike, with the same options, versions and files: the data chats.jsonl" in line
+    for name in ("the data chats.jsonl", "template.jinja", f"model/{weights.name}"):
+        assert re.search(rf"{re.escape(name)}[^;]* is [^;]* on rank 1, but [^;]* on rank 0", line), line
+    assert line.count(" on rank 1") == 3  # nothing else differs

@@ -7,19 +7,25 @@ from functools import lru_cache
 import pytest
 
 from tests.functional_tests.layouts import MODELS, Layout
-from tests.functional_tests.oracle import Step, assemble, assert_same, sequences, train_one_by_one, train_packed
+from tests.functional_tests.oracle import (
+    RankStep,
+    Step,
+    assemble,
+    assert_same,
+    sequences,
+    train_one_by_one,
+    train_packed,
+)
 from tests.functional_tests.ranks import run_ranks
 
 BALANCED = "--moe-aux-loss-coeff 0.5"
+ALL_IN_ONE = "--max-seqlen-per-dp-cp-rank 256"
 LAYOUTS = [
     Layout(),
-    Layout(data=2),
     Layout(data=2, optimizer="overlapped"),
-    Layout(tensor=2, sequence=True),
     Layout(tensor=2, sequence=True, pipeline=2),
     Layout(tensor=2, sequence=True, pipeline=2, interleaved=True, optimizer="sharded"),
     Layout(tensor=4, sequence=True),
-    Layout(context=2),
     Layout(context=3, pipeline=2),
     Layout(tensor=2, sequence=True, context=2, pipeline=2),
     Layout(tensor=2, sequence=True, pipeline=2, data=2),
@@ -39,21 +45,25 @@ def in_one_process(flags: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_pack_of_one_sequence_is_balanced_like_it_alone(layout: Layout) -> None:
+def test_a_pack_is_balanced_alike_in_every_layout(layout: Layout) -> None:
     """Padding that counts, or a weight that depends on the number of ranks, trains the router to another balance.
 
-    Seven sequences leave an empty pack to one of two data-parallel ranks.
+    Packs of one sequence are balanced like the sequence alone; seven leave an empty pack to one of two data-parallel
+    ranks. In a pack of all sequences tokens are counted over all ranks of the pack.
     """
-    steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {BALANCED}", BATCHES))
-    assert_same(steps, alone(BALANCED), relative=1e-12)
+    ranks = run_ranks(train_both, layout.world_size, layout.flags, layout.data == 1)
+    of_one, of_all = ([steps for steps in found if steps] for found in zip(*ranks, strict=True))
+    assert_same(assemble(of_one), alone(BALANCED), relative=1e-12)
+    if of_all:
+        assert_same(assemble(of_all), in_one_process(f"{BALANCED} {ALL_IN_ONE}"), relative=1e-12)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.data == 1], ids=str)
-def test_a_pack_of_all_sequences_is_balanced_alike_in_every_layout(layout: Layout) -> None:
-    """Tokens are counted over all ranks of a pack: each sequence's own balance would differ."""
-    flags = f"{BALANCED} --max-seqlen-per-dp-cp-rank 256"
-    steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {flags}", BATCHES, "even", "packed"))
-    assert_same(steps, in_one_process(flags), relative=1e-12)
+def train_both(flags: str, also_all: bool) -> tuple[list[RankStep], list[RankStep]]:
+    """Steps with packs of one sequence, and, if asked for, with one pack of all."""
+    of_one = train_packed(f"{flags} {BALANCED}", BATCHES)
+    if not also_all:
+        return of_one, []
+    return of_one, train_packed(f"{flags} {BALANCED} {ALL_IN_ONE}", BATCHES, "even", "packed")
 
 
 def test_the_load_balancing_loss_shows_in_the_gradients() -> None:
@@ -62,7 +72,7 @@ def test_the_load_balancing_loss_shows_in_the_gradients() -> None:
     found = [
         alone(BALANCED),
         alone("--moe-aux-loss-coeff 0"),
-        in_one_process(f"{BALANCED} --max-seqlen-per-dp-cp-rank 256"),
+        in_one_process(f"{BALANCED} {ALL_IN_ONE}"),
     ]
     balanced, free, packed = (steps[0].gradients[name] for steps in found)
     assert (balanced - free).abs().max() > 0.1 * free.abs().max()

@@ -348,14 +348,24 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
 def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:
     """A save of an optimizer that has taken no step fails, and would be all that is told."""
     broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"messages": [{"role": "user"}]}\n' * 8)
+    broken.write_text('{"messages": [{"role": "user"}]}\n' * 39 + '{"text": "one that is sound"}\n')
     arguments = [*MODEL, *options(broken, tmp_path), "--split", "1", "--use-distributed-optimizer"]
     for num_processes in (1, 2):
         status, output = train_forked(num_processes, arguments)
         assert status == 2
         (line,) = [line for line in output.splitlines() if "Error" in line]
-        assert re.match(rf"pretrain_sft.py: error: .*{broken}:\d: ", line)
+        assert re.match(rf"pretrain_sft.py: error: .*{broken}:\d+: ", line)
         assert not list((tmp_path / "checkpoints").glob("iter_*"))
+
+
+def test_data_without_a_trained_token_end_a_run_before_it_begins(tmp_path: Path) -> None:
+    """It would end with status 0 and loss 0.0."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 8)
+    status, output = train_forked(2, [*MODEL, *options(path, tmp_path), "--split", "1"])
+    assert status == 2
+    assert "questions: none of 8 records has a token to train on" in output
+    assert "step 1/" not in output
 
 
 def test_without_torchrun(tmp_path: Path) -> None:
@@ -407,6 +417,9 @@ def test_the_best_of_steps_that_were_gone_back_on(chats: Path, tmp_path: Path) -
     run += ["--save", str(saved), "--load", str(saved)]
     run += "--eval-iters 1 --eval-interval 2 --save-interval 2 --keep-best --train-iters 6".split()
     run += ["--lr-decay-style", "constant"]
+    alone = tmp_path / "alone"
+    train(1, *run, "--save", str(alone), "--load", str(alone), "--keep-checkpoints", "1")
+    assert [path.name for path in alone.glob("iter_*")] == ["iter_0000006"]  # the best until then is gone
     train(1, *run)
     best = saved / "best_checkpointed_iteration.txt"
     assert best.read_text() == "6"

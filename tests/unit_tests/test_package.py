@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("blending", "packing", "planner", "sft")
@@ -70,3 +71,11 @@ def test_the_version_has_its_entry(built):
     assert version("megatron-sft") == found
     assert re.search(rf"^## {re.escape(found)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert any(name.startswith(f"megatron_sft-{found}.dist-info/licenses/LICENSE") for name in built[1])
+
+
+def test_pip_installs_the_torch_that_is_tested():
+    """Whoever installs would get next year's torch, with which nothing has been run."""
+    (tested,) = set(re.findall(r"\btorch==(\S+)", (ROOT / "Makefile").read_text()))
+    (asked,) = re.findall(r'"(torch\b.*?)"', (ROOT / "pyproject.toml").read_text())
+    versions = ("2.10.0", "2.12.1", tested, "2.14.0", "2.15.0")
+    assert [version for version in versions if version in Requirement(asked).specifier] == [tested]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron.blending.arguments import check_function
-from megatron.blending.encoding.seeding import with_seeds
 
 T = TypeVar("T")
 
@@ -91,8 +90,7 @@ def choose_cook(
                 extra["cache"] = DirectCache()
             if getattr(entry.cook, "__need_primary__", False):
                 extra["primary"] = primary
-            cook = with_seeds(entry.cook)
-            return functools.partial(cook, **extra) if extra else cook
+            return functools.partial(entry.cook, **extra) if extra else entry.cook
     if not cookers:
         return None
     asked = " or ".join(str(dict(entry.has_subflavors or {})) for entry in cookers)

@@ -13,6 +13,7 @@ from megatron.blending.formats.decode import Decode
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.formats.record import Record
 from megatron.blending.streams.failures import failure_tolerance_of
+from megatron.blending.streams.seeding import mark_of
 
 _new: Any = object.__new__
 
@@ -56,6 +57,10 @@ class _Cooks:
     @property
     def __failure_tolerance__(self) -> int | None:
         return failure_tolerance_of(self.cook)
+
+    @property
+    def __restore_seeds__(self) -> bool:
+        return bool(mark_of(self.cook, "__restore_seeds__"))
 
 
 @dataclass(frozen=True, kw_only=True)

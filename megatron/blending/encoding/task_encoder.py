@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 from megatron.blending.encoding.collate import generic_batch
 from megatron.blending.encoding.cooking import Cooker
 from megatron.blending.encoding.fields import batch_samples, has_fields
-from megatron.blending.encoding.seeding import BATCH_INDEX, SAMPLE_INDEX, with_seeds
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.batching import BatchDataset
@@ -22,6 +21,7 @@ from megatron.blending.streams.mapping import MapDataset
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.packing_buffer import PackingDataset
 from megatron.blending.streams.positions import EpochizeDataset, LimitDataset, RepeatDataset
+from megatron.blending.streams.seeding import BATCH_INDEX, SAMPLE_INDEX
 from megatron.blending.streams.worker_config import WorkerConfig
 
 T_sample = TypeVar("T_sample")
@@ -119,7 +119,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         check_encoder(self)
         for step in ("encode_sample", "preencode_sample"):
             if self.uses(step):
-                return MapDataset(dataset, map_fn=with_seeds(getattr(self, step)), worker_config=worker_config)
+                return MapDataset(dataset, map_fn=getattr(self, step), worker_config=worker_config)
         return dataset
 
     def build_packing(
@@ -131,7 +131,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
     ) -> SavableDataset[Any]:
         """Return `dataset` packed, or merely post-encoded where `packing_buffer_size` is None."""
         check_encoder(self, packing_buffer_size)
-        post_encode = with_seeds(self.postencode_sample) if self.uses("postencode_sample") else None
+        post_encode = self.postencode_sample if self.uses("postencode_sample") else None
         if packing_buffer_size is None:
             if post_encode is None:
                 return dataset
@@ -140,7 +140,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             dataset,
             buffer_size=packing_buffer_size,
             pre_packer=self.select_samples_to_pack,
-            final_packer=with_seeds(self.pack_selected_samples),
+            final_packer=self.pack_selected_samples,
             sample_encoder=post_encode,
             over_long=self.over_long,
             worker_config=worker_config,
@@ -167,7 +167,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             dataset = GroupBatchDataset(
                 dataset,
                 sample_group_key=self.batch_group_criterion,
-                batcher=with_seeds(self.batch),
+                batcher=self.batch,
                 fixed_batch_size=batch_size,
                 drop_last=batch_drop_last,
                 worker_config=worker_config,
@@ -178,12 +178,12 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
             dataset = BatchDataset(
                 dataset,
                 batch_size,
-                batcher=with_seeds(self.batch),
+                batcher=self.batch,
                 drop_last=batch_drop_last,
                 worker_config=worker_config,
             )
         if self.uses("encode_batch"):
-            dataset = MapDataset(dataset, map_fn=with_seeds(self.encode_batch), worker_config=worker_config)
+            dataset = MapDataset(dataset, map_fn=self.encode_batch, worker_config=worker_config)
         return dataset
 
     def build_train_datasets(

@@ -1,4 +1,9 @@
-"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files."""
+"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files.
+
+Invariant: each read gives objects of its own, so that whoever changes one changes no later epoch.
+"""
+
+import pickle
 
 from megatron.blending.formats.files import open_file
 from megatron.blending.formats.json_text import parse_json
@@ -18,14 +23,14 @@ class JsonArraySource(FileSource):
         items = parse_json(path, text, "fix the file, or rename it to .jsonl if it holds one object per line")
         if not isinstance(items, list):
             raise ValueError(f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the file")
-        self._items = items
+        self._items = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getitem__(self, index: int) -> Record:
         check_index(index, self)
-        item = self._items[index]
+        item = pickle.loads(self._items[index])
         if not isinstance(item, dict):
             raise RecordError(
                 f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; fix the item"

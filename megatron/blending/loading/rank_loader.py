@@ -20,9 +20,10 @@ from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.state import VERSION, checked_states, is_taken, merge_states
 from megatron.blending.loading.state_form import State, compact, expanded
 from megatron.blending.loading.stream import Stream
-from megatron.blending.loading.worker_pool import WorkerPool, warn_of_common_shards
+from megatron.blending.loading.worker_pool import WorkerPool, tell_of_held_samples, warn_of_common_shards
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
+from megatron.blending.streams.sample_buffer import BufferDataset
 from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig, check_worker_config
 
@@ -298,6 +299,8 @@ class Loader(Generic[T_co]):
             if self._stream.num_shards != self._warned_of:
                 self._warned_of = self._stream.num_shards
                 warn_of_common_shards(self._stream.num_shards, self.config)
+                holding = [node for node in self._stream.binding.nodes if isinstance(node, BufferDataset)]
+                tell_of_held_samples(holding, self._stream.num_shards, self.config)
             self._pool = WorkerPool(self._stream, self.config, self._prefetch_factor, self._failure_log)
         if not self._is_started:
             self._pool.start(self._from(self._slot))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.blending.encoding.seeding import BATCH_INDEX
 from megatron.blending.streams.failures import Failures, FatalSampleError
 from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
+from megatron.blending.streams.seeding import BATCH_INDEX
 from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
 
 _FIRST_PLANNED = 256

@@ -246,14 +246,14 @@ def _from_key(node: Any, key: Any) -> Any:
         if len(key) != 3 or not isinstance(key[2], int):
             raise IndexError("a record's is (place, position, record)")
         record = node.source[key[2]]
-        value = record if node.load is None else node.load(record, tuple(key))
+        value = record if node.load is None else node.user_load(record, tuple(key), tuple(key))
     elif isinstance(node, HoldingDataset):
         if not key:
             raise IndexError("it is empty")
         samples = [_from_key(node.children[0], one) for one in key]
-        encode = getattr(node, "sample_encoder", None)
-        samples = samples if encode is None else list(map(encode, samples))
-        made: Any = node.make(samples)
+        encode = getattr(node, "encode", None)
+        samples = samples if encode is None else [encode(one, 0) for one in samples]
+        made: Any = node.make(samples, 0)
         several = isinstance(made, GeneratorType)
         value = Several(keyed(one, samples) for one in made) if several else keyed(made, samples)
     else:
@@ -264,7 +264,7 @@ def _from_key(node: Any, key: Any) -> Any:
         if child is None:
             raise IndexError(f"no source is at place {of_record[0]!r}")
         value = _from_key(node.children[child], key)
-        value = node.apply(value) if isinstance(node, SameOutputs) else value
+        value = node.apply(value, 0) if isinstance(node, SameOutputs) else value
     if isinstance(value, (Several, GeneratorType)):
         values = list(value)
         if len(values) != 1:

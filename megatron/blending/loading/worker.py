@@ -27,10 +27,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
-from megatron.blending.encoding.seeding import seed_generators
 from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.order.reading import salted_seed
 from megatron.blending.streams.failures import Failure, FatalSampleError
+from megatron.blending.streams.seeding import seed_generators
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +190,7 @@ def process_main(
     to_close: list[Any],
     ahead: int,
     stack_file: str,
-    parent: int,
+    reader: int,
     salt: tuple[int, str],
 ) -> None:
     """Run a worker. `salt`: seed and name, for random numbers of functions that are not seeded for each sample."""
@@ -200,6 +200,7 @@ def process_main(
     # What was inherited stays as it is: collections would go through all of it, and so copy its pages.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal's; it ends with the process that reads from it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     # Both have it open now. Were it the parent's to remove, it would stay when that is killed.
@@ -212,6 +213,8 @@ def process_main(
 
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
+    # The reader, or multiprocessing's fork server, which ends with it.
+    parent = os.getppid()
 
     def get(is_waiting: bool) -> Any:
         while not poll.poll(_PARENT_SECONDS * 1000 if is_waiting else 0):
@@ -230,7 +233,7 @@ def process_main(
 
     # The error is that the other end was closed.
     with contextlib.suppress(EOFError, OSError):
-        serve(make_server, get, Sender(connection, parent).send, ahead)
+        serve(make_server, get, Sender(connection, reader).send, ahead)
 
 
 def remove(path: str) -> None:

@@ -33,11 +33,14 @@ from megatron.blending.loading.worker import (
 )
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError
 from megatron.blending.streams.node import Binding, SavableDataset
+from megatron.blending.streams.sample_buffer import BufferDataset
 from megatron.blending.streams.shard import ShardState
 from megatron.blending.streams.worker_config import WorkerConfig
 
 logger = logging.getLogger("megatron.blending")
 
+_MANY_HELD = 1000
+"""A worker that may hold more samples says so."""
 _LEAVE_SECONDS = 3.0
 """So long a worker that is told to stop may take."""
 
@@ -132,7 +135,7 @@ class WorkerProcess:
             self._connection.send_bytes(b"" if command == "more" else pickle.dumps(command))
 
     def _wait(self) -> None:
-        started = time.monotonic()
+        waited = 0.0  # by the polls and not by a clock, which goes on while all processes are suspended
         while True:
             # Outputs first: it may have sent something on its way out.
             ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
@@ -140,7 +143,7 @@ class WorkerProcess:
                 return
             if ready:
                 raise RuntimeError(self._died())
-            waited = time.monotonic() - started
+            waited += self._slow
             told = f"{self._named()} has given nothing for {waited:.0f} seconds{self._stack()}"
             if waited >= self._timeout:
                 raise RuntimeError(told)
@@ -282,6 +285,18 @@ def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:
             "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times what it gives. "
             "Choose their product as a divisor of it; or, where a run begins, num_shards as a multiple of it",
             *(config.num_ranks, max(1, config.num_workers), num_shards, times),
+        )
+
+
+def tell_of_held_samples(holding: Sequence[BufferDataset], num_shards: int, config: WorkerConfig) -> None:
+    """Say how many samples a process holds in the buffers of its shards, where these are many."""
+    shards_of_worker = num_shards // math.gcd(num_shards, config.num_workers_of_all)
+    num_held = shards_of_worker * sum(node.num_under_way for node in holding)
+    if num_held > _MANY_HELD and config.this_rank == 0:
+        logger.warning(
+            "each worker process holds up to %s encoded samples in the buffers of %d of the stream's %d shards; more "
+            "workers, a smaller buffer or a smaller num_shards hold fewer",
+            *(f"{num_held:,}", shards_of_worker, num_shards),
         )
 
 

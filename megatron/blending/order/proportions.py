@@ -260,6 +260,11 @@ class Proportions:
         self._reach(position)
         return self._stretches[bisect_right(self._starts, position) - 1].counts(position).tolist()
 
+    @property
+    def last_weights(self) -> Sequence[int]:
+        """They hold from some output on, for ever."""
+        return self._parts[-1][1].weights[-1]
+
     def change(self, start: int, weights: Sequence[Weight]) -> None:
         """Change to `weights` at output `start`, whatever was planned from there on; what comes before stays.
 

@@ -70,11 +70,8 @@ class BatchDataset(HoldingDataset):
     def samples_per_output(self) -> int:
         return self.batch_size * self.children[0].samples_per_output
 
-    @property
-    def make(self) -> Callable[[list[Any]], object]:
-        return self.batcher
-
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        self.make = binding.user_function(self.batcher, self, "batcher")
         self.size = self._num_batches()
 
     def _num_batches(self) -> int | None:

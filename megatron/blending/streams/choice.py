@@ -110,6 +110,9 @@ class BlendDataset(ChoiceDataset):
         passes, place = divmod(position, self.size)
         return [passes * (size or 0) + count for size, count in zip(self._sizes, self._proportions.counts(place))]
 
+    def gives_up(self, child: int) -> bool:
+        return self._proportions.last_weights[child] == 0
+
     def signature(self) -> list[Any]:
         segments = [(0, self._whole)] if self.schedule is None else self.schedule.segments()
         written = [[start, list(integer_weights(weights))] for start, weights in segments]

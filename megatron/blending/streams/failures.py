@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
+from megatron.blending.streams.seeding import mark_of
+
 logger = logging.getLogger("megatron.blending")
 
 DEFAULT_TOLERANCE = 100
@@ -144,7 +146,8 @@ class Failures:
 
 def failure_tolerance_of(function: object) -> int | None:
     """Return what `@stateless(failure_tolerance=...)` asked for; None if nothing did."""
-    return getattr(function, "__failure_tolerance__", None)
+    tolerance: int | None = mark_of(function, "__failure_tolerance__")
+    return tolerance
 
 
 def reraise_exception(error: Exception, sample: object, sources: object = None) -> None:

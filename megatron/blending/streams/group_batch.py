@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.holder import ShardEnd
-from megatron.blending.streams.holding import packed_origins, unpacked_origins
-from megatron.blending.streams.node import Hole, SavableDataset
+from megatron.blending.streams.holding import at_of, packed_origins, unpacked_origins
+from megatron.blending.streams.node import Binding, Hole, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -36,7 +36,7 @@ class GroupBatchHolder(BufferHolder):
                 key = next(iter(self._groups))
                 break
             try:
-                key, size = self.node.sample_group_key(value)
+                key, size = self.node.key_of(value, at_of(origin))
                 size = size or self.node.fixed_batch_size
                 if size is None:
                     raise ValueError("batch_group_criterion gives no batch size, and no batch_size was asked for")
@@ -56,7 +56,7 @@ class GroupBatchHolder(BufferHolder):
     def unpack(self, held: Any) -> None:
         for origin in unpacked_origins(held):
             for value in self.try_again(origin):
-                self._groups.setdefault(self.node.sample_group_key(value)[0], []).append((origin, value))
+                self._groups.setdefault(self.node.key_of(value, at_of(origin))[0], []).append((origin, value))
 
 
 class GroupBatchDataset(BufferDataset):
@@ -90,9 +90,10 @@ class GroupBatchDataset(BufferDataset):
     def num_under_way(self) -> int:
         return _ABOUT_OPEN * self.num_held
 
-    @property
-    def make(self) -> Callable[[list[Any]], object]:
-        return self.batcher
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        super().on_bound(binding, is_outermost)
+        self.make = binding.user_function(self.batcher, self, "batcher")
+        self.key_of = binding.user_function(self.sample_group_key, self, "key")
 
     def signature(self) -> list[Any]:
         return [*super().signature(), self.drop_last]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from megatron.blending.streams.holding import entries_of, keyed, remade, value_again
+from megatron.blending.streams.holding import at_of, entries_of, keyed, remade, value_again
 from megatron.blending.streams.node import (
     EXHAUSTED,
     Holders,
@@ -36,6 +36,9 @@ class Shard(Holders, Protocol):
     inner: Any
     """Where the output of a node that holds samples back came from, for whoever asked for it."""
     asked_position: int
+
+    def is_given_up(self, node: SavableDataset[Any]) -> bool:
+        """Whether a blend above a node will have lost its weight for good."""
 
     def evaluate(self, asking: "Cursor", plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
@@ -91,7 +94,7 @@ class Cursor:
                 return
             num_empty = 0 if found.plan.length else num_empty + 1
             block, place = block + 1, 0
-            if num_empty > _MOST_EMPTY_BLOCKS:
+            if num_empty > _MOST_EMPTY_BLOCKS and self.shard.is_given_up(self.node):
                 break
         else:
             value = self.node.extra(self.shard) if extra is None else value_again(self.node, extra)
@@ -189,7 +192,7 @@ class Holder:
             try:
                 values = self.node.values_again(self._origins)
             except Exception as error:
-                return [*[EXHAUSTED] * self._given, Hole(self.node.number, self.node.make, error)]
-        made = applied(self.node.make, values, self.node.number)
+                return [*[EXHAUSTED] * self._given, Hole(self.node.number, self.node.make.function, error)]
+        made = applied(self.node.make, values, self.node.number, at_of(self._origins[0]))
         several = made if type(made) is Several else [made]
         return [one if type(one) is Hole else keyed(one, values) for one in several]

@@ -30,6 +30,7 @@ from megatron.blending.streams.node import (
     Several,
     check_datasets,
 )
+from megatron.blending.streams.seeding import At, UserFunction, restore_key_of
 from megatron.blending.streams.worker_config import WorkerConfig
 
 
@@ -48,10 +49,8 @@ class HoldingDataset(SavableDataset[Any]):
     holder: ClassVar[Callable[..., Any]]
     """What makes this node's outputs in a shard of the stream."""
 
-    @property
-    def make(self) -> Callable[[list[Any]], object]:
-        """It makes an output of several of the child's, or is a generator of outputs."""
-        raise NotImplementedError
+    make: UserFunction
+    """It makes an output of several of the child's, or is a generator of outputs."""
 
     def values_again(self, origins: list[Origin]) -> list[Any]:
         """Return what `make` is called with, from where it came from."""
@@ -67,7 +66,7 @@ class HoldingDataset(SavableDataset[Any]):
             raise ValueError("a state does not say what an output was made of; it is damaged")
         origins, part = inner
         samples = self.values_again(origins)
-        made = self.make(samples)
+        made = self.make(samples, at_of(origins[0]))
         if type(made) is not GeneratorType:
             return keyed(made, samples)
         values = [keyed(value, samples) for value in made]
@@ -88,9 +87,9 @@ def keyed(made: Any, samples: list[Any]) -> Any:
     return made
 
 
-def restore_key_of(sample: object) -> Any:
-    """Return where a sample says it came from; () if it says nothing."""
-    return sample.get("__restore_key__", ()) if isinstance(sample, dict) else getattr(sample, "__restore_key__", ())
+def at_of(origin: Origin) -> At:
+    """Return where a sample stands among the outputs of its node, for `UserFunction`."""
+    return (origin, 0) if isinstance(origin, int) else (origin[0], origin[1])
 
 
 def remade(node: SavableDataset[Any], origin: Origin) -> object:
@@ -110,6 +109,8 @@ def value_again(node: SavableDataset[Any], origin: Origin) -> object:
 
 
 class _Again:
+    asked_position = 0
+
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
@@ -139,7 +140,7 @@ class HoldingPlan:
     def _made(self, start: int, end: int) -> object:
         try:
             values = self._child.values(start, end, ONLY_PLAIN)
-            made = self._node.make(values)
+            made = self._node.make(values, (int(self.positions[start]), 0))
         except Exception as error:
             raise NotPlain from error
         if type(made) is GeneratorType:

@@ -1,6 +1,6 @@
 """pure. MapDataset changes single outputs, FilterDataset leaves some out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.blending.streams.node import (
     applied,
     check_datasets,
 )
+from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 
 # What energon's MapDataset takes besides, and nothing here needs: functions are called as if they were stateless.
@@ -39,6 +40,7 @@ class SameOutputs(SavableDataset[Any]):
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self.size = self.children[0].size
+        self.user = binding.user_function(self.function, self, "function")
 
     @property
     def is_limit(self) -> bool:
@@ -49,17 +51,22 @@ class SameOutputs(SavableDataset[Any]):
         return self.children[0].num_positions
 
     def plan(self, positions: Ints, block: Block) -> "MapPlan":
-        return MapPlan(self, self.children[0].plan(positions, block))
+        return MapPlan(self, self.children[0].plan(positions, block), positions)
 
     def extra(self, holders: Holders) -> object:
         found = super().extra(holders)
-        return None if found is None else self.apply(found)
+        return None if found is None else self.apply(found, holders.asked_position)
 
-    def apply(self, value: object) -> object:
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """The function that the user gave."""
+        raise NotImplementedError
+
+    def apply(self, value: object, at: At) -> object:
         """Return what becomes of an output of the child, or what else stands in its place."""
         raise NotImplementedError
 
-    def apply_plainly(self, values: list[Any]) -> list[Any]:
+    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
         """Return what becomes of outputs of the child; any exception if that is not one output of each."""
         raise NotImplementedError
 
@@ -80,11 +87,16 @@ class MapDataset(SameOutputs):
         check_no_more("MapDataset", ignored, _ENERGON_ONLY)
         self.map_fn: Any = map_fn
 
-    def apply(self, value: object) -> object:
-        return applied(self.map_fn, value, self.number)
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        function: Callable[[Any], Any] = self.map_fn
+        return function
 
-    def apply_plainly(self, values: list[Any]) -> list[Any]:
-        made = list(map(self.map_fn, values))
+    def apply(self, value: object, at: At) -> object:
+        return applied(self.user, value, self.number, at)
+
+    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
+        made = self.user.each(values, positions)
         if GeneratorType in map(type, made):
             raise NotPlain
         return made
@@ -106,18 +118,23 @@ class FilterDataset(SameOutputs):
         check_function("FilterDataset: filter_fn", filter_fn)
         self.filter_fn: Any = filter_fn
 
-    def apply(self, value: object) -> object:
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        function: Callable[[Any], Any] = self.filter_fn
+        return function
+
+    def apply(self, value: object, at: At) -> object:
         if type(value) is Hole:
             return value
         if type(value) is Several:
-            return Several(map(self.apply, value))
+            return Several(self.apply(one, (at, part)) for part, one in enumerate(value))
         try:
-            return value if self.filter_fn(value) else Hole(self.number, self.filter_fn, None, value)
+            return value if self.user(value, at) else Hole(self.number, self.filter_fn, None, value)
         except Exception as error:
             return Hole(self.number, self.filter_fn, error, value)
 
-    def apply_plainly(self, values: list[Any]) -> list[Any]:
-        if not all(map(self.filter_fn, values)):
+    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
+        if not all(self.user.each(values, positions)):
             raise NotPlain
         return values
 
@@ -125,14 +142,18 @@ class FilterDataset(SameOutputs):
 class MapPlan:
     """It plans outputs of a node that changes single ones."""
 
-    def __init__(self, node: SameOutputs, child: Plan) -> None:
+    def __init__(self, node: SameOutputs, child: Plan, positions: Ints) -> None:
         self.length = child.length
+        self._positions = positions
         self._node = node
         self._child = child
 
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
         values = self._child.values(start, end, holders)
-        return self._node.apply_plainly(values) if holders is ONLY_PLAIN else list(map(self._node.apply, values))
+        positions = map(int, self._positions[start:end])
+        if holders is ONLY_PLAIN:
+            return self._node.apply_plainly(values, positions)
+        return list(map(self._node.apply, values, positions))
 
     def child(self, number: int) -> Plan:
         return self._child

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from megatron.blending.order.reading import ReadingOrder, records_at, salted_seed
 from megatron.blending.order.weights import Weight
+from megatron.blending.streams.seeding import At, UserFunction
 from megatron.blending.streams.worker_config import WorkerConfig
 
 Ints = npt.NDArray[np.int64]
@@ -54,21 +55,21 @@ class NotPlain(Exception):
     """This output is not made of as many others as planned: it must be made in sequence."""
 
 
-def applied(function: Callable[[Any], object], value: object, node: int) -> object:
+def applied(user: UserFunction, value: object, node: int, at: At) -> object:
     """Return what a function makes of a value, or of each of several; a hole where it fails."""
     if type(value) is Hole:
         return value
     if type(value) is Several:
         made = Several()
-        for one in value:
-            found = applied(function, one, node)
+        for part, one in enumerate(value):
+            found = applied(user, one, node, (at, part))
             made.extend(found if type(found) is Several else [found])
         return made
     try:
-        found = function(value)
+        found = user(value, at)
     except Exception as error:
-        return Hole(node, function, error, value)
-    return _values_of(found, function, value, node) if type(found) is GeneratorType else found
+        return Hole(node, user.function, error, value)
+    return _values_of(found, user.function, value, node) if type(found) is GeneratorType else found
 
 
 def _values_of(generator: Iterator[object], function: object, value: object, node: int) -> Several:
@@ -83,11 +84,16 @@ def _values_of(generator: Iterator[object], function: object, value: object, nod
 class Holders(Protocol):
     """They make the outputs of nodes that hold samples back, wherever these stand in a tree."""
 
+    asked_position: int
+    """The place in the tree of the output that was asked for last."""
+
     def output_of(self, node: Any, plan: Any, place: int) -> object:
         """Return the next output of such a node; a Hole if it has no more."""
 
 
 class _NoHolders:
+    asked_position = 0
+
     def output_of(self, node: Any, plan: Any, place: int) -> object:
         raise NotPlain
 
@@ -159,6 +165,10 @@ class Binding:
     def again(self) -> "Binding":
         """Return the same, for another copy of the tree."""
         return replace(self, nodes=[])
+
+    def user_function(self, function: Callable[..., Any], node: "SavableDataset[Any]", role: str) -> UserFunction:
+        """Return a function of a node as it is to be called."""
+        return UserFunction(function, self.seed, f"{node.number} {role}")
 
     def seed_at(self, place: str) -> int:
         return salted_seed(self.seed, self.salts.get(place, place))
@@ -252,6 +262,10 @@ class SavableDataset(Generic[T_co]):
         """Return an output beyond the planned ones: what nodes that hold samples back still have; else None."""
         found = (child.extra(holders) for child in self.children)
         return next((value for value in found if value is not None), None)
+
+    def gives_up(self, child: int) -> bool:
+        """Whether from some output on a child is part of none; of a bound node."""
+        return False
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         """Return how many outputs of each child the first `position` outputs are made of.

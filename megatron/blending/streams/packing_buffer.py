@@ -10,9 +10,10 @@ from typing import Any
 from megatron.blending.arguments import check_function, check_no_more, check_one_of, check_whole
 from megatron.blending.streams.failures import FatalSampleError, NotChosen
 from megatron.blending.streams.holder import ShardEnd
-from megatron.blending.streams.holding import packed_origins, unpacked_origins
-from megatron.blending.streams.node import Hole, Origin, SavableDataset
+from megatron.blending.streams.holding import at_of, packed_origins, unpacked_origins
+from megatron.blending.streams.node import Binding, Hole, Origin, SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 
 OVER_LONG = ("error", "alone", "drop")
@@ -23,6 +24,11 @@ _ENERGON_ONLY = (
 )
 _MOST_OFFERS = 16
 _MOST_COPIES = 20_000
+_OF_COPIES = (-1, 0)
+
+
+def _same(sample: Any) -> Any:
+    return sample
 
 
 class PackingHolder(BufferHolder):
@@ -49,7 +55,14 @@ class PackingHolder(BufferHolder):
         is_full = self._fill()
         if not self._buffer:
             raise ShardEnd
-        chosen = self._selected([value for _, value, _ in self._buffer])
+        values, at = [value for _, value, _ in self._buffer], at_of(self._buffer[0][0])
+        try:
+            chosen = self._selected(values, at)
+        except Exception as error:
+            # Whatever it does not take is left out, as with any other function.
+            origin, self._buffer = self._buffer[0][0], []
+            self.leave_out(Hole(self.node.number, self.node.pre_packer, error, values), origin)
+            return
         # One object may stand there for several samples.
         by_id: dict[int, list[tuple[Any, Any, int]]] = {}
         for held in reversed(self._buffer):
@@ -108,7 +121,7 @@ class PackingHolder(BufferHolder):
         count = self.node.buffer_size
         while count < _MOST_COPIES:
             try:
-                groups = self._selected(values * -(-count // len(values)))
+                groups = self._selected(values * -(-count // len(values)), _OF_COPIES)
             except Exception:
                 # It does not take copies, so there is no telling.
                 return set(map(id, values))
@@ -117,8 +130,8 @@ class PackingHolder(BufferHolder):
             count *= 8
         return set()
 
-    def _selected(self, values: list[Any]) -> list[list[Any]]:
-        groups = self.node.pre_packer(values)
+    def _selected(self, values: list[Any], at: At) -> list[list[Any]]:
+        groups = self.node.select(values, at)
         if isinstance(groups, Iterable):
             groups = list(groups)
             if all(isinstance(group, (list, tuple)) for group in groups):
@@ -149,15 +162,13 @@ class PackingHolder(BufferHolder):
             )
 
     def _encoded(self, group: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        encode = self.node.sample_encoder
-        if encode is None:
-            return group
+        encode = self.node.encode
         done = []
         for origin, value in group:
             try:
-                done.append((origin, encode(value)))
+                done.append((origin, encode(value, at_of(origin))))
             except Exception as error:
-                self.leave_out(Hole(self.node.number, encode, error, value), origin)
+                self.leave_out(Hole(self.node.number, encode.function, error, value), origin)
         return done
 
     def packed(self) -> object:
@@ -211,10 +222,11 @@ class PackingDataset(BufferDataset):
         self.final_packer: Any = final_packer
         self.sample_encoder: Any = sample_encoder
 
-    @property
-    def make(self) -> Callable[[list[Any]], object]:
-        return self.final_packer
+    def on_bound(self, binding: Binding, is_outermost: bool) -> None:
+        super().on_bound(binding, is_outermost)
+        self.make = binding.user_function(self.final_packer, self, "final packer")
+        self.select = binding.user_function(self.pre_packer, self, "pre packer")
+        self.encode = binding.user_function(self.sample_encoder or _same, self, "sample encoder")
 
     def values_again(self, origins: list[Origin]) -> list[Any]:
-        values = super().values_again(origins)
-        return values if self.sample_encoder is None else list(map(self.sample_encoder, values))
+        return list(map(self.encode, super().values_again(origins), map(at_of, origins)))

@@ -92,6 +92,15 @@ class StreamShard:
         self.inner, self.asked_position = holder.inner, holder.asked_position
         return found
 
+    def is_given_up(self, node: SavableDataset[Any]) -> bool:
+        above = self.root
+        while above.number != node.number:
+            child = _child_towards(above, node.number)
+            if above.gives_up(above.children.index(child)):
+                return True
+            above = child
+        return False
+
     def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
         """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
         if hole is EXHAUSTED:

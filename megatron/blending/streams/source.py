@@ -19,6 +19,7 @@ from megatron.blending.streams.node import (
     NotPlain,
     SavableDataset,
 )
+from megatron.blending.streams.seeding import UserFunction
 from megatron.blending.streams.worker_config import WorkerConfig
 
 Load = Callable[[Record, tuple[str, int, int]], Any]
@@ -69,6 +70,7 @@ class SourceDataset(SavableDataset[Any]):
             window_length=shuffle_window or 1,
         )
         self.size = len(source)
+        self.user_load = UserFunction(read_records)
         self.salt = ""
         self.base = 0
         self._fingerprint: str | None = None
@@ -80,6 +82,8 @@ class SourceDataset(SavableDataset[Any]):
         self.order = self.order._replace(seed=binding.seed_at(self.place))
         self.salt = binding.salts.get(self.place, self.place)
         self.base = binding.bases.get(self.place, 0)
+        if self.load is not None:
+            self.user_load = binding.user_function(self.load, self, "load")
 
     def plan(self, positions: Ints, block: Block) -> "SourcePlan":
         return SourcePlan(self, positions + self.base if self.base else positions, block)
@@ -128,7 +132,7 @@ class SourcePlan:
         if node.load is None and RecordError not in map(type, records):
             return records
         keys = list(zip(repeat(node.place), self._lists[0][start:end], numbers))
-        many = getattr(node.load, "many", None)
+        many = None if node.user_load.is_seeded else getattr(node.load, "many", None)
         if many is not None and RecordError not in map(type, records):
             try:
                 return many(records, keys)
@@ -138,7 +142,7 @@ class SourcePlan:
         if holders is ONLY_PLAIN and RecordError in map(type, records):
             raise NotPlain
         if holders is ONLY_PLAIN and node.load is not None:
-            return [node.load(record, key) for record, key in zip(records, keys)]  # type: ignore[arg-type]
+            return list(map(node.user_load, records, keys, keys))
         return [self._loaded(record, key) for record, key in zip(records, keys)]
 
     def _loaded(self, record: Record | RecordError, key: tuple[str, int, int]) -> object:
@@ -146,7 +150,7 @@ class SourcePlan:
         if isinstance(record, RecordError):
             return Hole(node.number, node.load or node.source, record)
         try:
-            return record if node.load is None else node.load(record, key)
+            return record if node.load is None else node.user_load(record, key, key)
         except Exception as error:
             return Hole(node.number, node.load, error)
 

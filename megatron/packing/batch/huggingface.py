@@ -20,15 +20,15 @@ def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
     """Return `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without its padding.
 
     item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`, `position_ids` and
-    `cu_seq_lens_q`; [L] each. Sequences begin where positions are 0, as without padding between them they do in
-    HuggingFace's models.
+    `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where positions are 0, as without padding between
+    them they do in HuggingFace's models.
     """
     sample = dict(item)
     ends = sample.pop("cu_seq_lens_q", None)
     for name, values in sample.items():
-        if values.size != sample["input_ids"].size:
+        if len(values) != sample["input_ids"].size:
             raise ValueError(
-                f"'{name}' must be as long as 'input_ids' ({sample['input_ids'].size}), but is {values.size}"
+                f"'{name}' must be as long as 'input_ids' ({sample['input_ids'].size}), but is {len(values)}"
             )
     sample["tokens"] = sample.pop("input_ids")
     is_real = sample.pop("attention_mask", None)

@@ -2,15 +2,16 @@
 
 A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32), `max_seqlen` (int),
 `padding_mask` (bool [T], True at padding), and where the stage has tokens `tokens`, `labels`, `position_ids` (int64
-[T]), `loss_mask` (float32 [T]) and `sources` (int64 [segments]). All of it is on the host, pinned where there is CUDA.
-Padding is token 0, masked.
+[T]), `loss_mask` (float32 [T]), `sources` (int64 [segments]), and extra columns by name, if there are any: dicts
+`extra_per_token` ([T, ...]) and `extra_per_sequence` ([segments, ...]). All of it is on the host, pinned where there is
+CUDA. Padding is token 0, masked, and zero in extra columns.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,26 @@ def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout
     """Return the microbatches of `samples`, which are in the order of the packs; `layouts` is `layouts_of` them."""
     padding_mask = _padding_mask(layouts)
     is_real = ~padding_mask
-    columns = {name: _split(_padded(values, is_real), layouts) for name, values in samples.fields()._asdict().items()}
-    sources = np.split(samples.sources, np.cumsum(num_sequences)[:-1])
+    fields = {
+        name: _split(_padded(values, is_real, np.float32 if name == "loss_mask" else np.int64), layouts)
+        for name, values in samples.fields()._asdict().items()
+    }
+    fields["sources"] = _of_segments(samples.sources.astype(np.int64), num_sequences, layouts)
+    extra: dict[str, dict[str, Sequence[Tensor]]] = {}
+    for column, values in samples.extra().items():
+        if column.per_token:
+            parts = _split(_padded(values, is_real, values.dtype), layouts)
+        else:
+            parts = _of_segments(values, num_sequences, layouts)
+        extra.setdefault("extra_per_token" if column.per_token else "extra_per_sequence", {})[column.name] = parts
     return [
-        {
-            **microbatch,
-            **{name: column[number] for name, column in columns.items()},
-            "sources": _sources_of(sources[number], layouts[number]),
-        }
+        {**microbatch, **_part(fields, number), **{kind: _part(columns, number) for kind, columns in extra.items()}}
         for number, microbatch in enumerate(_microbatches(layouts, padding_mask))
     ]
+
+
+def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Tensor]:
+    return {name: parts[number] for name, parts in columns.items()}
 
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
@@ -100,12 +111,11 @@ def _padding_mask(layouts: Sequence[PackLayout]) -> npt.NDArray[np.bool_]:
     return np.repeat(np.tile([False, True], real.size), np.column_stack((real, padding)).ravel())
 
 
-def _padded(values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """`values` where tokens are real, zero elsewhere; ids as int64."""
-    dtype = values.dtype if values.dtype.kind == "f" else np.dtype(np.int64)
-    if values.size == is_real.size:
+def _padded(values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """`values` where tokens are real, zero elsewhere."""
+    if len(values) == is_real.size:
         return values.astype(dtype, copy=False)
-    padded = np.zeros(is_real.size, dtype)
+    padded = np.zeros((is_real.size, *values.shape[1:]), dtype)
     padded[is_real] = values
     return padded
 
@@ -117,7 +127,11 @@ def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[
     return tensor.split([layout.num_tokens for layout in layouts])
 
 
-def _sources_of(sources: npt.NDArray[np.int32], layout: PackLayout) -> Tensor:
-    of_segments = np.zeros(layout.lengths.size, np.int64)
-    of_segments[: sources.size] = sources
-    return torch.from_numpy(of_segments)
+def _of_segments(values: npt.NDArray[Any], num_sequences: IntArray, layouts: Sequence[PackLayout]) -> list[Tensor]:
+    """One row per segment of each pack: those of its sequences, then zero for padding at its end."""
+    found = []
+    for rows, layout in zip(np.split(values, np.cumsum(num_sequences)[:-1]), layouts, strict=True):
+        of_segments = np.zeros((layout.lengths.size, *values.shape[1:]), values.dtype)
+        of_segments[: len(rows)] = rows
+        found.append(torch.from_numpy(of_segments))
+    return found

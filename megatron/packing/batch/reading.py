@@ -9,6 +9,8 @@
 masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a missing `source` is 0. A field is a
 numpy array, a tensor or a list, [L] or [1, L]; arrays and tensors [B, L] are B samples. What has `input_ids` and no
 `tokens` is of HuggingFace's collators (see `huggingface`).
+
+Any other field of numbers is an extra column (see `extra`), and travels with its sample.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.batch.columns import Column
+from megatron.packing.batch.extra import Rows, column_of, extra_fields, rows_of
 from megatron.packing.batch.huggingface import IGNORED, as_megatron_sample
 from megatron.packing.batch.samples import IntArray, Samples, counted, next_tokens, spread
 
@@ -42,6 +46,7 @@ class SampleReader:
     def __init__(self) -> None:
         self._items: list[dict[str, npt.NDArray[Any]]] = []
         """The fields that each has, by name; it holds a sequence or several."""
+        self._extra: list[dict[str, Rows]] = []
         self._lengths: list[int] = []
         self._sources: list[int] = []
         self._draws: list[int] = []
@@ -58,8 +63,7 @@ class SampleReader:
 
     def _add_item(self, item: Mapping[str, Any], draw: int) -> None:
         if item.get("tokens") is None and item.get("input_ids") is not None:
-            given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
-            item = {"source": item.get("source", 0), **as_megatron_sample(given)}
+            item = _from_huggingface(item)
         given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
         if "tokens" not in given:
             raise ValueError(f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}")
@@ -70,11 +74,15 @@ class SampleReader:
         source = _number(item.get("source", 0))
         if not 0 <= source < _LIMIT:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
-        lengths = [size]
+        extra, lengths = extra_fields(item, size), [size]
         if size == 0 or item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None:
             starts, sizes = _sequences(item, size)
-            given = {name: values[spread(starts, sizes)] for name, values in given.items()}
+            index = spread(starts, sizes)
+            given = {name: values[index] for name, values in given.items()}
             lengths = sizes.tolist()
+            extra = {name: values[index] if values.shape[:1] == (size,) else values for name, values in extra.items()}
+        num_tokens = given["tokens"].size
+        self._extra.append({name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()})
         self._items.append(given)
         self._lengths += lengths
         self._sources += [source] * len(lengths)
@@ -108,7 +116,17 @@ class SampleReader:
             ignored = labels == IGNORED
             loss_mask, labels = np.where(ignored, np.float32(0), loss_mask), np.where(ignored, 0, labels)
         sources = np.array(self._sources, np.int32)
-        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids)
+        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_extra(self._extra_columns())
+
+    def _extra_columns(self) -> dict[Column, npt.NDArray[Any]]:
+        names = dict.fromkeys(name for item in self._extra for name in item)
+        try:
+            for name in names:
+                if not all(name in item for item in self._extra):
+                    raise ValueError(f"'{name}' must be in all samples or in none, but some lack it")
+            return dict(column_of(name, [item[name] for item in self._extra]) for name in sorted(names))
+        except ValueError as error:
+            raise SampleError(self._draws[0], str(error)) from None
 
     @property
     def draws(self) -> IntArray:
@@ -143,6 +161,15 @@ def read_samples(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samp
     reader = SampleReader()
     reader.add(drawn, 0)
     return reader.samples()
+
+
+def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of HuggingFace's collators as one of Megatron-LM's, with its other fields."""
+    given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
+    size = given["input_ids"].size
+    extra = extra_fields(item, size)
+    per_token = {name: values for name, values in extra.items() if values.shape[:1] == (size,)}
+    return {**extra, "source": item.get("source", 0), **as_megatron_sample({**given, **per_token})}
 
 
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:

@@ -2,7 +2,7 @@
 
 Nothing here is done sequence by sequence. Nearly always the labels are the next tokens, the mask is one weight or zero
 in each sequence, and positions count from zero: then none of the three is kept, and a token takes 5 bytes (its id and
-one flag) in memory and on the wire. `form` says which of the three are kept in full.
+one flag) in memory and on the wire. `form` names the columns that are kept besides (see `columns`).
 
     [7 8 9] [5 6]    tokens   7 8 9 5 6     lengths      3 2
                      flags    0 1 1 1 0     last_labels  2 4     labels would be 8 9 2 6 4
@@ -11,19 +11,32 @@ one flag) in memory and on the wire. `form` says which of the three are kept in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from megatron.packing.batch.columns import (
+    ALWAYS,
+    FLAGS,
+    LABELS,
+    LAST_LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    SOURCES,
+    TOKENS,
+    WEIGHTS,
+    Column,
+    Form,
+    form_of,
+    num_words,
+    wire_columns,
+)
 
-LABELS, MASK, POSITIONS = 1, 2, 4
-"""Bits of a form: what is kept in full."""
+IntArray = npt.NDArray[np.int64]
+Columns = Mapping[Column, npt.NDArray[Any]]
 
 
 class Fields(NamedTuple):
@@ -41,35 +54,17 @@ class Samples:
 
     lengths: IntArray
     """int64 [n]"""
-    sources: npt.NDArray[np.int32]
-    """int32 [n]: a number of the user's, by which losses may be told apart."""
-    tokens: npt.NDArray[np.int32]
-    """int32 [T]"""
-    last_labels: npt.NDArray[np.int32]
-    """int32 [n]: the label of each sequence's last token."""
-    weights: npt.NDArray[np.float32]
-    """float32 [n]: of the tokens that count, in the loss's sum."""
-    flags: npt.NDArray[np.uint8]
-    """uint8 [T]: 1 where a token's label counts."""
-    labels: npt.NDArray[np.int32] | None = None
-    """int32 [T], where they are not the next tokens."""
-    loss_mask: npt.NDArray[np.float32] | None = None
-    """float32 [T], where a sequence has several weights."""
-    position_ids: npt.NDArray[np.int32] | None = None
-    """int32 [T], where they do not count from zero."""
+    columns: Columns
+    """ALWAYS and those of `form`: [n, *shape] or [T, *shape] each.
+
+    sources: a number of the user's, by which losses may be told apart. last_labels: the label of each sequence's last
+    token. weights: of the tokens that count, in the loss's sum. flags: 1 where a token's label counts.
+    """
 
     @classmethod
     def none(cls) -> Samples:
         """Return no sequences at all."""
-        ids = np.empty(0, np.int32)
-        return cls(
-            lengths=np.empty(0, np.int64),
-            sources=ids,
-            tokens=ids,
-            last_labels=ids,
-            weights=np.empty(0, np.float32),
-            flags=np.empty(0, np.uint8),
-        )
+        return cls(lengths=np.empty(0, np.int64), columns={column: column.zeros(0) for column in ALWAYS})
 
     @classmethod
     def of(
@@ -81,7 +76,7 @@ class Samples:
         loss_mask: npt.NDArray[np.float32],
         position_ids: npt.NDArray[Any] | None = None,
     ) -> Samples:
-        """Return the sequences in the smallest form that holds all of them.
+        """Return the sequences with as few columns as hold all of them.
 
         Ids are integers of any type, one entry per token each; position_ids None: they count from zero.
         """
@@ -89,160 +84,165 @@ class Samples:
             return cls.none()
         ends = np.cumsum(lengths)
         tokens, labels = (ids.astype(np.int32, copy=False) for ids in (tokens, labels))
-        if position_ids is not None and np.array_equal(position_ids, counted(lengths)):
-            position_ids = None
-        last_labels = labels[ends - 1]
         flags = loss_mask != 0
         weights = np.ones(lengths.size, np.float32)
-        is_weighted = not np.array_equal(loss_mask, flags)
-        if is_weighted:
+        kept: dict[Column, npt.NDArray[Any]] = {}
+        if not _are_next_tokens(labels, tokens, ends):
+            kept[LABELS] = labels
+        if not np.array_equal(loss_mask, flags):
             weights = np.maximum.reduceat(loss_mask, ends - lengths)
-            is_weighted = not np.array_equal(loss_mask, flags * np.repeat(weights, lengths))
-        return cls(
-            lengths=lengths,
-            sources=sources,
-            tokens=tokens,
-            last_labels=last_labels,
-            weights=weights,
-            flags=flags.view(np.uint8),
-            labels=None if _are_next_tokens(labels, tokens, ends) else labels,
-            loss_mask=loss_mask if is_weighted else None,
-            position_ids=None if position_ids is None else position_ids.astype(np.int32),
-        )
+            if not np.array_equal(loss_mask, flags * np.repeat(weights, lengths)):
+                kept[LOSS_MASK] = loss_mask
+        if position_ids is not None and not np.array_equal(position_ids, counted(lengths)):
+            kept[POSITION_IDS] = position_ids.astype(np.int32, copy=False)
+        always = (sources, tokens, labels[ends - 1], weights, flags.view(np.uint8))
+        return cls(lengths=lengths, columns={**dict(zip(ALWAYS, always)), **kept})
+
+    def with_extra(self, extra: Columns) -> Samples:
+        """Return the same sequences with columns of the user's."""
+        return replace(self, columns={**self.columns, **extra})
 
     @property
-    def form(self) -> int:
-        """What is kept in full: a sum of LABELS, MASK and POSITIONS."""
-        kept = ((self.labels, LABELS), (self.loss_mask, MASK), (self.position_ids, POSITIONS))
-        return sum(bit for field, bit in kept if field is not None)
+    def form(self) -> Form:
+        """The columns that are kept beyond those that always are."""
+        return form_of(self.columns)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """int32 [T]"""
+        return self.columns[TOKENS]
+
+    @property
+    def sources(self) -> npt.NDArray[np.int32]:
+        """int32 [n]"""
+        return self.columns[SOURCES]
 
     @property
     def num_loss_tokens(self) -> IntArray:
         """int64 [n]: how many tokens of each sequence count."""
         if not self.lengths.size:
             return np.empty(0, np.int64)
-        return np.add.reduceat(self.flags, np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
+        return np.add.reduceat(self.columns[FLAGS], np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
 
     def fields(self) -> Fields:
-        """Return all of it in full."""
-        full = self.in_form(LABELS | MASK | POSITIONS)
-        assert full.labels is not None
-        assert full.loss_mask is not None
-        assert full.position_ids is not None
-        return Fields(full.tokens, full.labels, full.loss_mask, full.position_ids)
+        """Return what a model is trained on, in full."""
+        return Fields(self.tokens, *(self._whole(column) for column in (LABELS, LOSS_MASK, POSITION_IDS)))
 
-    def in_form(self, form: int) -> Samples:
-        """Return the same sequences with at least what `form` says kept in full."""
-        labels, loss_mask, position_ids = self.labels, self.loss_mask, self.position_ids
-        if form & LABELS and labels is None:
-            labels = next_tokens(self.tokens, self.last_labels, np.cumsum(self.lengths))
-        if form & MASK and loss_mask is None:
-            loss_mask = np.repeat(self.weights, self.lengths)
-            loss_mask *= self.flags
-        if form & POSITIONS and position_ids is None:
-            position_ids = counted(self.lengths)
-        return replace(self, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
+    def extra(self) -> dict[Column, npt.NDArray[Any]]:
+        """Return the user's columns."""
+        return {column: values for column, values in self.columns.items() if column.extra}
+
+    def in_form(self, form: Form) -> Samples:
+        """Return the same sequences with at least the columns of `form`.
+
+        Extra ones must be there already, unless there are no sequences.
+        """
+        missing = {column: self._whole(column) for column in form if column not in self.columns}
+        return replace(self, columns={**self.columns, **missing}) if missing else self
+
+    def _whole(self, column: Column) -> npt.NDArray[Any]:
+        """The values of a column, derived where it is not kept."""
+        if column in self.columns:
+            return self.columns[column]
+        if column == LABELS:
+            return next_tokens(self.tokens, self.columns[LAST_LABELS], np.cumsum(self.lengths))
+        if column == LOSS_MASK:
+            mask = np.repeat(self.columns[WEIGHTS], self.lengths)
+            mask *= self.columns[FLAGS]
+            return mask
+        if column == POSITION_IDS:
+            return counted(self.lengths)
+        assert not self.lengths.size, f"samples without '{column.name}'"
+        return column.zeros(0)
 
     def take(self, ids: IntArray) -> Samples:
         """Return the sequences of these numbers, in this order."""
         if np.array_equal(ids, np.arange(self.lengths.size)):
             return self
         starts = np.cumsum(self.lengths) - self.lengths
-        return self._gathered(ids, spread(starts[ids], self.lengths[ids]))
+        return self._gathered(ids, spread(starts[ids], self.lengths[ids]), self.lengths[ids])
 
     def first(self, limit: int) -> Samples:
         """Return all sequences, each cut after `limit` tokens."""
         lengths = np.minimum(self.lengths, limit)
         starts, ends = np.cumsum(self.lengths) - self.lengths, np.cumsum(lengths)
         index = spread(starts, lengths)
-        labels = self.in_form(LABELS).labels
-        assert labels is not None
-        cut = self._gathered(np.arange(lengths.size), index)
-        return replace(cut, lengths=lengths, last_labels=labels[index[ends - 1]] if lengths.size else cut.last_labels)
+        cut = self._gathered(np.arange(lengths.size), index, lengths)
+        last_labels = self._whole(LABELS)[index[ends - 1]] if lengths.size else cut.columns[LAST_LABELS]
+        return replace(cut, columns={**cut.columns, LAST_LABELS: last_labels})
 
     def split(self, counts: IntArray) -> list[Samples]:
         """Return the first counts[0] sequences, the next counts[1] ..., as views."""
         ends = np.cumsum(counts)[:-1]
         token_ends = np.concatenate(([0], np.cumsum(self.lengths)))[ends]
-        per_token = ("tokens", "flags", "labels", "loss_mask", "position_ids")
-        columns = {
-            name: np.split(values, token_ends if name in per_token else ends)
-            for name in self.__dataclass_fields__
-            if (values := getattr(self, name)) is not None
+        parts = {
+            column: np.split(values, token_ends if column.per_token else ends)
+            for column, values in self.columns.items()
         }
-        return [Samples(**{name: parts[i] for name, parts in columns.items()}) for i in range(len(counts))]
+        lengths = np.split(self.lengths, ends)
+        return [
+            Samples(lengths=lengths[i], columns={column: its[i] for column, its in parts.items()})
+            for i in range(len(counts))
+        ]
 
-    def _gathered(self, ids: IntArray, index: IntArray) -> Samples:
-        return Samples(
-            lengths=self.lengths[ids],
-            sources=self.sources[ids],
-            tokens=self.tokens[index],
-            last_labels=self.last_labels[ids],
-            weights=self.weights[ids],
-            flags=self.flags[index],
-            labels=None if self.labels is None else self.labels[index],
-            loss_mask=None if self.loss_mask is None else self.loss_mask[index],
-            position_ids=None if self.position_ids is None else self.position_ids[index],
-        )
+    def _gathered(self, ids: IntArray, index: IntArray, lengths: IntArray) -> Samples:
+        """Sequences `ids`, whose tokens stand at `index`."""
+        columns = {column: values[index if column.per_token else ids] for column, values in self.columns.items()}
+        return Samples(lengths=lengths, columns=columns)
 
     def to_words(self) -> npt.NDArray[np.int32]:
         """Return everything but the lengths as int32 [num_words(n, T, form)]."""
-        parts = [self.sources, self.last_labels, self.tokens]
-        parts += [ids for ids in (self.labels, self.position_ids) if ids is not None]
-        if self.loss_mask is not None:
-            parts.append(self.loss_mask.view(np.int32))
-        else:
-            padded = np.zeros(-(-self.flags.size // 4) * 4, np.uint8)
-            padded[: self.flags.size] = self.flags
-            parts += [self.weights.view(np.int32), padded.view(np.int32)]
-        return np.concatenate(parts)
+        return np.concatenate([column.to_words(self.columns[column]) for column in wire_columns(self.form)])
 
     @classmethod
-    def from_words(cls, words: npt.NDArray[np.int32], lengths: IntArray, form: int) -> Samples:
-        """Return what `to_words` was called on; views of `words` where they can be."""
-        num_sequences, num_tokens = lengths.size, int(lengths.sum())
-        sizes = [num_sequences, num_sequences, num_tokens]
-        sizes += [num_tokens] * bool(form & LABELS) + [num_tokens] * bool(form & POSITIONS)
-        sources, last_labels, tokens, *others = np.split(words, np.cumsum(sizes))
-        loss_mask = others[-1].view(np.float32) if form & MASK else None
-        if loss_mask is not None:
-            weights, flags = np.ones(num_sequences, np.float32), (loss_mask != 0).view(np.uint8)
-        else:
-            weights = others[-1][:num_sequences].view(np.float32)
-            flags = others[-1][num_sequences:].view(np.uint8)[:num_tokens]
-        return cls(
-            lengths=lengths,
-            sources=sources,
-            tokens=tokens,
-            last_labels=last_labels,
-            weights=weights,
-            flags=flags,
-            labels=others[0] if form & LABELS else None,
-            loss_mask=loss_mask,
-            position_ids=others[-2] if form & POSITIONS else None,
-        )
+    def from_words(cls, words: npt.NDArray[np.int32], lengths: IntArray, form: Form) -> Samples:
+        """Return what `to_words` was called on; views of `words` where they can be.
 
-
-def num_words(num_sequences: int, num_tokens: int, form: int) -> int:
-    """Return how many int32 words `Samples.to_words` makes of so many sequences and tokens."""
-    kept = 1 + bool(form & LABELS) + bool(form & POSITIONS)
-    mask = num_tokens if form & MASK else num_sequences - (-num_tokens // 4)
-    return 2 * num_sequences + kept * num_tokens + mask
+        Raises ValueError where `words` are not as many as these sequences take.
+        """
+        size = (lengths.size, int(lengths.sum()))
+        if words.size != num_words(*size, form):
+            raise ValueError(f"{size[0]} sequences take {num_words(*size, form)} words, but there are {words.size}")
+        columns: dict[Column, npt.NDArray[Any]] = {}
+        start = 0
+        for column in wire_columns(form):
+            num_rows = column.num_rows(*size)
+            end = start + column.num_words(num_rows)
+            columns[column] = column.from_words(words[start:end], num_rows)
+            start = end
+        if LOSS_MASK in columns:
+            columns[WEIGHTS] = np.ones(lengths.size, np.float32)
+            columns[FLAGS] = (columns[LOSS_MASK] != 0).view(np.uint8)
+        return cls(lengths=lengths, columns=columns)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """Return all sequences, one part after the other, in the smallest form that holds all of them."""
+    """Return all sequences, one part after the other, with the columns of all of them.
+
+    Raises ValueError where the parts' extra columns differ.
+    """
     parts = [part for part in parts if part.lengths.size]
     if len(parts) < 2:
         return parts[0] if parts else Samples.none()
-    form = reduce(or_, (part.form for part in parts))
+    form = common_form([part.form for part in parts])
     parts = [part.in_form(form) for part in parts]
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in Samples.__dataclass_fields__
-        if getattr(parts[0], name) is not None
-    }
-    return Samples(**columns)
+    columns = {column: np.concatenate([part.columns[column] for part in parts]) for column in (*ALWAYS, *form)}
+    return Samples(lengths=np.concatenate([part.lengths for part in parts]), columns=columns)
+
+
+def common_form(forms: Sequence[Form]) -> Form:
+    """Return the form that batches of these forms, none of them empty, can all take.
+
+    Raises ValueError where an extra column is not in all of them.
+    """
+    common = form_of({column for form in forms for column in form})
+    for column in common:
+        if column.extra and not all(column in form for form in forms):
+            raise ValueError(
+                f"'{column.name}' must be in all samples of a global batch or in none, but some lack it; give it a "
+                "value in each"
+            )
+    return common
 
 
 def spread(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:

@@ -4,10 +4,11 @@ PackedSeqParams. No collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from megatron.packing.model.zigzag import sent, shard_index
 from megatron.packing.step.groups import device_of
 
 
-class Batch(NamedTuple):
+class BatchFields(NamedTuple):
     """Arguments of GPTModel.forward for one microbatch of T tokens; each tensor [1, T / context-parallel size].
 
     `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels` and `loss_mask` on
@@ -35,6 +36,15 @@ class Batch(NamedTuple):
     position_ids: Tensor | None
     packed_seq_params: PackedSeqParams
     padding_mask: Tensor
+
+
+class Batch(BatchFields):
+    """The seven values of `BatchFields`, and beside them the fields that the user's samples have besides."""
+
+    extra: Mapping[str, Tensor] = MappingProxyType({})
+    """Extra columns by name, where `labels` are. Per token [1, T / context-parallel size, ...]; per sequence
+    [segments, ...], in the order of the pack, with zeros for padding at its end.
+    """
 
 
 @cache
@@ -60,11 +70,21 @@ def get_batch_on_this_rank_for_sequence_packing(
     mtp_on_this_rank: bool = False,
     vp_stage: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    *,
+    dynamic_cp: bool = False,
+    config: object = None,
 ) -> Batch:
     """The next microbatch of an iterator from `wrap_dataloader`, cut for this rank; see `Batch`.
 
-    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving only).
+    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving only). dynamic_cp,
+    config: as scripts of Megatron-LM's dev branch pass them; a context-parallel size for each pack is not supported,
+    so dynamic_cp=True raises ValueError, and config is ignored.
     """
+    if dynamic_cp:
+        raise ValueError(
+            "dynamic_cp=True is not supported: all packs have one context-parallel size; pass dynamic_cp=False and "
+            "--context-parallel-size"
+        )
     if data_iterator is None:
         raise ValueError(
             "every rank must have a data iterator from wrap_dataloader, but this one has None; "
@@ -96,12 +116,24 @@ def get_batch_on_this_rank_for_sequence_packing(
     if fields["loss_mask"] is not None and mask is not None and mask.device.type == "cpu" != device.type:
         mask = mask if index is None else mask[index]  # what counts, for `head`, which must not ask the device
         params.loss_rows = sent(mask.nonzero().squeeze(1), device)
-    return Batch(
+    batch = Batch(
         **fields,
         attention_mask=None,
         packed_seq_params=params,
         padding_mask=shard(microbatch["padding_mask"]),
     )
+    if fields["labels"] is not None:
+        batch.extra = _extra_columns(microbatch, index, device)
+    return batch
+
+
+def _extra_columns(microbatch: dict[str, Any], index: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    """See `Batch.extra`. index: the tokens of this context-parallel rank, on the host; None for all."""
+    found = {name: sent(values, device) for name, values in microbatch.get("extra_per_sequence", {}).items()}
+    for name, values in microbatch.get("extra_per_token", {}).items():
+        shard = values if index is None else values.index_select(0, index)
+        found[name] = sent(shard, device).unsqueeze(0)
+    return found
 
 
 def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:

@@ -42,12 +42,14 @@ class ModelShape:
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_shared_expert_intermediate_size: int | None = None
     """Width of an MLP beside the experts that all tokens go through."""
+    mtp_num_layers: int | None = None
+    """Layers of multi-token prediction."""
 
     def __post_init__(self) -> None:
         check_range(self, 1, None, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         check_range(self, 1, None, "kv_channels", "ffn_hidden_size")
         check_range(self, 1, None, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-        check_range(self, 1, None, "moe_shared_expert_intermediate_size")
+        check_range(self, 1, None, "moe_shared_expert_intermediate_size", "mtp_num_layers")
         heads = self.num_attention_heads or 1
         if self.kv_channels is None and self.hidden_size is not None and self.hidden_size % heads:
             raise ValueError(
@@ -141,14 +143,12 @@ class Architecture(ModelShape):
     """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
     moe_shared_expert_gate: bool = False
     """Let each token weigh what comes from it."""
-    mtp_num_layers: int | None = None
-    """Layers of multi-token prediction."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or the core attention only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, 1, None, "make_vocab_size_divisible_by", "mtp_num_layers")
+        check_range(self, 1, None, "make_vocab_size_divisible_by")
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; pass it")
 

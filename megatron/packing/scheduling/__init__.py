@@ -1,1 +1,1 @@
-"""Lengths -> which rank and microbatch each sequence goes to: pure, in exact integers."""
+"""pure. Lengths -> which rank and microbatch each sequence goes to. README.md is the map."""

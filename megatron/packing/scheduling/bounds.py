@@ -1,8 +1,8 @@
-"""pure. Lower bounds of the modelled step time, to judge schedules by, and of the number of microbatches.
+"""pure. Lower bounds: of the modelled step time, to judge schedules by, and of the number of packs.
 
-Invariant, tested by brute force: no schedule takes less than the bound; of pipelines, no schedule of even packs does,
-as 1F1B with small packs first and last is quicker (see `step_time`). They are the simple ones: the mean over ranks, the
-costliest sequence, and the pigeonhole principle.
+Invariant, tested by brute force: no schedule takes less than the bound. In pipelines no schedule of
+even packs does, as 1F1B with small packs first and last is quicker (see `step_time`). The bounds
+are the simple ones: the mean over ranks, the costliest sequence, and the pigeonhole principle.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from megatron.packing.scheduling.step_time import StepModel
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+GOOD_ENOUGH = 1.0002
+"""Modelled time over its bound, at which searches end: no cost model is as accurate as that."""
+
 
 def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
-    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64 [N]).
+    """A cost that the costliest rank reaches in every schedule of sequences of these costs (float64
+    [N]).
 
-    The largest of: the mean over ranks; the costliest sequence; and for each k, of the k * num_ranks + 1 costliest
-    sequences some rank holds k + 1, at the least the k + 1 cheapest of them.
+    The largest of: the mean over ranks; the costliest sequence; and for each k, of the k *
+    num_ranks + 1 costliest sequences some rank holds k + 1, at the least the k + 1 cheapest of
+    them.
 
-        2 ranks, costs 5 4 4 4 1    ->  mean 9; costliest 5; of the three costliest two share a rank: 4 + 4 = 8
+        2 ranks, costs 5 4 4 4 1    ->    mean 9; costliest 5; of the three costliest two share a
+                                          rank: 4 + 4 = 8
     """
     if cost.size == 0:
         return 0.0
@@ -37,11 +43,13 @@ def rank_cost_bound(cost: FloatArray, num_ranks: int) -> float:
 
 
 def fewest_packs(length: IntArray, capacity: int) -> int:
-    """Packs that sequences of `length` (int64 [N], descending, each in 1..capacity) need at the least.
+    """Packs that sequences of `length` (int64 [N], descending, each in 1..capacity) need at the
+    least.
 
-    Bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990): for each
-    t up to capacity / 2, sequences longer than capacity - t are alone among those of t tokens or more; those longer
-    than capacity / 2 have a pack each; and what is left of the others needs packs of its own. O(N log N).
+    Bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
+    problem" (1990): for each t up to capacity / 2, sequences longer than capacity - t are alone
+    among those of t tokens or more; those longer than capacity / 2 have a pack each; and what is
+    left of the others needs packs of its own. O(N log N).
     """
     if length.size == 0:
         return 0
@@ -55,8 +63,10 @@ def fewest_packs(length: IntArray, capacity: int) -> int:
     return max(int((num_large - (-overflow // capacity)).max()), -(-int(sums[-1]) // capacity))
 
 
-def step_bound(cost: FloatArray, fixed: float, num_ranks: int, fewest: int, model: StepModel) -> float:
-    """What no schedule of at least `fewest` microbatches takes less than, in the unit of the cost.
+def step_bound(
+    cost: FloatArray, fixed: float, num_ranks: int, fewest: int, model: StepModel
+) -> float:
+    """Lower bound of the step time with at least `fewest` microbatches, in the unit of the cost.
 
     cost: float64 [N], of the sequences; fixed: of a microbatch besides.
     """
@@ -64,9 +74,9 @@ def step_bound(cost: FloatArray, fixed: float, num_ranks: int, fewest: int, mode
         return fixed * (fewest + model.bubble_packs) / model.num_stages
     more, costliest = model.bubble_packs, float(cost.max())
     longest = costliest * (1 + more)
-    # Time falls with the number of microbatches, as there is less to fill and drain, and grows by their fixed costs.
-    # The best number, were it any from the fewest on:
-    if model.ranks_meet:  # the costliest packs of all microbatches make up one rank
+    # Time falls with the number of microbatches, as there is less to fill and drain, and grows by
+    # their fixed costs. The best number, were it any from the fewest on:
+    if model.sync_every_microbatch:  # the costliest packs of all microbatches make up one rank
         of_rank = max(float(cost.sum()) / num_ranks, costliest)
         best = of_rank / costliest
     else:
@@ -75,5 +85,5 @@ def step_bound(cost: FloatArray, fixed: float, num_ranks: int, fewest: int, mode
     best = min(best, math.sqrt(more * of_rank / fixed) if fixed > 0 else math.inf)
     number = max(fewest, min(best, cost.size))
     mean = of_rank / number
-    filling = more * (max(mean, costliest) if model.ranks_meet else mean)
+    filling = more * (max(mean, costliest) if model.sync_every_microbatch else mean)
     return (max(of_rank + filling, longest) + fixed * (number + more)) / model.num_stages

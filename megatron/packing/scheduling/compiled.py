@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 _INTERFACE_VERSION = 7
-"""That of core.cpp."""
+"""Must equal that of core.cpp."""
 _INTEGER, _REAL, _ARRAY = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[str, Any]] = {
     # Function: arguments (n a number, r a real one, i and f arrays of either), and what it returns.
@@ -33,7 +33,9 @@ _NO_BYTES = ctypes.c_char * 0
 
 
 class Core:
-    """The functions of core.cpp, which take numbers and contiguous int64 or float64 arrays, and write into the last."""
+    """The functions of core.cpp, which take numbers and contiguous int64 or float64 arrays, and
+    write into the last.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {}
@@ -43,13 +45,13 @@ class Core:
             self._functions[name] = function
 
     def call(self, name: str, *arguments: object) -> Any:
-        """What the function returns."""
+        """Calls the function and returns its result."""
         passed = [_address(each) if isinstance(each, np.ndarray) else each for each in arguments]
         return self._functions[name](*passed)
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    """Where the array's numbers lie."""
+    """Address of the array's numbers."""
     assert array.flags.c_contiguous
     assert array.dtype in (np.int64, np.float64)
     if array.flags.writeable:  # several times as fast as the `ctypes` of an array
@@ -62,9 +64,13 @@ def _load() -> Core | None:
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)
-    if not hasattr(library, "interface_version") or library.interface_version() != _INTERFACE_VERSION:
+    if (
+        not hasattr(library, "interface_version")
+        or library.interface_version() != _INTERFACE_VERSION
+    ):
         warnings.warn(
-            f"{found.origin} was built of another version of the code: scheduling is slow without it; "
+            f"{found.origin} was built of another version of the code: "
+            "scheduling is slow without it; "
             "install the project again (pip install --editable .)",
             stacklevel=2,
         )
@@ -73,4 +79,4 @@ def _load() -> Core | None:
 
 
 CORE = _load()
-"""None where core.cpp is not built, or was not built again after a change."""
+"""The compiled loops; None where core.cpp is not built, or was not rebuilt after a change."""

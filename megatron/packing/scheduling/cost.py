@@ -1,9 +1,10 @@
-"""pure: cost of a pack, which schedulers balance, and from which reports compute model FLOPs utilisation.
+"""pure: cost of a pack, which schedulers balance, and from which reports compute model FLOPs
+utilisation.
 
-A sequence of L tokens costs `linear * L + quadratic * L^2` FLOPs: matrix products over tokens, and causal attention
-over pairs of tokens; less `head` for each masked token, which needs no output layer. Packing changes none of the terms,
-so sums over a batch, of L, of L^2 and of loss tokens, give its FLOPs exactly. A microbatch costs `fixed` besides,
-whatever it holds.
+A sequence of L tokens costs `linear * L + quadratic * L^2` FLOPs: matrix products over tokens, and
+causal attention over pairs of tokens; less `head` for each masked token, which needs no output
+layer. Packing changes none of the terms, so sums over a batch, of L, of L^2 and of loss tokens,
+give its FLOPs exactly. A microbatch costs `fixed` besides, whatever it holds.
 """
 
 from __future__ import annotations
@@ -14,34 +15,38 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-# A matrix product of n multiply-adds is 2n FLOPs forward; its backward is two products of that size.
+# A matrix product of n multiply-adds is 2n FLOPs forward; its backward is two products of that
+# size.
 _FLOPS_PER_MULTIPLY_ADD = 3 * 2
-# A microbatch moves each weight through memory whatever it holds: read in bfloat16 forward and backward (2 + 2 bytes),
-# its gradient added to in float32 (4 + 4 bytes). Meanwhile an accelerator could have done so many FLOPs per byte (A100
-# 156, H200 206, H100 295, B200 281). `calibrate` measures what it is on the device at hand.
+# A microbatch moves each weight through memory whatever it holds: read in bfloat16 forward and
+# backward (2 + 2 bytes), its gradient added to in float32 (4 + 4 bytes). Meanwhile an accelerator
+# could have done so many FLOPs per byte (A100 156, H200 206, H100 295, B200 281). `calibrate`
+# measures what it is on the device at hand.
 _BYTES_PER_WEIGHT = 2 + 2 + 4 + 4
 _FLOPS_PER_BYTE = 256
 
 
 @dataclass(frozen=True)
 class PackCost:
-    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 - head * masked tokens) + fixed` over
-    its sequences, of length L.
+    """Cost of a pack, forward plus backward: `sum(linear * L + quadratic * L^2 - head * masked
+    tokens) + fixed` over its sequences, of length L.
 
-    In FLOPs, or any other unit: schedulers use only the ratios. `linear` must be above `head`, the others at least 0.
+    In FLOPs, or any other unit: schedulers use only the ratios. `linear` must be above `head`, the
+    others at least 0.
     """
 
     linear: float
     quadratic: float
     fixed: float = 0.0
     head: float = 0.0
-    """Of `linear`, what a token costs that counts for the loss, and no other."""
+    """Share of `linear` that only tokens cost which count for the loss: the output layer."""
 
     def __post_init__(self) -> None:
         terms = (self.quadratic, self.fixed, self.head)
         if not (self.head < self.linear < math.inf and all(0 <= term < math.inf for term in terms)):
             raise ValueError(
-                f"a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, but is {self}"
+                "a pack cost needs linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite, "
+                f"but is {self}"
             )
 
     def of_sequences(
@@ -53,17 +58,26 @@ class PackCost:
         """
         tokens = lengths.astype(np.float64)
         costs = tokens * (self.linear + self.quadratic * tokens)
-        return costs if loss_tokens is None or not self.head else costs - self.head * (lengths - loss_tokens)
+        return (
+            costs
+            if loss_tokens is None or not self.head
+            else costs - self.head * (lengths - loss_tokens)
+        )
 
-    def of_batch(self, num_tokens: int, square_sum: int, num_loss_tokens: int | None = None) -> float:
-        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths, of their squares and of
-        their loss tokens (exact integers; None: all); `fixed`, which is time but not work, is left out.
+    def of_batch(
+        self, num_tokens: int, square_sum: int, num_loss_tokens: int | None = None
+    ) -> float:
+        """FLOPs that the model needs for a batch, from the sums of its sequences' lengths, of their
+        squares and of their loss tokens (exact integers; None: all); `fixed`, which is time but not
+        work, is left out.
         """
         num_masked = 0 if num_loss_tokens is None else num_tokens - num_loss_tokens
         return self.linear * num_tokens + self.quadratic * square_sum - self.head * num_masked
 
     def at_loss_share(self, share: float) -> PackCost:
-        """The cost where that part of each sequence's tokens counts for the loss, as a cost of lengths alone."""
+        """The cost where that part of each sequence's tokens counts for the loss, as a cost of
+        lengths alone.
+        """
         return replace(self, linear=self.linear - self.head * (1 - share), head=0.0)
 
 
@@ -82,14 +96,20 @@ def gpt_pack_cost(
     moe_ffn_hidden_size: int | None = None,
     moe_shared_expert_intermediate_size: int | None = None,
     num_dense_layers: int = 0,
+    mtp_num_layers: int | None = None,
 ) -> PackCost:
-    """FLOPs of a pack through a GPT, whose arguments are named as megatron-core's TransformerConfig names its fields.
+    """FLOPs of a pack through a GPT, whose arguments are named as megatron-core's TransformerConfig
+    names its fields.
 
-    `linear` and `quadratic` count the matrix products that the model needs, forward and backward: attention
-    projections, MLP or the experts that a token is routed to, router, output layer, and causal attention as the L^2/2
-    pairs it may see. Not counted: embedding look-up, norms, activations, and what activation recomputation repeats.
-    `fixed` is what an accelerator could do while it moves the weights through its memory. With `num_experts`, every
-    layer but `num_dense_layers` is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size` unless given.
+    `linear` and `quadratic` count the matrix products that the model needs, forward and backward:
+    attention projections, MLP or the experts that a token is routed to, router, output layer, and
+    causal attention as the L^2/2 pairs it may see. Not counted: embedding look-up, norms,
+    activations, and what activation recomputation repeats. `fixed` is what an accelerator could do
+    while it moves the weights through its memory. With `num_experts`, every layer but
+    `num_dense_layers` is a mixture of experts, whose `moe_ffn_hidden_size` is `ffn_hidden_size`
+    unless given. Each of `mtp_num_layers` (multi-token prediction) is one more such layer, joins
+    two hidden states by a projection, and has an output layer of its own for all tokens, masked
+    ones too.
     """
     query_size = num_attention_heads * kv_channels
     key_value_size = 2 * num_query_groups * kv_channels
@@ -104,14 +124,23 @@ def gpt_pack_cost(
         idle = (num_experts - moe_router_topk) * (moe_ffn_hidden_size or ffn_hidden_size)
         weights_of_mlp = mlp + matrices_per_mlp * hidden_size * idle
 
-    beside_experts = num_layers * attention + num_dense_layers * dense + hidden_size * vocab_size
-    multiply_adds_per_token = beside_experts + (num_layers - num_dense_layers) * mlp
-    num_weights = beside_experts + (num_layers - num_dense_layers) * weights_of_mlp
+    num_further = mtp_num_layers or 0
+    layers = num_layers + num_further
+    head = hidden_size * vocab_size
+    beside_experts = (
+        layers * attention + num_dense_layers * dense + num_further * 2 * hidden_size**2 + head
+    )
+    multiply_adds_per_token = (
+        beside_experts + (layers - num_dense_layers) * mlp + num_further * head
+    )
+    num_weights = (
+        beside_experts + (layers - num_dense_layers) * weights_of_mlp
+    )  # one output layer, used several times
     # Scores and their product with the values: two products over half of the L^2 pairs.
-    multiply_adds_per_square = num_layers * 2 * query_size / 2
+    multiply_adds_per_square = layers * 2 * query_size / 2
     return PackCost(
         linear=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token),
         quadratic=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_square),
         fixed=float(_BYTES_PER_WEIGHT * _FLOPS_PER_BYTE * num_weights),
-        head=float(_FLOPS_PER_MULTIPLY_ADD * hidden_size * vocab_size),
+        head=float(_FLOPS_PER_MULTIPLY_ADD * head),
     )

@@ -1,21 +1,22 @@
-"""pure. Which sequences of a step are delayed to a later one: those that would make every rank wait for them.
+"""pure. Delays sequences that would make every rank wait for them to a later step.
 
-A sequence that costs more than a fair share of the step leaves the other ranks idle; enough of them in one step keep
-all ranks busy. So they are delayed until there are enough ("outlier delay": Wang et al., "WLB-LLM: Workload-Balanced 4D
-Parallelism for Large Language Model Training", 2025). What is enough needs no threshold to be set:
+A sequence that costs more than a fair share of the step leaves the other ranks idle; enough of them
+in one step keep all ranks busy. So they are delayed until there are enough ("outlier delay": Wang
+et al., "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training", 2025). What
+is enough needs no threshold to be set:
 
-    ranks that meet at the end     the sequence and all that cost no more, shared out evenly, give each rank as much to
-      of the step                  do as the sequence alone
-    pipelines, and ranks that      the same of one microbatch: a pack on each rank, filled with the sequence and the
-      meet at every microbatch     costliest ones after it
+    mode ranks                     the sequence and all that cost no more, shared out evenly, give
+                                   each rank as much to do as the sequence alone
+    modes pipelines, synchronous   the same of one microbatch: a pack on each rank, filled with the
+                                   sequence and the costliest ones after it
 
     2 ranks, costs 12 3 3 2 1      -> 12 is delayed, as 21 < 2 * 12; the others leave, as 9 >= 2 * 3
     then    12 and 12 3 2 2        -> all leave, as 31 >= 2 * 12
 
 With one rank, and where lengths are alike, nothing is delayed.
 
-Invariants: no sequence is delayed by more than `max_steps` steps; at least half of the sequences, and as many as there
-are ranks, are not delayed.
+Invariants: no sequence is delayed by more than `max_steps` steps; at least half of the sequences,
+and as many as there are ranks, are not delayed.
 """
 
 from __future__ import annotations
@@ -38,18 +39,25 @@ def outliers_to_delay(
     pack_capacity: int,
     max_steps: int,
 ) -> npt.NDArray[np.bool_]:
-    """Whether each sequence is delayed to the next step, bool [N]. O(N log N).
+    """Chooses the sequences that are delayed to the next step: bool [N]. O(N log N).
 
-    lengths, steps_delayed: int64 [N], all that are at hand; by how many steps each has been delayed so far.
-    pack_capacity: tokens of a pack, or those of all sequences where packs do not matter (`capacity_that_matters`).
+    Args:
+        lengths: int64 [N], of all sequences of this step and those delayed before.
+        steps_delayed: int64 [N], steps by which each has been delayed so far.
+        pack_capacity: tokens of a pack, or those of all sequences where packs do not matter
+            (`capacity_that_matters`).
 
-    From the costliest sequence down: one that must leave, or has company enough, leaves with that company; the others
-    are delayed, until the first one that is no more than a fair share of the rest.
+    From the costliest sequence down: one that must leave, or has company enough, leaves with that
+    company; the others are delayed, until the first one that is no more than a fair share of the
+    rest.
     """
     order = np.lexsort((-steps_delayed, -lengths))  # of equals the oldest leave first
     length = lengths[order]
     costs = cost.of_sequences(length)
-    cost_before, tokens_before = np.concatenate(([0.0], np.cumsum(costs))), np.concatenate(([0], np.cumsum(length)))
+    cost_before, tokens_before = (
+        np.concatenate(([0.0], np.cumsum(costs))),
+        np.concatenate(([0], np.cumsum(length))),
+    )
     first = np.arange(length.size)
     full = tokens_before[:-1] + num_ranks * pack_capacity
     end = np.maximum(np.searchsorted(tokens_before, full, side="right") - 1, first + 1)
@@ -71,6 +79,6 @@ def outliers_to_delay(
 
 
 def capacity_that_matters(model: StepModel, capacity: int, lengths: IntArray) -> int:
-    """What `outliers_to_delay` takes: the packs' capacity, or the tokens of all where only the sums of ranks count."""
-    only_ranks_matter = model.num_stages == 1 and not model.ranks_meet
+    """Pack capacity, or the tokens of all sequences where only the sums of ranks count."""
+    only_ranks_matter = model.num_stages == 1 and not model.sync_every_microbatch
     return max(int(lengths.sum()), 1) if only_ranks_matter else capacity

@@ -1,8 +1,9 @@
-"""pure. The cost of a pack in seconds, as `calibrate` fits it to measured packs, and the file that training reads it
-from.
+"""pure. The cost of a pack in seconds, as `calibrate` fits it to measured packs, and the file that
+training reads it from.
 
-    {"linear": 4.1e-05, "quadratic": 2.3e-09, "fixed": 0.0021, "relative_error": {"mean": 0.03, "worst": 0.08},
-     "model": {"num_layers": 4, ...}, "points": [{"num_sequences": 1, "sequence_length": 2048, "seconds": 0.1}, ...],
+    {"linear": 4.1e-05, "quadratic": 2.3e-09, "fixed": 0.0021,
+     "relative_error": {"mean": 0.03, "worst": 0.08}, "model": {"num_layers": 4, ...},
+     "points": [{"num_sequences": 1, "sequence_length": 2048, "seconds": 0.1}, ...],
      "device": "NVIDIA H100", "versions": {"torch": "2.13.0", ...}, "date": "2026-11-20"}
 
 Training needs the first three and `model`; the rest says how they came about.
@@ -26,7 +27,7 @@ from megatron.packing.user_files import read_json, shown
 _TERMS = ("linear", "quadratic", "fixed")
 _REQUIRED = (*_TERMS, "model")
 _REMARKS = ("relative_error", "points", "device", "versions", "date")
-_ANEW = "measure it anew with python -m megatron.packing.calibrate"
+_REMEASURE = "measure it again with python -m megatron.packing.calibrate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Point:
 
 
 class Fit(NamedTuple):
-    """A pack cost in seconds, and how far it is from the points it was fitted to, relative to them."""
+    """A pack cost in seconds, and its relative errors at the points it was fitted to."""
 
     cost: PackCost
     mean_error: float
@@ -47,23 +48,27 @@ class Fit(NamedTuple):
 
 
 def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
-    """The non-negative coefficients with the least sum of squared relative errors; of the fixed cost, at least what
-    `dummy`, a pack of next to nothing, takes beside its sequences' cost, or a hundredth of its time: at a fixed cost of
-    0, any number of empty packs would be free.
+    """The non-negative coefficients with the least sum of squared relative errors; of the fixed
+    cost, at least what `dummy`, a pack of next to nothing, takes beside its sequences' cost, or a
+    hundredth of its time: at a fixed cost of 0, any number of empty packs would be free.
 
     ValueError where the points do not tell the terms apart, or time does not grow with tokens.
     """
     terms = np.array([_terms_of(point) for point in points]).reshape(-1, len(_TERMS))
     seconds = np.array([point.seconds for point in points])
     if len(points) < len(_TERMS) or np.linalg.matrix_rank(terms / terms.max(axis=0)) < len(_TERMS):
-        raise ValueError("the measured packs do not tell linear, quadratic and fixed cost apart; measure longer packs")
+        raise ValueError(
+            "the measured packs do not tell linear, quadratic and fixed cost apart; "
+            "measure longer packs"
+        )
     least = min(float(seconds.min()), dummy.seconds)
     if least <= 0:
         raise ValueError(f"each measured time must be above 0, but the least is {least}")
     coefficients = _non_negative_least_squares(terms / seconds[:, None], np.ones(len(points)))
     if coefficients[0] == 0:
         raise ValueError(
-            "the measured times do not grow with the number of tokens; measure longer packs, on a machine at rest"
+            "the measured times do not grow with the number of tokens; "
+            "measure longer packs, on a machine at rest"
         )
     of_sequences = float(np.dot(_terms_of(dummy)[:2], coefficients[:2]))
     coefficients[2] = max(coefficients[2], dummy.seconds - of_sequences, dummy.seconds / 100)
@@ -93,20 +98,21 @@ def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.nd
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCost:
-    """What a file of `calibrate` says, of the whole model on one device."""
+    """Pack cost of the whole model on one device, as a file of `calibrate` holds it."""
 
     cost: PackCost
     """In seconds."""
     model: Mapping[str, Any]
-    """What was measured, as `settings.model_of` names it."""
+    """The measured model, as `settings.model_of` names it."""
     path: Path
 
     def of_rank(self, *, tensor_parallel_size: int, context_parallel_size: int) -> PackCost:
         """Seconds of a pack where each layer and each sequence is shared by so many ranks.
 
-        Work is taken to be shared evenly and communication to be hidden, so that it is the least it could be. What a
-        microbatch costs whatever it holds is mostly the weights' way through memory, of which tensor parallel leaves
-        each rank its part, and context parallel all. Pipeline stages are the step model's matter.
+        Work is taken to be shared evenly and communication to be hidden, so that it is the least it
+        could be. What a microbatch costs whatever it holds is mostly the weights' way through
+        memory, of which tensor parallel leaves each rank its part, and context parallel all.
+        Pipeline stages are the step model's matter.
         """
         ranks = tensor_parallel_size * context_parallel_size
         return PackCost(
@@ -116,18 +122,28 @@ class FittedCost:
         )
 
     def check_model(self, model: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, if `model` (of this run) is not the one that was measured."""
+        """ValueError, naming what differs, if `model` (of this run) is not the one that was
+        measured.
+        """
         differing = [
-            f"{name} is {json.dumps(self.model.get(name, 'missing'))} there, but {json.dumps(mine)} here"
+            f"{name} is {json.dumps(self.model.get(name, 'missing'))} there, "
+            f"but {json.dumps(mine)} here"
             for name, mine in model.items()
             if self.model.get(name, "missing") != mine
         ]
         if differing:
-            raise ValueError(f"--pack-cost {self.path} was measured for another model: {'; '.join(differing)}; {_ANEW}")
+            raise ValueError(
+                f"--pack-cost {self.path} was measured for another model: "
+                f"{'; '.join(differing)}; {_REMEASURE}"
+            )
 
 
 def write_fitted_cost(
-    path: Path | str, fit: Fit, points: Sequence[Point], model: Mapping[str, Any], circumstances: Mapping[str, Any]
+    path: Path | str,
+    fit: Fit,
+    points: Sequence[Point],
+    model: Mapping[str, Any],
+    circumstances: Mapping[str, Any],
 ) -> None:
     """Write the file; `circumstances` are device, versions and date."""
     content = {
@@ -141,30 +157,44 @@ def write_fitted_cost(
 
 
 def read_fitted_cost(path: Path | str) -> FittedCost:
-    """Read what `write_fitted_cost` wrote; ValueError, naming file and key, for anything else."""
+    """Reads what `write_fitted_cost` wrote.
+
+    Raises ValueError, naming file and key, for anything else.
+    """
     path = Path(path)
     try:
         content = read_json(path)
     except ValueError as failure:
-        raise ValueError(f"--pack-cost {path} cannot be read: {failure}; {_ANEW}") from None
+        raise ValueError(f"--pack-cost {path} cannot be read: {failure}; {_REMEASURE}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"--pack-cost {path} must hold an object, but holds {type(content).__name__}; {_ANEW}")
+        raise ValueError(
+            f"--pack-cost {path} must hold an object, "
+            f"but holds {type(content).__name__}; {_REMEASURE}"
+        )
     for key in _REQUIRED:
         if key not in content:
-            raise ValueError(f"--pack-cost {path}: key '{key}' is missing; {_ANEW}")
+            raise ValueError(f"--pack-cost {path}: key '{key}' is missing; {_REMEASURE}")
     for key in content:
         if key not in (*_REQUIRED, *_REMARKS):
-            raise ValueError(f"--pack-cost {path}: unknown key {shown(key)}; {_ANEW}")
+            raise ValueError(f"--pack-cost {path}: unknown key {shown(key)}; {_REMEASURE}")
     for key in _TERMS:
         _check_term(path, key, content[key])
     if not isinstance(content["model"], dict):
-        raise ValueError(f"--pack-cost {path}: 'model' must be an object, but is {shown(content['model'])}; {_ANEW}")
+        raise ValueError(
+            f"--pack-cost {path}: 'model' must be an object, "
+            f"but is {shown(content['model'])}; {_REMEASURE}"
+        )
     cost = PackCost(**{key: float(content[key]) for key in _TERMS})
     return FittedCost(cost=cost, model=content["model"], path=path)
 
 
 def _check_term(path: Path, key: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not is_number or value < 0 or (key == "linear" and value == 0):
         limit = "above 0" if key == "linear" else "of at least 0"
-        raise ValueError(f"--pack-cost {path}: '{key}' must be a number {limit}, but is {shown(value)}; {_ANEW}")
+        raise ValueError(
+            f"--pack-cost {path}: '{key}' must be a number {limit}, "
+            f"but is {shown(value)}; {_REMEASURE}"
+        )

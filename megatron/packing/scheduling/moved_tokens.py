@@ -1,7 +1,12 @@
-"""pure. Among placements that are as good, one that moves fewer tokens between data-parallel ranks.
+"""pure. Fewer tokens sent between data-parallel ranks, at the same modelled time.
 
-Where ranks meet only at the end of a step, each rank first keeps sequences that it drew itself, up to what the
-costliest rank of the schedule may hold; only the rest is spread. Whole sets of packs may trade ranks in every case.
+Two ways, tried in this order:
+
+    keep     each rank keeps the sequences that it loaded, up to what the costliest rank may hold,
+             and only the rest is placed (where ranks wait for one another at the end of the step)
+    rename   whole ranks swap their packs, or, where ranks wait at each microbatch, single packs
+
+Without it 0.76 of the tokens move; with it 0.20 in mode ranks, 0.39 to 0.50 in the others.
 """
 
 from __future__ import annotations
@@ -10,86 +15,121 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling import compiled
-from megatron.packing.scheduling.placement import Packs, largest_rank, spread, trade
-from megatron.packing.scheduling.problem import ScheduleRequest, sorted_order
+from megatron.packing.scheduling.placement import (
+    Packs,
+    largest_rank,
+    place_longest_first,
+    sorted_order,
+    trade,
+)
+from megatron.packing.scheduling.problem import ScheduleRequest
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-_KEPT_FREE = (0, 1 / 256, 1 / 64, 1 / 32, 1 / 16)
-"""Parts of the costliest rank's cost that ranks leave free for what the others can't keep."""
-_MANY = 1 << 14
-"""Sequences, of more of which only the last of those is tried."""
-_PAIRS = 8
-"""Pairs of ranks per rank, those that share the most, of which some become one."""
-_FEW_SHARED = 8
-"""Times as many pairs as sequences, with which hardly two sequences share a pair."""
+KEPT_FREE = (0, 1 / 256, 1 / 64, 1 / 32, 1 / 16)
+"""Shares of the costliest rank's cost that ranks leave free for sequences that others cannot keep:
+tried one after the other, as each more keeps less."""
+LARGE_BATCH = 1 << 14
+"""Sequences, above which only the last of those is tried, to bound the time."""
+KEEP_TRADES = 100_000
+"""Pairs of sequences considered to balance ranks that keep theirs, about 0.5 ms."""
+MAX_PAIRS = 8
+"""Pairs per rank, those that share the most tokens, among which ranks are matched."""
+SPARSE_PAIRS = 8
+"""Possible pairs per sequence, above which hardly two sequences share a pair: none are summed."""
 
 
 def tokens_moved(length: IntArray, source: IntArray, rank: IntArray) -> int:
-    """Tokens that leave the rank that drew them."""
+    """Tokens that leave the rank that loaded them."""
     return int(length[source != rank].sum())
 
 
-def stay_home(request: ScheduleRequest, pack: IntArray, packs: Packs, good_enough: float) -> IntArray:
-    """A placement (of sequences, the longest first) that takes no more time than `pack` does, or `good_enough` on the
-    costliest rank without fixed costs, and moves no more tokens.
+def reduce_moved_tokens(
+    request: ScheduleRequest, pack: IntArray, packs: Packs, good_enough: float
+) -> IntArray:
+    """A placement as quick as `pack` that moves at most as many tokens.
+
+    Args:
+        pack: a placement of the sequences, the longest first.
+        good_enough: cost that the costliest rank may reach in any case, without fixed costs.
     """
     order, length, cost = request.sorted
     source = np.ascontiguousarray(request.source_rank[order])
-    if not request.model.ranks_meet and request.model.num_stages == 1:
-        limit = largest_rank(cost, pack, packs)
-        kept = _kept(length, cost, source, packs, limit, max(good_enough, limit))
-        if kept is not None and _moved(length, source, kept, packs) < _moved(length, source, pack, packs):
-            return kept
-    renamed = _renamed(length, source, pack, packs, request.model.ranks_meet)
-    return min(renamed, pack, key=lambda way: _moved(length, source, way, packs))
+
+    def moved(placement: IntArray) -> int:
+        return tokens_moved(length, source, placement // packs.num_microbatches)
+
+    only_ranks_matter = request.model.num_stages == 1 and not request.model.sync_every_microbatch
+    kept = _keep(length, cost, source, pack, packs, good_enough) if only_ranks_matter else None
+    if kept is not None and moved(kept) < moved(pack):
+        return kept
+    renamed = _rename(
+        length, source, pack, packs, each_microbatch=request.model.sync_every_microbatch
+    )
+    return min(renamed, pack, key=moved)
 
 
-def _moved(length: IntArray, source: IntArray, pack: IntArray, packs: Packs) -> int:
-    return tokens_moved(length, source, pack // packs.num_microbatches)
-
-
-def _kept(
-    length: IntArray, cost: FloatArray, source: IntArray, packs: Packs, limit: float, allowed: float
+def _keep(
+    length: IntArray,
+    cost: FloatArray,
+    source: IntArray,
+    pack: IntArray,
+    packs: Packs,
+    good_enough: float,
 ) -> IntArray | None:
-    """A placement where ranks keep what they drew, up to about a cost of `limit`, and none costs above `allowed`."""
+    """A placement where ranks keep what they loaded; None where ranks become too uneven."""
     if compiled.CORE is None:
         return None
-    for part in _KEPT_FREE if length.size <= _MANY else _KEPT_FREE[-1:]:
-        kept = np.empty(length.size, np.int64)
-        compiled.CORE.call("keep", length.size, cost, length, source, *packs, limit * (1 - part), kept)
-        pack = spread(length, cost, packs, begun=kept)
-        if pack is not None and largest_rank(cost, pack, packs) > allowed:
-            pack = trade(length, cost, pack, packs, budget=100_000)
-        if pack is not None and largest_rank(cost, pack, packs) <= allowed:
-            return pack
+    limit = largest_rank(cost, pack, packs)
+    allowed = max(good_enough, limit)
+    for part in KEPT_FREE if length.size <= LARGE_BATCH else KEPT_FREE[-1:]:
+        begun = np.empty(length.size, np.int64)
+        sizes = length.size, cost, length, source, *packs
+        compiled.CORE.call("keep", *sizes, limit * (1 - part), begun)
+        kept = place_longest_first(length, cost, packs, begun=begun)
+        if kept is not None and largest_rank(cost, kept, packs) > allowed:
+            kept = trade(length, cost, kept, packs, budget=KEEP_TRADES)
+        if kept is not None and largest_rank(cost, kept, packs) <= allowed:
+            return kept
     return None
 
 
-def _renamed(length: IntArray, source: IntArray, pack: IntArray, packs: Packs, ranks_meet: bool) -> IntArray:
-    """Ranks renamed, in each microbatch anew where they meet, so that many tokens are where they were drawn."""
+def _rename(
+    length: IntArray, source: IntArray, pack: IntArray, packs: Packs, each_microbatch: bool
+) -> IntArray:
+    """The placement with ranks renamed to where most of their tokens were loaded.
+
+    With `each_microbatch`, ranks have other names in each microbatch.
+    """
     number = packs.num_microbatches
     rank = pack // number
     microbatch = pack - rank * number
-    first = microbatch * packs.num_ranks if ranks_meet else np.zeros_like(rank)
-    place = _match(first + rank, first + source, length, packs.num_ranks * (number if ranks_meet else 1))
+    # One matching for all microbatches: those of microbatch m are numbered from m * num_ranks on.
+    # Sequences never match a pack of another microbatch, as `first` is the same for both.
+    first = microbatch * packs.num_ranks if each_microbatch else np.zeros_like(rank)
+    size = packs.size if each_microbatch else packs.num_ranks
+    place = _match(first + rank, first + source, length, size)
     return place[first + rank] % packs.num_ranks * number + microbatch
 
 
 def _match(part: IntArray, place: IntArray, weight: IntArray, size: int) -> IntArray:
-    """A place of its own for each part, [size]: pairs that share more weight come first, then what is left, in order.
+    """Matches each part with a place of its own, [size], the pairs that share most weight first.
 
-    Weight [N], descending, is what `part` and `place` [N] share.
+    Parts without such a pair take the places that are left, in order.
+
+    Args:
+        part, place, weight: [N], what part and place share, weights descending.
     """
     parts, places = part, place
-    if weight.size > size * size // _FEW_SHARED:
+    if weight.size > size * size // SPARSE_PAIRS:
+        # Sums weights of equal pairs: pairs 0 4 4, weights 9 5 2    ->    pairs 0 4, shared 9 7
         pairs = part * size + place
         by_pair = sorted_order(pairs)
         pairs = pairs[by_pair]
         first = np.flatnonzero(np.diff(pairs, prepend=-1))
         shared = np.add.reduceat(weight[by_pair], first)
-        parts, places = np.divmod(pairs[first][sorted_order(-shared)[: _PAIRS * size]], size)
+        parts, places = np.divmod(pairs[first][sorted_order(-shared)[: MAX_PAIRS * size]], size)
     place_of = np.full(size, -1, np.int64)
     if compiled.CORE is not None:
         compiled.CORE.call("match", parts.size, parts, places, size, place_of)

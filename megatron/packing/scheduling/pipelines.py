@@ -1,94 +1,147 @@
-"""pure. Schedules of pipelines, where ranks wait for one another at the end of the step.
+"""pure. Mode "pipelines": each rank runs a pipeline, and ranks wait at the end of the step only.
 
-Several numbers of microbatches are tried and the quickest by simulated 1F1B is taken: more microbatches fill the
-pipeline better, fewer have less fixed cost, and what packs the sequences allow shows only then. For each number,
-placements come from the flow shop, in which a rank takes the sum of its packs and, for each further stage, its
-costliest pack once more. There a sequence that costs more than a fair pack takes its rank's time several times over:
-such sequences gather on as few ranks as hold them, and the others make packs of even cost on the other ranks. Then
-packs are put in order and made of uneven size (`pipeline_order`), and sequences are traded from ranks that end late to
-such that end early.
+More microbatches fill a pipeline better, fewer have less fixed cost. So some numbers of them are
+tried, the quickest by simulated 1F1B are refined, and the quickest of these is taken:
+
+    1. `_sweep` tries numbers of microbatches, for large batches on a sample of the sequences;
+    2. for each number `_first` places sequences and orders the packs;
+    3. for the best numbers `_refine` tries more ways and trades between ranks.
+
+Placements come from the flow shop, a simpler model than 1F1B: a rank takes the sum of its packs
+and, for each further stage, its costliest pack once more. There a sequence that costs more than a
+fair pack takes its rank's time several times over. Such long sequences are grouped on as few ranks
+as hold them, and the others make packs of even cost on the other ranks.
+
+    4 stages, 2 ranks, costs 100 100 and 60 times 10    ->    100 100 | the others
+
+With a 100 on each rank, both ranks would take (400 + 3 * 100) / 4 instead of less than 150.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.bounds import rank_cost_bound
-from megatron.packing.scheduling.pipeline_order import can_simulate, in_pipeline_order
+from megatron.packing.scheduling.pipeline_order import PlacedPipelines, order_each_rank
 from megatron.packing.scheduling.placement import (
+    BISECTION,
+    BisectionLimits,
     Packs,
-    TightPacks,
+    Placed,
     bisect_ranks,
     deal,
     first_fit,
+    geometric_grid,
     pack_costs,
+    place_longest_first,
     split_ranks,
-    spread,
-    tight_packs,
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
-from megatron.packing.scheduling.ranks import Placed, further_apart
-from megatron.packing.scheduling.step_time import simulate
+from megatron.packing.scheduling.tight_packs import TightPacks, tight_packs
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-_FEW, _MANY = 2048, 1 << 14
-"""Sequences, of more of which numbers of microbatches are compared on a sample, and less is tried."""
-_SAMPLE, _SAMPLED_RANKS = 1024, 16
-"""Sequences of a sample, and its ranks at the least."""
-_SWEPT, _SWEPT_OF_MORE = 12, 7
-"""Numbers of microbatches tried, ever further apart, of a few sequences and of more; then those beside the best."""
-_EXCESSES = (1.004, 1.03, 1.1, 1.2, 1.3)
-"""Times over the bound that are tried one after the other."""
-_AS_GOOD = 1.001
-"""Times the quickest time, within which fewer microbatches are preferred: empty packs count for little in the model."""
-_IMPROVED = 4
-"""The best numbers, which are looked into."""
-_ROUNDS = 3
-"""Of trades."""
-_MAX_BISECTIONS, _FINEST = 8, 1 / 2048
-"""Bisection ends after so many, or at such a part of a time."""
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLimits:
+    """Limits of the search of this mode."""
+
+    small_batch: int = 2048
+    """Sequences, up to which several numbers of microbatches are refined. Above it numbers are
+    compared on a sample where there are ranks enough for one."""
+    large_batch: int = 1 << 14
+    """Sequences, above which nothing is refined, to bound the time."""
+    sample_size: int = 1024
+    """Sequences of a sample, at least. Ranks are fewer in the same proportion."""
+    min_sample_ranks: int = 16
+    """Ranks of a sample, at least. One or five ranks chose wrong numbers, 15 % slower at worst."""
+    trusted_sample_ranks: int = 32
+    """Ranks of a sample, above which its choice stands and little is refined."""
+    grid: int = 12
+    """Numbers of microbatches swept, ever further apart, then those halfway to the neighbours of
+    the best. Each takes a simulation.
+    """
+    grid_of_more: int = 7
+    """Numbers swept for batches of more than twice `small_batch`, where each takes longer."""
+    excesses: tuple[float, ...] = (1.004, 1.03, 1.1, 1.2, 1.3)
+    """Times over the bound for which long sequences are grouped, one after the other until it
+    succeeds. The lowest comes first: at 1.06 alone the ranks of long sequences are filled by 6 %.
+    """
+    tie: float = 1.001
+    """Time over the quickest, within which fewer microbatches are preferred. Empty packs count for
+    little in the model."""
+    max_refined: int = 4
+    """Numbers of microbatches that are refined."""
+    max_trade_rounds: int = 3
+    """Rounds of trades. Each changes when ranks end, by which the next one trades."""
 
 
-def even_pipelines(request: ScheduleRequest, numbers: list[int]) -> Placed:
-    """The quickest placement found with one of these numbers of microbatches, of which the last has a pack for each
-    sequence.
+LIMITS = PipelineLimits()
+_TIME = attrgetter("time")
+
+
+def balance_pipelines(
+    request: ScheduleRequest, numbers: list[int], limits: PipelineLimits = LIMITS
+) -> Placed:
+    """The quickest placement found with one of these numbers of microbatches.
+
+    Args:
+        numbers: ascending. The last one has a pack for each sequence.
     """
     size = request.sorted.length.size
-    tight = _tight(request)
+    tight = tight_packs(request, request.microbatch_multiple)
     numbers = [number for number in numbers if number >= tight.num_microbatches]
-    sample = _sample(request)
-    swept = _swept(sample, tight if sample is request else _tight(sample), numbers, is_quick=size > _FEW)
-    if sample is request and size <= _FEW:
-        return _fewest_as_good([search.improved(placed) for placed, search in swept[:_IMPROVED]])
-    # The fewer ranks there are in the sample, the less it says.
-    is_sure = sample is not request and sample.num_ranks > 2 * _SAMPLED_RANKS
-    if sample is not request:
-        best = [placed.num_microbatches for placed, _ in swept[: 1 if is_sure and size > _MANY else 2]]
-        swept = [
-            (search.first(is_quick=True), search) for search in (_Pipelines(request, number, tight) for number in best)
-        ]
-    placed, search = min(swept, key=lambda entry: entry[0].time)
-    if not is_sure and size <= _MANY:
-        return search.improved(placed)
-    return search.traded(placed, num_shapes=1) if size <= _MANY else placed
+    sample = _sample_of(request, limits)
+    if size <= limits.small_batch:
+        swept = _sweep(request, tight, numbers, limits, is_quick=False)[: limits.max_refined]
+        best = _fewest_as_good([_refine(request, each, limits) for each in swept], limits)
+    elif sample is None:
+        best = min(_sweep(request, tight, numbers, limits, is_quick=True), key=_TIME)
+        best = best if size > limits.large_batch else _refine(request, best, limits)
+    else:
+        best = _by_sample(request, sample, tight, numbers, limits)
+    return Placed(best.time, best.num_microbatches, best.pack)
 
 
-def _sample(request: ScheduleRequest) -> ScheduleRequest:
-    """Every so many-th sequence, and the longest, on as many times fewer ranks: what number of microbatches is best for
-    them is so for all. The request itself where sequences are few.
+def _by_sample(
+    request: ScheduleRequest,
+    sample: ScheduleRequest,
+    tight: TightPacks,
+    numbers: list[int],
+    limits: PipelineLimits,
+) -> PlacedPipelines:
+    """The quickest placement with one of the two numbers that are best for a sample."""
+    # The fewer ranks there are in the sample, the less its choice says.
+    is_trusted = sample.num_ranks > limits.trusted_sample_ranks
+    is_large = request.sorted.length.size > limits.large_batch
+    swept = _sweep(
+        sample, tight_packs(sample, sample.microbatch_multiple), numbers, limits, is_quick=True
+    )
+    chosen = [each.num_microbatches for each in swept[: 1 if is_trusted and is_large else 2]]
+    best = min((_first(request, each, tight, limits, True) for each in chosen), key=_TIME)
+    if is_large:
+        return best
+    return _trade(request, best, limits, 1) if is_trusted else _refine(request, best, limits)
+
+
+def _sample_of(request: ScheduleRequest, limits: PipelineLimits) -> ScheduleRequest | None:
+    """Every k-th sequence, the longest first, on about k times fewer ranks.
+
+    The number of microbatches that is best for a sample is so for all. None where sequences or
+    ranks are too few.
     """
     length = request.sorted.length
-    num_ranks = max(request.num_ranks * _SAMPLE // length.size, _SAMPLED_RANKS)
-    if length.size <= _FEW or num_ranks >= request.num_ranks:
-        return request
+    num_ranks = max(request.num_ranks * limits.sample_size // length.size, limits.min_sample_ranks)
+    if length.size <= limits.small_batch or num_ranks >= request.num_ranks:
+        return None
+    # 10 sequences, 5 ranks, a sample of 2    ->    [0, 5, 10, 15] // 2 = sequences 0, 2, 5, 7
     chosen = length[np.arange(0, length.size * num_ranks, request.num_ranks) // num_ranks]
     nowhere = np.zeros(chosen.size, np.int64)
     return replace(
@@ -102,155 +155,162 @@ def _sample(request: ScheduleRequest) -> ScheduleRequest:
     )
 
 
-def _tight(request: ScheduleRequest) -> TightPacks:
-    return tight_packs(request.sorted.length, request.num_ranks, request.capacity, request.microbatch_multiple)
+def _sweep(
+    request: ScheduleRequest,
+    tight: TightPacks,
+    numbers: list[int],
+    limits: PipelineLimits,
+    *,
+    is_quick: bool,
+) -> list[PlacedPipelines]:
+    """First placements with some of the numbers, the quickest first."""
+    is_many = request.sorted.length.size > 2 * limits.small_batch
+    grid = limits.grid_of_more if is_many else limits.grid
+    places = geometric_grid(len(numbers), min(len(numbers), grid))
 
+    def attempt(place: int) -> PlacedPipelines:
+        number = max(numbers[place], tight.num_microbatches)
+        return _first(request, number, tight, limits, is_quick)
 
-def _swept(
-    request: ScheduleRequest, tight: TightPacks, numbers: list[int], is_quick: bool
-) -> list[tuple[Placed, _Pipelines]]:
-    """Some of the numbers tried, the quickest first."""
-    count = min(len(numbers), _SWEPT if request.sorted.length.size <= 2 * _FEW else _SWEPT_OF_MORE)
-    places = further_apart(len(numbers), count)
-    found: dict[int, tuple[Placed, _Pipelines]] = {}
-
-    def attempt(place: int) -> None:
-        search = _Pipelines(request, max(numbers[place], tight.num_microbatches), tight)
-        found[place] = search.first(is_quick), search
-
-    for place in places:
-        attempt(place)
-    best = places.index(min(found, key=lambda place: found[place][0].time))
+    found = {place: attempt(place) for place in places}
+    best = places.index(min(found, key=lambda place: found[place].time))
+    # Halfway to the neighbours of the best: places 0 2 9 31 with 9 the best    ->    5 and 20
     for one, other in pairwise(places[max(best - 1, 0) : best + 2]):
-        if (one + other) // 2 not in found:
-            attempt((one + other) // 2)
-    by_time = sorted(found.values(), key=lambda entry: entry[0].time)
-    fewest = _fewest_as_good([placed for placed, _ in by_time])
-    return sorted(by_time, key=lambda entry: entry[0] is not fewest)
+        middle = (one + other) // 2
+        if middle not in found:
+            found[middle] = attempt(middle)
+    by_time = sorted(found.values(), key=_TIME)
+    fewest = _fewest_as_good(by_time, limits)
+    return sorted(by_time, key=lambda placed: placed is not fewest)
 
 
-def _fewest_as_good(placed: list[Placed]) -> Placed:
-    """The one of the fewest microbatches among those about as quick as the quickest."""
-    enough = min(each.time for each in placed) * _AS_GOOD
-    return min((each for each in placed if each.time <= enough), key=lambda each: each.num_microbatches)
+def _fewest_as_good(placed: list[PlacedPipelines], limits: PipelineLimits) -> PlacedPipelines:
+    """The one with the fewest microbatches among those about as quick as the quickest."""
+    enough = min(each.time for each in placed) * limits.tie
+    as_good = [each for each in placed if each.time <= enough]
+    return min(as_good, key=lambda each: each.num_microbatches)
 
 
-def _time(placed: Placed) -> float:
-    return placed.time
+def _first(
+    request: ScheduleRequest, number: int, tight: TightPacks, limits: PipelineLimits, is_quick: bool
+) -> PlacedPipelines:
+    """A placement by the better one of two ways.
+
+    Both are ordered and simulated; if `is_quick`, only the one that is better in the flow shop, and
+    with a single shape.
+    """
+    _, length, cost = request.sorted
+    packs = Packs(request.num_ranks, number, request.capacity)
+    low = _flow_shop_bound(request, number)
+    tries = (_group_long_sequences(request, packs, low * excess) for excess in limits.excesses)
+    grouped = next((pack for pack in tries if pack is not None), None)
+    ways = [] if grouped is None else [grouped]
+    if not ways or length.size <= limits.large_batch:
+        even = place_longest_first(length, cost, packs.each_alone())
+        dealt = deal(cost, tight.pack if even is None else even, packs)
+        ways.append(split_ranks(length, cost, dealt, packs, only_where_lower=True))
+    if is_quick:
+        best = min(ways, key=lambda pack: _flow_shop_time(request, pack, packs))
+        return order_each_rank(request, best, packs, num_shapes=1)
+    return min((order_each_rank(request, pack, packs) for pack in ways), key=_TIME)
 
 
-class _Pipelines:
-    """Placements with so many microbatches."""
+def _refine(
+    request: ScheduleRequest, placed: PlacedPipelines, limits: PipelineLimits
+) -> PlacedPipelines:
+    """The placement or a quicker one, by bisection and then by trades."""
+    _, length, cost = request.sorted
+    packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
+    low = _flow_shop_bound(request, packs.num_microbatches)
+    bisected = _bisect_flow_shop(request, packs, low)
+    ways = sorted(bisected, key=lambda pack: _flow_shop_time(request, pack, packs))[:2]
+    even = bisect_ranks(length, cost, packs.each_alone(), 2 * low)
+    if even is not None:
+        dealt = deal(cost, even, packs)
+        ways.append(split_ranks(length, cost, dealt, packs, only_where_lower=True))
+    ordered = [order_each_rank(request, pack, packs) for pack in ways]
+    return _trade(request, min([placed, *ordered], key=_TIME), limits)
 
-    def __init__(self, request: ScheduleRequest, number: int, tight: TightPacks) -> None:
-        _, self._length, self._cost = request.sorted
-        self._request, self._tight = request, tight
-        self._packs = Packs(request.num_ranks, number, request.capacity)
-        # Even packs of interleaved pipelines make smaller bubbles; a costly one among others passes all stages alone.
-        self._more = request.model.num_stages - 1
-        of_rank = rank_cost_bound(self._cost, request.num_ranks)
-        self._low = max(of_rank * (1 + request.model.bubble_packs / number), float(self._cost.max()) * (1 + self._more))
 
-    def first(self, is_quick: bool) -> Placed:
-        """By few ways; or by the better one in the flow shop, and a single shape."""
-        tries = (self._gathered(self._low * excess) for excess in _EXCESSES)
-        pack = next((pack for pack in tries if pack is not None), None)
-        ways = [] if pack is None else [pack]
-        if pack is None or self._cost.size <= _MANY:
-            ways.append(self._dealt())
-        if is_quick:
-            return self._arranged(min(ways, key=self._flow_shop_time_of), num_shapes=1)
-        return min((self._arranged(pack) for pack in ways), key=_time)
+def _trade(
+    request: ScheduleRequest,
+    placed: PlacedPipelines,
+    limits: PipelineLimits,
+    num_shapes: int | None = None,
+) -> PlacedPipelines:
+    """The placement with sequences traded from ranks that end late to ranks that end early."""
+    _, length, cost = request.sorted
+    packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
+    for _ in range(limits.max_trade_rounds):
+        # What a rank's pipeline takes beside its sequences: bubbles and fixed costs.
+        of_rank = pack_costs(cost, placed.pack, packs).sum(axis=1)
+        loads = placed.ends * request.model.num_stages - of_rank
+        pack = trade(length, cost, placed.pack, packs, loads=loads)
+        traded = order_each_rank(request, pack, packs, num_shapes)
+        if traded.time >= placed.time:
+            break
+        placed = traded
+    return placed
 
-    def improved(self, placed: Placed) -> Placed:
-        """The placement, or a quicker one by more ways."""
-        ways = sorted(self._bisected(), key=self._flow_shop_time_of)[:2]
-        even = self._evener()
-        ways += [] if even is None else [even]
-        return self.traded(min([placed, *(self._arranged(pack) for pack in ways)], key=_time))
 
-    def _arranged(self, pack: IntArray, num_shapes: int = 3) -> Placed:
-        """With packs in the best order found, by simulation."""
-        pack = in_pipeline_order(self._request, pack, self._packs, num_shapes)
-        return Placed(float(self._ends(pack).max()), self._packs.num_microbatches, pack)
+def _flow_shop_bound(request: ScheduleRequest, number: int) -> float:
+    """Lower bound of the time in the flow shop with even packs, times the number of stages."""
+    # Even packs of interleaved pipelines make smaller bubbles (`bubble_packs`), but a costly pack
+    # among others passes all further stages alone.
+    even = request.rank_cost_bound * (1 + request.model.bubble_packs / number)
+    return max(even, float(request.sorted.cost.max()) * request.model.num_stages)
 
-    def _ends(self, pack: IntArray) -> FloatArray:
-        """When each rank's pipeline ends, [num_ranks]; of pipelines too long to simulate, at most so."""
-        costs, model = pack_costs(self._cost, pack, self._packs, self._request.cost.fixed), self._request.model
-        if can_simulate(model, self._packs.num_microbatches):
-            return simulate(costs, model)
-        return (costs.sum(axis=1) + self._more * costs.max(axis=1)) / model.num_stages
 
-    def traded(self, placed: Placed, num_shapes: int = 3) -> Placed:
-        """With sequences traded from ranks that end late to such that end early."""
-        for _ in range(_ROUNDS):
-            costs = pack_costs(self._cost, placed.pack, self._packs)
-            loads = self._ends(placed.pack) * self._request.model.num_stages - costs.sum(axis=1)
-            pack = trade(self._length, self._cost, placed.pack, self._packs, loads=loads)
-            other = self._arranged(pack, num_shapes)
-            if other.time >= placed.time:
-                break
-            placed = other
-        return placed
+def _flow_shop_time(request: ScheduleRequest, pack: IntArray, packs: Packs) -> float:
+    """Time in the flow shop times the number of stages, without fixed costs."""
+    costs = pack_costs(request.sorted.cost, pack, packs)
+    return float((costs.sum(axis=1) + (request.model.num_stages - 1) * costs.max(axis=1)).max())
 
-    def _flow_shop_time_of(self, pack: IntArray) -> float:
-        """In the flow shop, without fixed costs."""
-        costs = pack_costs(self._cost, pack, self._packs)
-        return float((costs.sum(axis=1) + self._more * costs.max(axis=1)).max())
 
-    def _dealt(self) -> IntArray:
-        """Even packs, dealt to ranks."""
-        packs = spread(self._length, self._cost, self._packs.each_alone())
-        return self._resplit(deal(self._cost, self._tight.pack if packs is None else packs, self._packs))
+def _bisect_flow_shop(
+    request: ScheduleRequest, packs: Packs, low: float, limits: BisectionLimits = BISECTION
+) -> Iterator[IntArray]:
+    """Placements that take less and less time in the flow shop, by bisection of that time."""
+    high = 2 * low
+    for _ in range(limits.max_rounds):
+        if high - low <= low * limits.resolution:
+            break
+        time = (low + high) / 2
+        pack = _group_long_sequences(request, packs, time)
+        if pack is None:
+            low = time
+        else:
+            high = min(time, _flow_shop_time(request, pack, packs))
+            yield pack
 
-    def _evener(self) -> IntArray | None:
-        """The same with packs more even, by bisection."""
-        packs = bisect_ranks(self._length, self._cost, self._packs.each_alone(), 2 * self._low)
-        return None if packs is None else self._resplit(deal(self._cost, packs, self._packs))
 
-    def _bisected(self) -> Iterator[IntArray]:
-        """By bisection, pipelines that take less and less time."""
-        low, high = self._low, 2 * self._low
-        for _ in range(_MAX_BISECTIONS):
-            if high - low <= low * _FINEST:
-                break
-            time = (low + high) / 2
-            pack = self._gathered(time)
-            if pack is None:
-                low = time
-            else:
-                high = min(time, self._flow_shop_time_of(pack))
-                yield pack
+def _group_long_sequences(request: ScheduleRequest, packs: Packs, time: float) -> IntArray | None:
+    """Pipelines that each end within about `time` in the flow shop; None where none are found.
 
-    def _gathered(self, time: float) -> IntArray | None:
-        """Pipelines that each end within about `time`: the costliest sequences on the first ranks, even packs on the
-        others.
-        """
-        number, more = self._packs.num_microbatches, self._more
-        fair_pack = time / (number + more)
-        pack, in_use = first_fit(
-            *(self._length, self._cost, self._packs),
-            limit=fair_pack * number,
-            ceiling=time,
-            overhead=more,
-            opens_above=fair_pack,
-        )
-        rest = np.flatnonzero(pack < 0)
-        if rest.size == 0:
-            return self._resplit(pack)
-        if in_use == self._packs.num_ranks:
+    Long sequences are grouped on the first ranks, and the others make even packs.
+    """
+    _, length, cost = request.sorted
+    number, more = packs.num_microbatches, request.model.num_stages - 1
+    # A rank of even packs takes number + more of them. A costlier sequence is long.
+    fair_pack = time / (number + more)
+    pack, in_use = first_fit(
+        *(length, cost, packs),
+        limit=fair_pack * number,
+        ceiling=time,
+        overhead=more,
+        opens_above=fair_pack,
+    )
+    rest = np.flatnonzero(pack < 0)
+    if rest.size > 0:
+        others = packs._replace(num_ranks=packs.num_ranks - in_use)
+        if others.num_ranks == 0:
             return None
-        others = Packs(self._packs.num_ranks - in_use, number, self._packs.capacity)
-        length, cost = self._length[rest], self._cost[rest]
-        limit = (time - cost.sum() / others.num_ranks) / more
-        if limit < cost.max():
+        # A rank of mean cost has `time - mean` left for its costliest pack on the further stages.
+        limit = (time - cost[rest].sum() / others.num_ranks) / more
+        if limit < cost[rest].max():
             return None
-        even, _ = first_fit(length, cost, others.each_alone(), limit=limit)
+        even, _ = first_fit(length[rest], cost[rest], others.each_alone(), limit=limit)
         if even.min() < 0:
             return None
-        pack[rest] = in_use * number + deal(cost, even, others)
-        return self._resplit(pack)
-
-    def _resplit(self, pack: IntArray) -> IntArray:
-        """Each rank's sequences split anew into even packs, where that lowers its costliest pack."""
-        return split_ranks(self._length, self._cost, pack, self._packs, only_where_lower=True)
+        pack[rest] = in_use * number + deal(cost[rest], even, others)
+    return split_ranks(length, cost, pack, packs, only_where_lower=True)

@@ -1,5 +1,4 @@
-"""pure. What a scheduler is asked and what it answers: which rank and microbatch each sequence of a global batch goes
-to.
+"""pure. The request to a scheduler, its answer, and the check of any answer.
 
 Invariants of every Schedule (`check_schedule` states them as code):
 
@@ -17,8 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.scheduling.bounds import fewest_packs, step_bound
+from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound, step_bound
 from megatron.packing.scheduling.cost import PackCost
+from megatron.packing.scheduling.placement import sorted_order
 from megatron.packing.scheduling.step_time import StepModel
 
 IntArray = npt.NDArray[np.int64]
@@ -37,17 +37,18 @@ class Sorted(NamedTuple):
     length: IntArray
     """int64 [N], tokens."""
     cost: FloatArray
-    """float64 [N], of the sequence alone, in the unit of the request's cost. Descending, but where long sequences have
-    few loss tokens."""
+    """float64 [N], of the sequence alone, in the unit of the request's cost. Descending, but where
+    long sequences have few loss tokens.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
     """The sequences of one global batch and the packs they may go to.
 
-    Sequences are numbered 0..N-1 in global order: by source rank, then in the order drawn there. ValueError where
-    fields contradict one another, CapacityError where a sequence alone is over capacity: what can be built can be
-    scheduled.
+    Sequences are numbered 0..N-1 in global order: by source rank, then in the order drawn there.
+    ValueError where fields contradict one another, CapacityError where a sequence alone is over
+    capacity: what can be built can be scheduled.
     """
 
     lengths: IntArray
@@ -57,9 +58,13 @@ class ScheduleRequest:
     source_draw: IntArray
     """int64 [N], which `next` of that rank's iterator gave it, from 0."""
     steps_delayed: IntArray | None = None
-    """int64 [N], by how many steps each sequence is later than it was drawn; None where none ever is."""
+    """int64 [N], by how many steps each sequence is later than it was drawn; None where none ever
+    is.
+    """
     loss_tokens: IntArray | None = None
-    """int64 [N], tokens of each sequence that count for the loss; None where only lengths are known."""
+    """int64 [N], tokens of each sequence that count for the loss; None where only lengths are
+    known.
+    """
     num_ranks: int
     """Data-parallel ranks."""
     num_draws: int
@@ -67,13 +72,15 @@ class ScheduleRequest:
     capacity: int
     """Tokens that a pack may hold."""
     cost: PackCost
-    """To balance by."""
+    """Cost of a pack, which schedulers balance."""
     microbatch_multiple: int = 1
     """Microbatches per rank must be a multiple of this."""
     model: StepModel = field(default_factory=StepModel)
-    """How the layout makes ranks wait for one another."""
+    """Step-time model: how the layout makes ranks wait for one another."""
     seed: int = 0
-    """Of the run: with `step`, what a scheduler's random choices must come from, so that a resumed run repeats them."""
+    """Seed of the run. A scheduler's random choices come from it and `step`, so that a resumed
+    run repeats them.
+    """
     step: int = 0
     """Number of the optimizer step that the batch is for, from 0."""
 
@@ -91,18 +98,21 @@ class ScheduleRequest:
         for name, (low, high) in limits.items():
             if getattr(self, name) is not None:
                 _check_array(name, getattr(self, name), len(self.lengths), low, high)
-                # A scheduler that sorts them in place would schedule other sequences than those that are packed.
+                # A scheduler that sorts them in place would schedule other sequences than those
+                # that are packed.
                 read_only = getattr(self, name).view()
                 read_only.flags.writeable = False
                 object.__setattr__(self, name, read_only)
         if self.model.num_virtual_stages > 1 and self.microbatch_multiple % self.model.stage_group:
             raise ValueError(
-                f"microbatch_multiple must be a multiple of the model's stage_group, {self.model.stage_group}, "
+                "microbatch_multiple must be a multiple of the model's stage_group, "
+                f"{self.model.stage_group}, "
                 f"in an interleaved pipeline, but is {self.microbatch_multiple}"
             )
         for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
             raise CapacityError(
-                f"sequence {i} of the global batch (rank {self.source_rank[i]}, draw {self.source_draw[i]}) has "
+                f"sequence {i} of the global batch (rank {self.source_rank[i]}, "
+                f"draw {self.source_draw[i]}) has "
                 f"{self.lengths[i]} tokens, but a pack holds {self.capacity}; "
                 f"raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
             )
@@ -120,18 +130,33 @@ class ScheduleRequest:
         return self.cost.of_sequences(self.lengths, self.loss_tokens)
 
     @cached_property
+    def fewest_packs(self) -> int:
+        """Lower bound of the packs of all ranks. It may be below what is possible."""
+        return fewest_packs(self.sorted.length, self.capacity)
+
+    @cached_property
     def fewest_microbatches(self) -> int:
-        """No schedule has fewer per rank: a bound, which may be below what is possible."""
-        packs = fewest_packs(self.sorted.length, self.capacity)
-        return rounded_up(packs / self.num_ranks, self.microbatch_multiple)
+        """Lower bound of the microbatches per rank. It may be below what is possible."""
+        return rounded_up(self.fewest_packs / self.num_ranks, self.microbatch_multiple)
+
+    @cached_property
+    def rank_cost_bound(self) -> float:
+        """Lower bound of the costliest rank's cost, without fixed costs."""
+        return rank_cost_bound(self.sorted.cost, self.num_ranks)
 
     @cached_property
     def bound(self) -> float:
-        """Modelled time that no schedule is below, in the unit of the cost; in pipelines no schedule of even packs."""
-        return step_bound(self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model)
+        """Modelled time that no schedule is below, in the unit of the cost; in pipelines no
+        schedule of even packs.
+        """
+        return step_bound(
+            self.sorted.cost, self.cost.fixed, self.num_ranks, self.fewest_microbatches, self.model
+        )
 
     def pack_lengths(self, schedule: Schedule) -> IntArray:
-        """Tokens of each pack, int64 [num_ranks * num_microbatches], alignment of sequences included."""
+        """Tokens of each pack, int64 [num_ranks * num_microbatches], alignment of sequences
+        included.
+        """
         tokens = np.zeros(schedule.num_ranks * schedule.num_microbatches, np.int64)
         np.add.at(tokens, schedule.pack, self.lengths)
         return tokens
@@ -150,7 +175,7 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where each sequence goes: pack `microbatch[i]` of rank `rank[i]`. Both are int64 [N]."""
+    """Place of each sequence: pack `microbatch[i]` of rank `rank[i]`. Both are int64 [N]."""
 
     rank: IntArray
     microbatch: IntArray
@@ -158,7 +183,9 @@ class Schedule:
     num_microbatches: int
     """Per rank, equal on all ranks."""
     context_parallel_size: IntArray | None = None
-    """int64 [num_ranks, num_microbatches], of each pack. Only None, the layout's everywhere, is trained so far."""
+    """int64 [num_ranks, num_microbatches], of each pack. Only None, the layout's everywhere, is
+    trained so far.
+    """
 
     @property
     def pack(self) -> IntArray:
@@ -167,10 +194,10 @@ class Schedule:
 
 
 class Scheduler(Protocol):
-    """A function from request to schedule that keeps the invariants in this module's docstring.
+    """Function from request to schedule that keeps the invariants in this module's docstring.
 
-    One rank calls it, and the others are told. Random choices come from the request's `seed` and `step`, so that a run
-    that is resumed repeats them.
+    One rank calls it, and the others are told. Random choices come from the request's `seed` and
+    `step`, so that a run that is resumed repeats them.
     """
 
     def __call__(self, request: ScheduleRequest, /) -> Schedule: ...
@@ -185,17 +212,28 @@ def check_schedule(request: ScheduleRequest, schedule: object) -> None:
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
             raise ValueError(f"schedule.{name} must be an int, but is {number!r:.80}")
     if schedule.num_ranks != request.num_ranks:
-        raise ValueError(f"schedule must be for {request.num_ranks} ranks, but is for {schedule.num_ranks}")
+        raise ValueError(
+            f"schedule must be for {request.num_ranks} ranks, but is for {schedule.num_ranks}"
+        )
     num_microbatches, multiple = schedule.num_microbatches, request.microbatch_multiple
     if num_microbatches < 1 or num_microbatches % multiple:
-        raise ValueError(f"microbatches per rank must be a positive multiple of {multiple}, but are {num_microbatches}")
+        raise ValueError(
+            f"microbatches per rank must be a positive multiple of {multiple}, "
+            f"but are {num_microbatches}"
+        )
     most = rounded_up(max(request.lengths.size, request.num_draws), multiple)
     if num_microbatches > most:  # memory would end before time does
-        raise ValueError(f"microbatches per rank must be at most {most}, but are {num_microbatches}")
+        raise ValueError(
+            f"microbatches per rank must be at most {most}, but are {num_microbatches}"
+        )
     _check_array("schedule.rank", schedule.rank, request.lengths.size, 0, request.num_ranks)
-    _check_array("schedule.microbatch", schedule.microbatch, request.lengths.size, 0, num_microbatches)
+    _check_array(
+        "schedule.microbatch", schedule.microbatch, request.lengths.size, 0, num_microbatches
+    )
     if schedule.context_parallel_size is not None:
-        raise ValueError("schedule.context_parallel_size must be None: all packs have the layout's so far")
+        raise ValueError(
+            "schedule.context_parallel_size must be None: all packs have the layout's so far"
+        )
     check_capacity(request, schedule)
 
 
@@ -206,21 +244,10 @@ def check_capacity(request: ScheduleRequest, schedule: Schedule) -> None:
     if tokens[fullest] > request.capacity:
         rank, microbatch = divmod(fullest, schedule.num_microbatches)
         raise CapacityError(
-            f"microbatch {microbatch} of rank {rank} has {tokens[fullest]} tokens, but a pack holds "
-            f"{request.capacity}; raise --max-seqlen-per-dp-cp-rank or use --sequence-packing-scheduler default"
+            f"microbatch {microbatch} of rank {rank} has {tokens[fullest]} tokens, "
+            f"but a pack holds {request.capacity}; raise --max-seqlen-per-dp-cp-rank "
+            "or use --sequence-packing-scheduler default"
         )
-
-
-def sorted_order(values: IntArray) -> IntArray:
-    """The indices that sort `values`, equal ones in order: `np.argsort(values, kind="stable")`, several times faster.
-
-    16-bit numbers are sorted stably in linear time, so longer ones are by the low half first, then by the high one.
-    """
-    above = values - values.min(initial=0)
-    order = np.argsort(above.astype(np.uint16), kind="stable")  # the cast takes the low bits
-    for shift in range(16, int(above.max(initial=0)).bit_length(), 16):
-        order = order[np.argsort((above >> shift).astype(np.uint16)[order], kind="stable")]
-    return order
 
 
 def rounded_up(number: float, multiple: int) -> int:
@@ -229,11 +256,13 @@ def rounded_up(number: float, multiple: int) -> int:
 
 
 def _check_array(name: str, values: object, size: int, low: int, high: int | None) -> None:
-    """ValueError unless `values` is int64 [size] with each element at least `low` and below `high`."""
+    """Raises ValueError unless `values` is int64 [size], each at least `low` and below `high`."""
     if not isinstance(values, np.ndarray):
         raise ValueError(f"{name} must be a numpy array, int64 [{size}], but is {values!r:.80}")
     if values.dtype != np.int64 or values.shape != (size,):
-        raise ValueError(f"{name} must be int64 [{size}], but is {values.dtype} {list(values.shape)}")
+        raise ValueError(
+            f"{name} must be int64 [{size}], but is {values.dtype} {list(values.shape)}"
+        )
     if size and (values.min() < low or (high is not None and values.max() >= high)):
         limit = f"at least {low}" + ("" if high is None else f" and below {high}")
         raise ValueError(f"{name} must be {limit}, but spans {values.min()} to {values.max()}")

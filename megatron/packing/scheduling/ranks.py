@@ -1,103 +1,116 @@
-"""pure. Schedules where ranks wait for one another at the end of the step only, without a pipeline.
+"""pure. Mode "ranks": no pipeline, and ranks wait for one another at the end of the step only.
 
-A step takes as long as its costliest rank, however that is divided into packs; a microbatch more only adds its fixed
-cost. So from the fewest microbatches on, ranks are made even: by LPT (see `spread`), or where capacity is too tight for
-that, from as few packs as are found; then by trades between ranks, and by bisection. A further number of microbatches
-is tried as long as it could be quicker.
+A step takes as long as its costliest rank, however that is divided into packs. Another microbatch
+only adds its fixed cost. So for each number of microbatches, from the fewest on:
+
+    1. LPT places sequences on ranks; where capacity is too tight for that, tight packs are dealt;
+    2. while ranks are not even enough, trades balance them, then bisection;
+    3. the search ends when the bound is reached, or when more microbatches bring nothing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import numpy as np
-
-from megatron.packing.scheduling.bounds import rank_cost_bound
+from megatron.packing.scheduling.bounds import GOOD_ENOUGH
 from megatron.packing.scheduling.placement import (
     IntArray,
     Packs,
-    TightPacks,
+    Placed,
     bisect_ranks,
     deal,
     largest_rank,
-    spread,
-    tight_packs,
+    place_longest_first,
     trade,
 )
 from megatron.packing.scheduling.problem import ScheduleRequest
-
-GOOD_ENOUGH, _GOOD_ENOUGH_OF_MANY = 1.0002, 1.005
-"""Times the bound: what is left to gain is less than any cost model is accurate to."""
-_MANY = 1 << 14
-"""Sequences, of more of which less is tried."""
-_TRADES = 2_000_000
-"""Pairs of sequences considered to make tight packs even: some 10 ms."""
-_MAX_FRUITLESS = 2
-"""Numbers of microbatches in a row that bring nothing, before the search ends; of many sequences, numbers in all."""
+from megatron.packing.scheduling.tight_packs import TightPacks, tight_packs
 
 
-class Placed(NamedTuple):
-    """A placement of sequences, the longest first."""
+@dataclass(frozen=True, kw_only=True)
+class RankLimits:
+    """Limits of the search of this mode."""
 
-    time: float
-    """Modelled, in the unit of the cost."""
-    num_microbatches: int
-    pack: IntArray
-    """int64 [N], rank * num_microbatches + microbatch."""
+    large_batch: int = 1 << 14
+    """Sequences, above which a batch is large: each way takes milliseconds, and ranks of many
+    sequences are nearly even anyhow."""
+    good_enough: float = GOOD_ENOUGH
+    """Modelled time over its bound, at which the search ends."""
+    good_enough_large: float = 1.005
+    """Modelled time over its bound, at which the search ends for large batches."""
+    max_fruitless: int = 2
+    """Numbers of microbatches in a row without a gain, after which the search ends. For large
+    batches, numbers in all."""
+    tight_trades: int = 2_000_000
+    """Pairs of sequences considered to balance dealt tight packs, about 10 ms. Such ranks are the
+    least even, and nearly full, so that most trades do not fit."""
 
 
-def further_apart(size: int, count: int) -> list[int]:
-    """At most `count` of the places from 0 to `size` - 1, the first and the last among them, ever further apart."""
-    return sorted(set((np.geomspace(1, size, count).round().astype(int) - 1).tolist()))
+LIMITS = RankLimits()
 
 
-def even_ranks(request: ScheduleRequest, numbers: list[int]) -> Placed:
-    """The quickest placement found with one of these numbers of microbatches, of which the last has a pack for each
-    sequence.
+def balance_ranks(
+    request: ScheduleRequest, numbers: list[int], limits: RankLimits = LIMITS
+) -> Placed:
+    """The quickest placement found with one of these numbers of microbatches.
+
+    Args:
+        numbers: ascending. The last one has a pack for each sequence.
     """
     _, length, cost = request.sorted
-    bound = rank_cost_bound(cost, request.num_ranks)
+    bound, is_large = request.rank_cost_bound, length.size > limits.large_batch
+    good_enough = limits.good_enough_large if is_large else limits.good_enough
     best: Placed | None = None
     tight: TightPacks | None = None
-    is_many, fruitless = length.size > _MANY, 0
-    enough = _GOOD_ENOUGH_OF_MANY if is_many else GOOD_ENOUGH
+    fruitless = 0
     for number in numbers:
         if tight is not None and number < tight.num_microbatches:
             continue  # LPT finds no room either
         fixed = request.cost.fixed * number
-        if best is not None and (best.time <= (bound + fixed) * enough or fruitless >= _MAX_FRUITLESS):
+        is_done = best is not None and best.time <= (bound + fixed) * good_enough
+        if is_done or fruitless >= limits.max_fruitless:
             break
         packs = Packs(request.num_ranks, number, request.capacity)
-        pack = spread(length, cost, packs)
+        pack = place_longest_first(length, cost, packs)
         if pack is None:
-            tight = tight or tight_packs(length, request.num_ranks, request.capacity, request.microbatch_multiple)
+            tight = tight or tight_packs(request, request.microbatch_multiple)
             if tight.num_microbatches > number:
                 continue
-            pack = deal(cost, tight.pack, packs)
-            if not is_many and largest_rank(cost, pack, packs) > bound * enough:
-                pack = trade(length, cost, pack, packs, aim=bound * enough, budget=_TRADES)
-        largest, pack = _evener(request, packs, pack, bound * enough)
-        time = largest + fixed
+            pack = _deal_tight(request, tight, packs, bound * good_enough, limits)
+        largest, pack = _refine(request, pack, packs, bound * good_enough, limits)
         fruitless += 1
-        if best is None or time < best.time:
-            best = Placed(time, number, pack)
-            fruitless = fruitless if is_many else 0
+        if best is None or largest + fixed < best.time:
+            best = Placed(largest + fixed, number, pack)
+            fruitless = fruitless if is_large else 0
     assert best is not None, "the last number has a pack for each sequence"
     return best
 
 
-def _evener(request: ScheduleRequest, packs: Packs, pack: IntArray, enough: float) -> tuple[float, IntArray]:
-    """The cost of the costliest rank and the placement, with ranks more even until that costs no more than `enough`."""
+def _deal_tight(
+    request: ScheduleRequest, tight: TightPacks, packs: Packs, enough: float, limits: RankLimits
+) -> IntArray:
+    """Tight packs dealt to ranks, and traded while the costliest rank costs more than `enough`."""
     _, length, cost = request.sorted
+    pack = deal(cost, tight.pack, packs)
+    if length.size > limits.large_batch or largest_rank(cost, pack, packs) <= enough:
+        return pack
+    return trade(length, cost, pack, packs, aim=enough, budget=limits.tight_trades)
 
-    def costed(pack: IntArray) -> tuple[float, IntArray]:
-        return largest_rank(cost, pack, packs), pack
 
-    ways = [costed(pack)]
-    if ways[0][0] > enough:
-        ways.append(costed(trade(length, cost, pack, packs)))
-    if min(high for high, _ in ways) > enough:
-        found = bisect_ranks(length, cost, packs, ways[0][0])
+def _refine(
+    request: ScheduleRequest, pack: IntArray, packs: Packs, enough: float, limits: RankLimits
+) -> tuple[float, IntArray]:
+    """The costliest rank's cost and the placement, balanced until that cost is `enough`."""
+    _, length, cost = request.sorted
+    largest = largest_rank(cost, pack, packs)
+    ways = [(largest, pack)]
+    if largest > enough:
+        traded = trade(length, cost, pack, packs)
+        ways.append((largest_rank(cost, traded, packs), traded))
+    if ways[-1][0] > enough:
+        found = bisect_ranks(length, cost, packs, largest)
+        if found is not None and length.size <= limits.large_batch:
+            found = trade(length, cost, found, packs)
         if found is not None:
-            ways.append(costed(found if length.size > _MANY else trade(length, cost, found, packs)))
+            ways.append((largest_rank(cost, found, packs), found))
     return min(ways, key=lambda way: way[0])

@@ -1,7 +1,7 @@
-"""pure. The schedulers that a name on the command line stands for; users add their own as `module:function`.
+"""pure. Schedulers by name, as the command line has them; users add theirs as `module:function`.
 
-Every one keeps the invariants in the docstring of `problem`. `dp_balanced` leaves a pack empty only where there are
-fewer sequences than packs.
+Each keeps the invariants in the docstring of `problem`. `dp_balanced` leaves a pack empty only
+where there are fewer sequences than packs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.scheduling import compiled
-from megatron.packing.scheduling.moved_tokens import stay_home
-from megatron.packing.scheduling.pipeline_order import place_by_cost, renumber
-from megatron.packing.scheduling.pipelines import even_pipelines
-from megatron.packing.scheduling.placement import Packs, pack_costs
-from megatron.packing.scheduling.problem import Schedule, Scheduler, ScheduleRequest, check_capacity, rounded_up
-from megatron.packing.scheduling.ranks import GOOD_ENOUGH, Placed, even_ranks
-from megatron.packing.scheduling.synchronous import even_microbatches
+from megatron.packing.scheduling.bounds import GOOD_ENOUGH
+from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens
+from megatron.packing.scheduling.pipelines import balance_pipelines
+from megatron.packing.scheduling.placement import Packs, Placed, pack_costs, place_by_cost, renumber
+from megatron.packing.scheduling.problem import (
+    Schedule,
+    Scheduler,
+    ScheduleRequest,
+    check_capacity,
+    rounded_up,
+)
+from megatron.packing.scheduling.ranks import balance_ranks
+from megatron.packing.scheduling.synchronous import balance_microbatches
 
 IntArray = npt.NDArray[np.int64]
 
 
 def default(request: ScheduleRequest) -> Schedule:
-    """The least modelled step time found (see `ranks`, `pipelines` and `synchronous`) and, among schedules as good, few
-    tokens moved between ranks. Never more microbatches than give each sequence a pack of its own. O(N log N).
+    """The schedule of the least modelled step time found. O(N log N).
+
+    Among schedules as quick, one that moves few tokens between ranks. Never more microbatches than
+    give each sequence a pack of its own. README.md has the decision tree of the three modes.
     """
     cost = request.sorted.cost
     num_ranks, multiple = request.num_ranks, request.microbatch_multiple
@@ -37,66 +45,82 @@ def default(request: ScheduleRequest) -> Schedule:
         return _scheduled(request, Placed(0.0, fewest, np.arange(cost.size) * fewest))
     if compiled.CORE is None:
         warnings.warn(
-            "scheduling is slower and a little worse without its compiled core: install a C++ compiler and then the "
-            "project again (pip install --editable .)",
+            "scheduling is slower and a little worse without its compiled core: install a C++ "
+            "compiler and then the project again (pip install --editable .)",
             stacklevel=2,
         )
     numbers = list(range(fewest, rounded_up(cost.size / num_ranks, multiple) + 1, multiple))
-    if request.model.ranks_meet and num_ranks * request.model.num_stages > 1:
-        placed = even_microbatches(request, numbers)
+    if request.model.sync_every_microbatch and num_ranks * request.model.num_stages > 1:
+        placed = balance_microbatches(request, numbers)
     elif request.model.num_stages > 1:
-        placed = even_pipelines(request, numbers)
+        placed = balance_pipelines(request, numbers)
     else:
-        placed = even_ranks(request, numbers)
+        placed = balance_ranks(request, numbers)
     return _scheduled(request, placed)
 
 
 def _scheduled(request: ScheduleRequest, placed: Placed) -> Schedule:
-    """With few tokens moved between ranks; without a pipeline, with each rank's costliest pack first, so that one that
-    will run out of memory does so at once.
+    """The schedule of a placement, with few tokens moved between ranks.
+
+    Without a pipeline each rank's costliest pack comes first: if one runs out of memory, it does so
+    at once.
     """
     order, _, cost = request.sorted
     packs = Packs(request.num_ranks, placed.num_microbatches, request.capacity)
     good_enough = request.bound * GOOD_ENOUGH - request.cost.fixed * placed.num_microbatches
-    pack = stay_home(request, placed.pack, packs, good_enough)
-    if request.model.num_stages == 1 and not request.model.ranks_meet:
+    pack = reduce_moved_tokens(request, placed.pack, packs, good_enough)
+    if request.model.num_stages == 1 and not request.model.sync_every_microbatch:
         costs = pack_costs(cost, pack, packs)
         pack = renumber(pack, place_by_cost(costs, np.arange(placed.num_microbatches)))
     in_global_order = np.empty_like(pack)
-    in_global_order[order] = pack
+    in_global_order[order] = pack  # from longest first to the order of the request
     rank = in_global_order // placed.num_microbatches
-    return Schedule(rank, in_global_order - rank * placed.num_microbatches, request.num_ranks, placed.num_microbatches)
+    return Schedule(
+        rank,
+        in_global_order - rank * placed.num_microbatches,
+        request.num_ranks,
+        placed.num_microbatches,
+    )
 
 
 def empty(request: ScheduleRequest) -> Schedule:
-    """The sampler has decided: what a rank drew by one `next` is one pack of that rank, in the order drawn.
+    """The schedule that the sampler has decided: each `next` of a rank is one pack of that rank.
 
-    Empty packs at the end make up `microbatch_multiple`. CapacityError where what was drawn together is over capacity.
+    Packs keep the order of loading. Empty packs at the end make up `microbatch_multiple`. Raises
+    CapacityError where a pack is over capacity.
     """
     num_microbatches = rounded_up(request.num_draws, request.microbatch_multiple)
-    schedule = Schedule(request.source_rank, request.source_draw, request.num_ranks, num_microbatches)
+    schedule = Schedule(
+        request.source_rank, request.source_draw, request.num_ranks, num_microbatches
+    )
     check_capacity(request, schedule)
     return schedule
 
 
 def dp_balanced(request: ScheduleRequest) -> Schedule:
-    """Packs are filled one after the other in arrival order and dealt to ranks in turn, as Megatron-LM does.
+    """Fills packs in arrival order and deals them to ranks in turn, as Megatron-LM does.
 
-    The name is Megatron-LM's; it evens out the number of packs, not their cost: use `default` for that. A pack is
-    closed by the first sequence that doesn't fit (next-fit). The pack with the most tokens is split in halves until
-    the number of packs is a multiple of num_ranks * microbatch_multiple.
+    The name is Megatron-LM's. It balances the number of packs, not their cost: use `default` for
+    that. A pack is closed by the first sequence that doesn't fit (next-fit). The pack with the most
+    tokens is split in halves until the number of packs is a multiple of num_ranks *
+    microbatch_multiple.
     """
     ends = np.cumsum(request.lengths)
     starts = []
     start = 0
     while start < ends.size:
         starts.append(start)
-        start = int(np.searchsorted(ends, ends[start] - request.lengths[start] + request.capacity, side="right"))
+        # Lengths 4 4 4, capacity 9: ends 4 8 12, and the pack that starts at 0 stops before 12.
+        full = ends[start] - request.lengths[start] + request.capacity
+        start = int(np.searchsorted(ends, full, side="right"))
     num_packs = rounded_up(len(starts), request.num_ranks * request.microbatch_multiple)
     starts = _split_largest(starts, ends, num_packs)
     pack = np.searchsorted(starts, np.arange(ends.size), side="right") - 1
     return Schedule(
-        pack % request.num_ranks, pack // request.num_ranks, request.num_ranks, num_packs // request.num_ranks
+        pack % request.num_ranks,
+        pack // request.num_ranks,
+        request.num_ranks,
+        num_packs // request.num_ranks,
     )
 
 
@@ -104,10 +128,10 @@ SCHEDULERS: dict[str, Scheduler] = {"default": default, "empty": empty, "dp_bala
 
 
 def get_scheduler(name: str) -> Scheduler:
-    """The scheduler of that name in SCHEDULERS, in any case, or the function that `module:function` names.
+    """Returns the scheduler of that name, in any case, or the function of `module:function`.
 
-    ValueError with the choices for an unknown name, and with the cause for a module that can't be imported or has no
-    such function.
+    Raises ValueError with the choices for an unknown name, and with the cause for a module that
+    can't be imported or has no such function.
     """
     if ":" in name:
         return _import(name)
@@ -115,8 +139,8 @@ def get_scheduler(name: str) -> Scheduler:
         close = difflib.get_close_matches(name, SCHEDULERS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"--sequence-packing-scheduler must be one of {', '.join(SCHEDULERS)} or module:function, "
-            f"but is {name!r}{hint}"
+            f"--sequence-packing-scheduler must be one of {', '.join(SCHEDULERS)} "
+            f"or module:function, but is {name!r}{hint}"
         )
     return SCHEDULERS[name.lower()]
 
@@ -127,24 +151,30 @@ def _import(name: str) -> Scheduler:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--sequence-packing-scheduler {name!r} can't be imported: {error}; give module:function, with the module "
-            "on the Python path"
+            f"--sequence-packing-scheduler {name!r} can't be imported: {error}; "
+            "give module:function, with the module on the Python path"
         ) from error
     except SystemExit as end:
         raise ValueError(
-            f"--sequence-packing-scheduler {name!r} can't be imported: its module raises SystemExit({end}); guard what "
-            "it does as a program by if __name__ == '__main__'"
+            f"--sequence-packing-scheduler {name!r} can't be imported: its module raises "
+            f"SystemExit({end}); guard what it does as a program by if __name__ == '__main__'"
         ) from end
     if not callable(function):
-        raise ValueError(f"--sequence-packing-scheduler {name!r} must be a function, but is {function!r}")
+        raise ValueError(
+            f"--sequence-packing-scheduler {name!r} must be a function, but is {function!r}"
+        )
     scheduler: Scheduler = function
     return scheduler
 
 
 def _split_largest(starts: list[int], ends: IntArray, num_packs: int) -> list[int]:
-    """First sequences of `num_packs` packs of consecutive ones (fewer if sequences run out): `starts` and splits.
+    """Splits the packs with the most tokens in halves until there are `num_packs`.
 
-    `ends[i]` is the number of tokens up to and with sequence i. Ascending.
+    Returns the first sequence of each pack, ascending; fewer packs if sequences run out.
+
+    Args:
+        starts: first sequence of each pack.
+        ends: number of tokens up to and with each sequence.
     """
 
     def entry(start: int, stop: int) -> tuple[int, int, int]:

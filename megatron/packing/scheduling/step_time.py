@@ -1,14 +1,15 @@
-"""pure. What a schedule's step would take: a model of how ranks wait for one another, and 1F1B pipelines simulated.
+"""pure. Modelled time of a step: how ranks wait for one another, and 1F1B pipelines simulated.
 
-A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In the model a step takes
+A pack costs the sum of its sequences' costs and a fixed cost per microbatch. In the model a step
+takes
 
     one stage           the costliest rank's sum over its packs
-    several stages      what the slowest rank's 1F1B pipeline takes, by simulation; each stage does an equal part
-    ranks that meet     the same of one rank that runs, at each microbatch, the costliest pack of all ranks
+    several stages      the slowest rank's 1F1B pipeline, simulated; each stage does an equal part
+    ranks in step       the time of one rank that runs the costliest pack of each microbatch
 
-A pipeline of `stages` whose packs are even takes (sum + (stages - 1) / chunks * costliest pack) / stages, a flow shop,
-which bounds and placements start from. With small packs first and last 1F1B takes less, and with unequal packs in a bad
-order more.
+A pipeline of `stages` whose packs are even takes (sum + (stages - 1) / chunks * costliest pack) /
+stages, a flow shop, which bounds and placements start from. With small packs first and last 1F1B
+takes less, and with unequal packs in a bad order more.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """How the parallel layout makes ranks wait for one another."""
+    """Parallel layout, as far as it makes ranks wait for one another."""
 
     num_stages: int = 1
     """Pipeline-parallel size."""
     num_virtual_stages: int = 1
     """Model chunks per rank (interleaved pipelines)."""
     stage_group: int = 1
-    """Microbatches that one chunk runs before the next does (`microbatch_group_size_per_vp_stage`); at least
-    `num_stages` in interleaved pipelines, whose stages would wait for one another for ever with fewer.
+    """Microbatches that one chunk runs before the next does (`microbatch_group_size_per_vp_stage`);
+    at least `num_stages` in interleaved pipelines, whose stages would wait for one another for ever
+    with fewer.
     """
-    ranks_meet: bool = False
-    """Data-parallel ranks wait for one another at each microbatch, as experts spread over them make them do."""
+    sync_every_microbatch: bool = False
+    """Data-parallel ranks wait for one another at each microbatch, as with expert parallelism."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_virtual_stages", "stage_group"):
@@ -47,9 +49,14 @@ class StepModel:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
         if self.num_virtual_stages > 1 and self.stage_group < self.num_stages:
             raise ValueError(
-                f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved pipeline, "
-                f"but is {self.stage_group}"
+                f"stage_group must be at least num_stages, {self.num_stages}, "
+                f"in an interleaved pipeline, but is {self.stage_group}"
             )
+
+    @property
+    def ranks_meet(self) -> bool:
+        """The former name of `sync_every_microbatch`, for users' schedulers; gone after 0.1."""
+        return self.sync_every_microbatch
 
     @property
     def bubble_packs(self) -> float:
@@ -57,17 +64,33 @@ class StepModel:
         return (self.num_stages - 1) / self.num_virtual_stages
 
     def run_packs(self, pack_costs: FloatArray) -> FloatArray:
-        """Costs of the packs as they run, [ranks, microbatches]: of one rank that stands for all where ranks meet."""
-        return pack_costs.max(axis=0, keepdims=True) if self.ranks_meet else pack_costs
+        """Costs of the packs as they run, [ranks, microbatches].
+
+        With `sync_every_microbatch` [1, microbatches]: the costliest pack of each stands for all.
+
+            [[5, 1], [2, 4]]    ->    [[5, 4]]
+        """
+        if self.sync_every_microbatch:
+            return pack_costs.max(axis=0, keepdims=True)
+        return pack_costs
 
     def time_of(self, pack_costs: FloatArray) -> float:
-        """Modelled time of a step whose packs [ranks, microbatches], with the fixed cost in each, run in this order."""
+        """Modelled time of a step whose packs run in this order.
+
+        Args:
+            pack_costs: [ranks, microbatches], with the fixed cost in each.
+        """
         return float(simulate(self.run_packs(pack_costs), self).max())
 
     def even_time_of(self, pack_costs: FloatArray) -> float:
-        """The same were the packs of a rank even: with its costliest pack, whatever the order, for the filling."""
+        """Modelled time of a step whose packs are even: a flow shop, whatever their order.
+
+        Filling and draining are counted at each rank's costliest pack.
+        """
         packs = self.run_packs(pack_costs)
-        return float((packs.sum(axis=1) + self.bubble_packs * packs.max(axis=1)).max() / self.num_stages)
+        return float(
+            (packs.sum(axis=1) + self.bubble_packs * packs.max(axis=1)).max() / self.num_stages
+        )
 
 
 class Operation(NamedTuple):
@@ -79,7 +102,7 @@ class Operation(NamedTuple):
 
 
 class TimedOperation(NamedTuple):
-    """When a stage runs an operation: start and end, float64 [ranks]."""
+    """Start and end of an operation of a stage, float64 [ranks]."""
 
     stage: int
     operation: Operation
@@ -88,9 +111,13 @@ class TimedOperation(NamedTuple):
 
 
 def simulate(pack_costs: FloatArray, model: StepModel) -> FloatArray:
-    """When each rank's pipeline ends, float64 [ranks]: packs [ranks, microbatches] in the order given, by 1F1B.
+    """Simulates 1F1B; returns when each rank's pipeline ends, float64 [ranks].
 
-    A stage does its part of a pack, one of `num_stages`: a third of it forward and two backward. Sending takes no time.
+    Args:
+        pack_costs: [ranks, microbatches], in the order in which they run.
+
+    A stage does its part of a pack, one of `num_stages`: a third of it forward and two backward.
+    Sending takes no time.
     """
     num_ranks, num_microbatches = pack_costs.shape
     if model.num_stages == 1:
@@ -109,7 +136,8 @@ def simulate(pack_costs: FloatArray, model: StepModel) -> FloatArray:
 
 
 def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperation]:
-    """Every operation of every stage with its times (see `simulate`), each stage's in the order in which it runs them.
+    """Every operation of every stage with its times (see `simulate`), each stage's in the order in
+    which it runs them.
 
     One chunk of an interleaved stage takes its share of the stage's time.
     """
@@ -117,7 +145,9 @@ def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperatio
     ends: dict[tuple[int, Operation], FloatArray] = {}
     free = [np.zeros(num_ranks) for _ in range(model.num_stages)]
     third = pack_costs / (3 * model.num_stages * model.num_virtual_stages)
-    for stage, operation in _order(model.num_stages, model.num_virtual_stages, model.stage_group, num_microbatches):
+    for stage, operation in _order(
+        model.num_stages, model.num_virtual_stages, model.stage_group, num_microbatches
+    ):
         before = _needs(stage, operation, model.num_stages, model.num_virtual_stages)
         start = free[stage] if before is None else np.maximum(free[stage], ends[before])
         end = start + third[:, operation.microbatch] * (2 if operation.backward else 1)
@@ -125,7 +155,9 @@ def timeline(pack_costs: FloatArray, model: StepModel) -> Iterator[TimedOperatio
         yield TimedOperation(stage, operation, start, end)
 
 
-def _needs(stage: int, operation: Operation, num_stages: int, num_chunks: int) -> tuple[int, Operation] | None:
+def _needs(
+    stage: int, operation: Operation, num_stages: int, num_chunks: int
+) -> tuple[int, Operation] | None:
     """The operation, and its stage, whose result this one takes in; None for the first of all."""
     backward, microbatch, chunk = operation
     place = chunk * num_stages + stage + (1 if backward else -1)
@@ -140,8 +172,13 @@ def _needs(stage: int, operation: Operation, num_stages: int, num_chunks: int) -
 def _order(
     num_stages: int, num_chunks: int, stage_group: int, num_microbatches: int
 ) -> tuple[tuple[int, Operation], ...]:
-    """All operations, each after those that it needs, each stage's in the order of megatron-core's schedules."""
-    programs = [_program(stage, num_stages, num_chunks, stage_group, num_microbatches) for stage in range(num_stages)]
+    """All operations, each after those that it needs, each stage's in the order of megatron-core's
+    schedules.
+    """
+    programs = [
+        _program(stage, num_stages, num_chunks, stage_group, num_microbatches)
+        for stage in range(num_stages)
+    ]
     next_of = [0] * num_stages
     done: set[tuple[int, Operation]] = set()
     order: list[tuple[int, Operation]] = []
@@ -161,9 +198,11 @@ def _order(
     return tuple(order)
 
 
-def _program(stage: int, num_stages: int, num_chunks: int, stage_group: int, num_microbatches: int) -> list[Operation]:
-    """1F1B, or megatron-core's interleaved 1F1B, of one stage: forwards to fill the pipeline, then one forward and
-    one backward in turn.
+def _program(
+    stage: int, num_stages: int, num_chunks: int, stage_group: int, num_microbatches: int
+) -> list[Operation]:
+    """1F1B, or megatron-core's interleaved 1F1B, of one stage: forwards to fill the pipeline, then
+    one forward and one backward in turn.
     """
     forwards = _passes(False, num_chunks, stage_group, num_microbatches)
     backwards = _passes(True, num_chunks, stage_group, num_microbatches)
@@ -178,7 +217,9 @@ def _program(stage: int, num_stages: int, num_chunks: int, stage_group: int, num
     return program + backwards[len(forwards) - warmup :]
 
 
-def _passes(backward: bool, num_chunks: int, stage_group: int, num_microbatches: int) -> list[Operation]:
+def _passes(
+    backward: bool, num_chunks: int, stage_group: int, num_microbatches: int
+) -> list[Operation]:
     """A group of microbatches through one chunk after the other, then the next group."""
     if num_chunks == 1:
         return [Operation(backward, microbatch, 0) for microbatch in range(num_microbatches)]

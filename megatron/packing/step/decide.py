@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.samples import IntArray, Samples
+from megatron.packing.batch.columns import Form
+from megatron.packing.batch.samples import IntArray, Samples, common_form
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
@@ -33,8 +32,7 @@ class Offer:
     """Which `next` of this step gave each."""
     steps_delayed: IntArray
     num_loss_tokens: IntArray
-    form: int
-    """See `Samples.form`."""
+    form: Form
     num_dropped: int = 0
     num_cut: int = 0
     ended: bool = False
@@ -66,8 +64,8 @@ class Decision:
     rank: npt.NDArray[np.int32]
     """int32 [N]: data-parallel rank that trains it; -1 where it waits for a later step."""
     microbatch: npt.NDArray[np.int32]
-    form: int
-    """What all of them can travel in."""
+    form: Form
+    """The columns that all of them travel with."""
     stats: PackingStats
 
     def pack_lengths(self) -> list[list[list[int]]]:
@@ -102,6 +100,10 @@ def decide(
     if ended and not lengths.size:
         return None
     try:
+        form = common_form([offer.form for offer in offers if offer.lengths.size])
+    except ValueError as failure:
+        raise GlobalBatchError(str(failure)) from None
+    try:
         padded = settings.alignment.padded_length(lengths)
         waits = np.zeros(lengths.size, np.bool_)
         if max_delay is not None:
@@ -126,7 +128,7 @@ def decide(
         lengths=lengths,
         rank=rank,
         microbatch=microbatch,
-        form=reduce(or_, (offer.form for offer in offers)),
+        form=form,
         stats=replace(
             stats,
             dropped_samples=sum(offer.num_dropped for offer in offers),

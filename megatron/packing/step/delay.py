@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron.packing.batch.columns import ALWAYS, DERIVABLE, Column
 from megatron.packing.batch.samples import IntArray, Samples, joined
+
+_STATE_VERSION = 2
 
 
 class Delayed(NamedTuple):
@@ -64,33 +67,51 @@ class DelayQueue:
         return len(self._after.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint between steps, as tensors and one number."""
+        """Return this rank's part of a checkpoint between steps, as tensors and plain values."""
         samples, steps = self._after
-        words = torch.from_numpy(samples.to_words())
         return {
+            "version": _STATE_VERSION,
             "steps": torch.from_numpy(steps),
             "lengths": torch.from_numpy(samples.lengths),
-            "words": words,
-            "form": samples.form,
+            "columns": {c.name: torch.from_numpy(values) for c, values in samples.columns.items() if not c.extra},
+            "extra_per_token": {c.name: torch.from_numpy(v) for c, v in samples.extra().items() if c.per_token},
+            "extra_per_sequence": {c.name: torch.from_numpy(v) for c, v in samples.extra().items() if not c.per_token},
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> None:
         """Continue as data-parallel rank `rank` of `num_ranks` from what all ranks saved, in the order of their ranks.
 
-        As many ranks as saved take back what was theirs; others share all of it out evenly, in that order.
+        As many ranks as saved take back what was theirs; others share all of it out evenly, in that order. Raises
+        ValueError for a state of another version, or whose columns do not fit its lengths.
         """
-        if any("form" not in state for state in states):
+        if any(state.get("version") != _STATE_VERSION for state in states):
             raise ValueError(
-                "the checkpoint holds delayed sequences as an earlier version wrote them; continue it with that "
-                "version up to a step at which none is delayed"
+                "the checkpoint holds delayed sequences as another version wrote them; continue it with that version "
+                "up to a step at which none is delayed"
             )
         mine = [*states] if len(states) != num_ranks else [states[rank]]
-        parts = [
-            Samples.from_words(np.asarray(state["words"]), np.asarray(state["lengths"]), int(state["form"]))
-            for state in mine
-        ]
-        samples, steps = joined(parts), np.concatenate([np.asarray(state["steps"]) for state in mine])
+        loaded = [_loaded(state) for state in mine]
+        samples = joined([delayed.samples for delayed in loaded])
+        steps = np.concatenate([delayed.steps for delayed in loaded])
         if len(states) != num_ranks:
             first, last = (len(steps) * edge // num_ranks for edge in (rank, rank + 1))
             samples, steps = samples.take(np.arange(first, last)), steps[first:last]
         self._before = self._after = Delayed(samples, steps)
+
+
+def _loaded(state: dict[str, Any]) -> Delayed:
+    lengths, steps = np.asarray(state["lengths"]), np.asarray(state["steps"])
+    table = {column.name: column for column in (*ALWAYS, *DERIVABLE)}
+    columns = {table[name]: np.asarray(values) for name, values in state["columns"].items() if name in table}
+    for key in ("extra_per_token", "extra_per_sequence"):
+        for name, tensor in state[key].items():
+            values = np.asarray(tensor)
+            column = Column(name, values.dtype.name, key == "extra_per_token", values.shape[1:], extra=True)
+            columns[column] = values
+    size = (lengths.size, int(lengths.sum()))
+    is_whole = steps.size == lengths.size and columns.keys() >= set(ALWAYS)
+    for column, values in columns.items():
+        is_whole &= values.shape == (column.num_rows(*size), *column.shape) and values.dtype == column.dtype
+    if not is_whole:
+        raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
+    return Delayed(Samples(lengths=lengths, columns=columns), steps)

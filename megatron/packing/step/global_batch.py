@@ -26,11 +26,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.packing.batch.columns import Form, num_words
 from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatches, layouts_of, pack
-from megatron.packing.batch.samples import IntArray, Samples, joined, num_words
+from megatron.packing.batch.samples import IntArray, Samples, joined
 from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
-from megatron.packing.step.draw import draw_samples
+from megatron.packing.step.draw import Draw, draw_samples
 from megatron.packing.step.groups import RoadGroups, road_groups
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
@@ -88,7 +89,7 @@ class StepPlan(NamedTuple):
     """int64 [microbatches]"""
     lengths: IntArray
     """int64 [sequences of this replica], by microbatch."""
-    form: int
+    form: Form
 
 
 class _Part(NamedTuple):
@@ -144,7 +145,12 @@ def _draw_and_place(
     draw = draw_samples(iterator, num_draws, settings.capacity, settings.over_length_policy, name)
     # megatron-core's RerunDataIterator says whether it gives the samples of the step before once more.
     delayed = None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
-    at_hand = draw.samples if delayed is None else joined([delayed.samples, draw.samples])
+    at_hand = draw.samples
+    if delayed is not None:
+        try:
+            at_hand = joined([delayed.samples, draw.samples])
+        except ValueError as failure:
+            draw = Draw.failed(f"{name}: {failure}")
     offers = _gather(Offer.of(draw, delayed, at_hand), drawing)
     decision: Decision | str | None = None
     if offers is not None:

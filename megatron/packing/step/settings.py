@@ -114,7 +114,7 @@ class PackingSettings:
                 num_stages=groups.pp.size(),
                 num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
                 stage_group=multiple,
-                ranks_meet=groups.dp.size() > 1 and _experts_span_ranks(config, groups),
+                sync_every_microbatch=groups.dp.size() > 1 and _experts_span_ranks(config, groups),
             ),
         )
 
@@ -165,6 +165,7 @@ def _shape_of(config: TransformerConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         **({"num_dense_layers": num_dense_layers} if num_dense_layers else {}),
+        **({"mtp_num_layers": config.mtp_num_layers} if config.mtp_num_layers else {}),
     }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.packing.batch.layout import OverLengthPolicy
-from megatron.sft.data.layouts import Conversation, Passage, TokenIds, read_record
+from megatron.sft.data.layouts import Conversation, Passage, Reading, TokenIds, read_record
 from megatron.sft.data.messages import SampleError
 
 DropReason = Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
@@ -119,7 +119,7 @@ class ChatEncoder:
 
         Keys that are not read are logged, each once.
         """
-        content, own_weight, unread = read_record(record, self.columns)
+        content, own_weight, unread = self.read(record)
         self._list(unread)
         ids, weights = self._tokens(content)
         loss_mask = weights[1:] * np.float32(own_weight * weight)
@@ -139,9 +139,13 @@ class ChatEncoder:
             return Dropped("no loss token left after truncation")
         return EncodedSample(ids[:-1], ids[1:].copy(), loss_mask, is_cut)
 
+    def read(self, record: Mapping[str, Any]) -> Reading:
+        """Return what `record` says."""
+        return read_record(record, self.columns)
+
     def list_unread(self, record: Mapping[str, Any]) -> None:
         """Log the keys of `record` that are not read, as `encode` does: before it is copied to processes that read."""
-        self._list(read_record(record, self.columns).unread)
+        self._list(self.read(record).unread)
 
     def _list(self, unread: set[str]) -> None:
         if not unread <= self._listed:

@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.marked_template import MarkedTemplate, Written
-from megatron.sft.data.messages import Message, SampleError, texts_of
+from megatron.sft.data.messages import Message, SampleError, texts_of, with_call_ids
 
 _CHECKED_AT_EACH_END = 4
 """Answers of a conversation that are compared with how they would be generated."""
@@ -44,6 +44,8 @@ TRAINING_VARIANTS: Mapping[str, str] = {
 
 They are recognised by their text, whatever else a release changed. The template that is exported stays as released.
 """
+_NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
+"""In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
 
 
 class Span(NamedTuple):
@@ -92,6 +94,8 @@ class ChatTemplate:
 
         SampleError for a conversation that does not fit; ValueError for a template under which none can be trained.
         """
+        if _NEEDS_CALL_IDS.search(self.source):
+            conversation = conversation._replace(messages=with_call_ids(conversation.messages))
         options = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if options not in self._prompts:
             self._prompts[options] = self._prompt(conversation.template_options)
@@ -140,8 +144,9 @@ class ChatTemplate:
         ends = []
         for answered, text in zip(answers, ("yes", "no")):
             spans = [(start, end) for start, end, _ in answered.generated] or answered.turns.get(1, ())
-            trained = answered.text[slice(*spans[-1])] if spans else ""
-            ends.append(trained.rpartition(text)[2] if text in trained else "")
+            trained = [answered.text[start:end] for start, end in spans]
+            # The last span that holds the answer: TRL's Phi 3 marks the end of the text behind it, apart.
+            ends.append(next((part.rpartition(text)[2] for part in reversed(trained) if text in part), ""))
         if ends[0] != ends[1] or not ends[0]:
             raise ValueError(
                 f"under the chat template no end of a turn would be trained, so no answer ends; {_WAY_OUT}"

@@ -25,6 +25,7 @@ from megatron.blending.formats.record import Record
 from megatron.blending.metadatasets.metadataset import Join, SourceEntry
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
+from megatron.sft.data import layouts
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
 from megatron.sft.data.messages import MOST_WEIGHT
 
@@ -53,6 +54,10 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
             raise SkipSample(made.reason)
         return made
 
+    def read(self, sample: object) -> layouts.Reading:
+        """Return what a sample says, before it is encoded."""
+        return self._encoder.read(record_of(sample))
+
     def list_unread(self, opened: SourceDataset) -> None:
         """Log the keys of a source's first record that are not read: once, not in each process that reads."""
         if len(opened.source) and opened.load is not None:
@@ -72,6 +77,10 @@ class ChatLoad:
     def __call__(self, record: Record, key: tuple[Any, ...]) -> tuple[int, EncodedSample]:
         """Return the number of the source and the sequence."""
         return self._source, self._task.encode_sample(self._load(record, key))
+
+    def read(self, record: Record, key: tuple[Any, ...]) -> layouts.Reading:
+        """Return what the record says, before it is encoded."""
+        return self._task.read(self._load(record, key))
 
 
 def open_chats(entry: SourceEntry | Join, task: ChatTask) -> SourceDataset:

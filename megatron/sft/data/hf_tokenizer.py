@@ -97,15 +97,27 @@ def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = 
         except ImportError as error:
             raise ValueError("--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True)
+            # Given, since transformers else asks on a terminal, where a `y` runs the folder's code.
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True, trust_remote_code=False)
         except (
             BaseException
         ) as error:  # of many kinds, by what is wrong with the files; a panic of Rust is no Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"--tokenizer-model {tokenizer_model} needs Python code of its own (auto_map), which is never run; "
+                    "pass a folder with a tokenizer.json that transformers reads by itself"
+                ) from None
             raise ValueError(f"--tokenizer-model {tokenizer_model} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
+    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
+        # transformers 5 makes one of a config.json alone, of which any text is no token, or unknown ones.
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; download its "
+            "tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
     return HuggingFaceTokenizer(

@@ -16,6 +16,7 @@ may have `weight`, which scales its loss. Invariant: a text that a record holds 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ _BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
 _READ = (*_TURNS, "prompt", "completion", *_QUESTION, *_CONTEXT, *_ANSWER, *_BESIDE_TURNS, "history", "text")
 _NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
+_PREFERENCES = ("label", "kto_tag", "chosen")
+"""Keys whose true or false says whether the answer is a good one: TRL and ms-swift, LLaMA-Factory, others."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys of a record that hold what its author wants a model to learn from."""
@@ -100,6 +103,8 @@ def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Readin
     weight = weight_of(told["weight"], "weight") if "weight" in told else 1.0
     unread = {key for key in told if not is_empty(told[key])} - found.read - {"weight"}
     _check_unread(told, unread, found.content)
+    if found.read not in ({"text"}, {"tokens"}):
+        _check_preference(told)
     return Reading(found.content, weight, (unread - TEXT_COLUMNS) | found.unread_of_turns)
 
 
@@ -187,6 +192,17 @@ def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversat
     if not isinstance(options, Mapping) or options.keys() & {"messages", "tools", "add_generation_prompt"}:
         raise SampleError(f"chat_template_kwargs must be an object with variables of its own, but is {options!r:.60}")
     return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None, options)
+
+
+def _check_preference(told: Mapping[str, Any]) -> None:
+    """Raises SampleError for a record of preference data, which may say that its answer is a bad one."""
+    for key in _PREFERENCES:
+        if isinstance(told.get(key), bool):
+            raise SampleError(
+                f"record has {key} {json.dumps(told[key])} beside an answer, as preference data (KTO) marks good and "
+                f"bad answers, but training takes all of them for good ones; keep the records in which it is true, and "
+                f"pass --data-columns none={key}"
+            )
 
 
 def _check_unread(told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds) -> None:

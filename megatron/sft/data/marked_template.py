@@ -7,7 +7,7 @@ rendering tells all places.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
@@ -48,7 +48,7 @@ class MarkedTemplate:
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Render `messages`; TemplateError where the template refuses them."""
-        marks = _Marks(messages)
+        marks = _Marks(messages, self._sandbox.check_time)
         self._sandbox.begin()
         for part in self._compiled.generate({**variables, "messages": messages, _MARK: marks.reach}):
             marks.write(part)
@@ -66,7 +66,8 @@ class _Place(NamedTuple):
 class _Marks:
     """What a rendering wrote, and the places at which its marks were reached."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]) -> None:
+        self._check_time = check_time
         self._number_of = {id(message): number for number, message in enumerate(messages)}
         self._parts: list[str] = []
         self._length = self._num_reached = 0
@@ -86,6 +87,7 @@ class _Marks:
         self._num_reached += 1
         if self._num_reached > _MOST_PASSES:
             raise TemplateError("it goes on for ever")
+        self._check_time()
         if kind == "turn":
             message = self._number_of.get(id(item))
             self._places.append(_Place(self._length, loop, message))

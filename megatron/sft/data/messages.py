@@ -1,17 +1,20 @@
 """pure. The turns of a conversation: as chat data sets write them -> messages, as chat templates read them.
 
-    {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of text parts
+    {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of text parts,
+                                                    {"type": "text", "text": ...}; LLaMA-Factory: "value"
     {"from": "human", "value": "hi"}                ShareGPT, OpenHermes, LLaMA-Factory, Axolotl
     {"human": "hi", "assistant": "hello"}           ms-swift: two turns
     {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name of a single call
     {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as `tool_call`: calls in JSON; those
                                                     that follow one another make one message
 
-A turn's `train`, `training` and `loss` (true or false), `weight` and `loss_scale` (numbers) scale its loss.
+A turn's `train`, `training` and `loss` (true or false), `loss_weight`, `weight` and `loss_scale` (numbers) scale its
+loss. A `loss_weight` above 0 on a turn of others asks to train on it, as `train` does.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +29,7 @@ ROLES: Mapping[str, str] = {
 _CALLING_ROLES = ("function_call", "tool_call")
 """Roles of turns in which the assistant calls tools, and that hold the calls as JSON."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_TRAIN = ("train", "training", "loss")
+_TRAIN = ("train", "training", "loss", "loss_weight")
 _WEIGHT = ("weight", "loss_scale")
 _PASSED_ON = ("name", "tool_call_id")
 _UNREADABLE = ("train_detail", "refusal", "prefix", "text", "image", "images", "audio", "audios", "video", "videos")
@@ -120,6 +123,26 @@ def read_tools(tools: object) -> list[Any]:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages, in which each call and each result has an id, also where the data have none.
+
+    A result belongs to the first call before it that has no result yet. Ids have nine letters and digits, as Mistral's.
+    """
+    numbers = itertools.count(1)
+    unanswered: list[str] = []
+    identified = []
+    for message in messages:
+        fields = dict(message.fields)
+        if "tool_calls" in fields:
+            calls = [{**call, "id": call.get("id") or f"call{next(numbers):05}"} for call in fields["tool_calls"]]
+            fields["tool_calls"], unanswered = calls, [call["id"] for call in calls]
+        if message.role == "tool" and unanswered:
+            answered = fields.setdefault("tool_call_id", unanswered[0])
+            unanswered = [one for one in unanswered if one != answered]
+        identified.append(message._replace(fields=fields))
+    return identified
+
+
 def _read_turn(
     turn: dict[str, Any], place: str, role_key: str | None, content_key: str | None, unread: set[str]
 ) -> Message:
@@ -180,7 +203,7 @@ def _content(content: object, where: str) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise SampleError(f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds {part!r:.60}')
-    return "".join(text_of(part.get("text"), f"{where} part") for part in content)
+    return "".join(text_of(_either(part, ("text", "value"))[1], f"{where} part") for part in content)
 
 
 def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:

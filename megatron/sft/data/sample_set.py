@@ -4,7 +4,7 @@ what is kept here is what a checkpoint must know of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class SampleSet:
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else len(self.dataset)
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        """In the order of `names`."""
+        return [] if self.dataset is None else list(_leaves(self.dataset))
 
 
 def concatenated(names: Sequence[str], sources: Sequence[SourceDataset], seed: int | None = None) -> SampleSet:
@@ -67,6 +72,13 @@ def blended(
     order = [node.signature() for node in (bound, *bound.children)]
     identity = {"seed": seed, "blend": {"mode": mode, "sources": sources, "order": str(order)}}
     return SampleSet(names=names, dataset=dataset, seed=seed, identity=identity)
+
+
+def _leaves(node: Any) -> Iterator[SourceDataset]:
+    if not node.children:
+        yield node
+    for child in node.children:
+        yield from _leaves(child)
 
 
 def source_of(node: Any) -> SourceDataset:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ MOST_CHARACTERS = 1 << 23
 """Of what a template writes, and of any text that it makes on the way."""
 _MOST_MADE = 1 << 29
 """Of all that it makes in one rendering: some tenths of a second."""
+MOST_SECONDS = 10.0
+"""Of processor time that one rendering may take; released templates take milliseconds."""
 _LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
 _MOST_PARTS = 100_000
 _POINTER = 8
@@ -38,7 +41,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: object) -> None:
         super().__init__(finalize=self.counted, **options)
-        self._made = 0
+        self.begin()
         del self.globals["lipsum"]
         own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json}
         kept = {name: function for name, function in FILTERS.items() if name not in _NO_FILTERS}
@@ -46,11 +49,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def begin(self) -> None:
-        """Count anew: what one rendering makes is not the next one's."""
+        """Count from zero: what one rendering makes, and how long it takes, is not the next one's."""
         self._made = 0
+        self._started = time.thread_time()
+        self._next_look = time.monotonic() + MOST_SECONDS
+
+    def check_time(self) -> None:
+        """Raise TemplateError after MOST_SECONDS; called in each pass of a loop, at each call and each text made.
+
+        Processor time is asked for only after as much real time, which is cheap to ask for: a process that was stopped
+        for a while has done nothing wrong.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        taken = time.thread_time() - self._started
+        if taken >= MOST_SECONDS:
+            raise TemplateError(f"it takes longer than {MOST_SECONDS:g} seconds")
+        self._next_look = time.monotonic() + MOST_SECONDS - taken
 
     def make(self, size: int) -> None:
         """Note that a text, or a list, of that size is about to be made; TemplateError if that is too much."""
+        self.check_time()
         self._made += size
         if size > MOST_CHARACTERS or self._made > _MOST_MADE:
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
@@ -93,6 +112,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return not is_wide and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Any, obj: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        self.check_time()
         text, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(text, str):
             self.make(len(text))

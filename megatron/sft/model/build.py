@@ -36,6 +36,7 @@ from megatron.sft.model.checkpoint_weights import CheckpointWeights
 from megatron.sft.model.gpt_additions import add_to_gpt, prepare_config
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained, read_weights
 from megatron.sft.model.lora.adapters import add_adapters
+from megatron.sft.model.mcore_fixes import drop_unused_output_weight
 from megatron.sft.options.config import SFTConfig
 
 
@@ -203,6 +204,7 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
         vp_stage=vp_stage,
     )
     gpt.model_type = ModelType.encoder_or_decoder
+    drop_unused_output_weight(gpt)
     if not transformer_config.perform_initialization:
         mark_shards(gpt)
     add_to_gpt(gpt, model, vocab_size)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from megatron.sft.model.checkpoint_folder import (
     sum_of,
 )
 
+_PROBE_BYTES = 1 << 20
+"""More than is left on a disk on which a write was cut short."""
+
 
 class CheckpointError(AgreedError):
     """A checkpoint cannot be saved or loaded."""
@@ -40,14 +44,14 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
     failure = None
     try:
         yield
-    except CheckpointException as error:
-        failure = f"rank {dist.get_rank()}: {_root_of(error)}"
-    except Exception as error:
-        if is_collective and isinstance(error, OSError):
-            raise OSError(f"{told}: {_root_of(error)}") from None
-        if is_collective:
+    except (Exception, CheckpointException) as error:
+        root = _root_of(error, unfinished)
+        cause = f"{type(root).__name__}: {' '.join(str(root).split())}"[:500]
+        if is_collective and not isinstance(error, CheckpointException):
+            if isinstance(root, OSError):
+                raise OSError(f"{told}: {cause}") from None
             raise
-        failure = f"rank {dist.get_rank()}: {_root_of(error)}"
+        failure = f"rank {dist.get_rank()}: {cause}"
     failures = [text for text in gathered(failure) if text is not None]
     if failures:
         if dist.get_rank() == 0:
@@ -55,10 +59,21 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
         raise CheckpointError(f"{told}: {failures[0]}; what was saved before is intact")
 
 
-def _root_of(error: BaseException) -> str:
+def _root_of(error: BaseException, folder: Path) -> BaseException:
+    """Returns what the error comes from: where nothing can be written, that is the cause, whatever torch calls it."""
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    if isinstance(error, RuntimeError):  # of a full disk torch says "unexpected pos 704 vs 598"
+        probe = folder / f"probe-{dist.get_rank()}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as unwritten:
+            # Without the probe's name: the disk is full, not that file.
+            return OSError(unwritten.errno, unwritten.strerror)
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+    return error
 
 
 def sums_of_own(path: Path) -> dict[str, Sum]:
@@ -72,12 +87,26 @@ def check_folder(folder: str | Path) -> FolderLock | None:
     CheckpointError on every rank where another run saves to it, and where it is not the same folder on all machines.
     """
     lock, told = None, None
-    probe = Path(folder) / f".seen-by-all-{os.getpid()}"
     if dist.get_rank() == 0:
         try:
             lock = FolderLock(folder)
-            probe.touch()
         except (OSError, ValueError) as error:
+            told = str(error)
+    told = gathered(told)[0]
+    if told is not None:
+        raise CheckpointError(told)
+    check_shared("--save", folder)
+    return lock
+
+
+def check_shared(flag: str, folder: str | Path) -> None:
+    """Raise CheckpointError unless rank 0 can write to a folder, and all ranks see it there; collective."""
+    told = None
+    probe = Path(folder) / f".seen-by-all-{os.getpid()}"
+    if dist.get_rank() == 0:
+        try:
+            probe.touch()
+        except OSError as error:
             told = str(error)
     told, of_first = gathered((told, probe))[0]
     missing = [rank for rank, found in enumerate(gathered((Path(folder) / of_first.name).exists())) if not found]
@@ -85,30 +114,45 @@ def check_folder(folder: str | Path) -> FolderLock | None:
         probe.unlink(missing_ok=True)
     if told is None and missing:
         told = (
-            f"--save {of_first.parent} is another folder on rank {missing[0]} than on rank 0; pass one that all share"
+            f"{flag} {of_first.parent} is another folder on rank {missing[0]} than on rank 0; pass one that all share"
         )
     if told is not None:
         raise CheckpointError(told)
-    return lock
 
 
 def found_faults(path: Path) -> list[str] | None:
-    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has no checksums. Each
-    rank reads a part of them; collective.
+    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has no checksums. The
+    ranks that see the same files share the reading of them, so that each machine's own copy is read; collective.
     """
     faults: list[str] | None = None
+    rank, seen = dist.get_rank(), gathered(_seen(path))
+    alike = [other for other, found in enumerate(seen) if found == seen[rank]]
     try:
         sums = read_checksums(path)
         names = sorted({*(sums or ()), *file_names(path)})
-        faults = faults_in(path, names[dist.get_rank() :: dist.get_world_size()], sums) if sums else None
+        faults = faults_in(path, names[alike.index(rank) :: len(alike)], sums) if sums else None
     except (OSError, ValueError) as error:
         faults = [str(error)]
+    if faults and len(alike) < len(seen):
+        faults = [f"{fault} (the copy of rank {rank})" for fault in faults]
     of_ranks = [rank_faults for rank_faults in gathered(faults) if rank_faults is not None]
     return [fault for rank_faults in of_ranks for fault in rank_faults] if of_ranks else None
 
 
+def _seen(path: Path) -> str:
+    """Differs between copies of a folder: a shared file has one inode and one time of change on all machines. That a
+    copy is taken for shared needs both equal in all its files; that a shared one is not, costs reading it again.
+    """
+    try:
+        states = {name: (path / name).stat() for name in file_names(path)}
+    except OSError as error:
+        return str(error)
+    marks = [(name, state.st_ino, state.st_ctime_ns, state.st_size) for name, state in states.items()]
+    return hashlib.blake2b(repr(marks).encode(), digest_size=16).hexdigest()
+
+
 def check_sound(folder: str | Path, iteration: int) -> None:
-    """Raise CheckpointError unless every file is as it was saved. Each rank reads a part of them; collective."""
+    """Raise CheckpointError unless every file is as it was saved; collective, see `found_faults`."""
     path = checkpoint_path(folder, iteration)
     found = found_faults(path)
     if found is None and dist.get_rank() == 0:

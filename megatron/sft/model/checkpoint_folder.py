@@ -7,6 +7,7 @@ the run that saves there; the system frees it when that process ends, however it
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +26,8 @@ LOCK = ".lock"
 _UNFINISHED = ".unfinished"
 _BLOCK = 1 << 24
 _LONGEST_TRACKER = 100
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What locking fails with where a file system has no locks."""
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -192,12 +195,27 @@ def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
     return None
 
 
-def remove_old(folder: str | Path, keep: int) -> None:
-    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's among them."""
-    latest, best = latest_iteration(folder), best_iteration(folder)
-    older = [found for found in iterations(folder) if latest is not None and found < latest and found != best]
+def remove_old(folder: str | Path, keep: int) -> list[str]:
+    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's among them.
+
+    Returns a note for each that could not be removed: training must not end for files that are only in the way (NFS
+    keeps those that somebody reads).
+    """
+    notes = []
+    try:
+        latest, best = latest_iteration(folder), best_iteration(folder)
+        older = [found for found in iterations(folder) if latest is not None and found < latest and found != best]
+    except (OSError, ValueError) as error:
+        return [f"old checkpoints in {folder} are kept: {error}"]
     for iteration in older[: max(len(older) - (keep - 1), 0)]:
-        shutil.rmtree(checkpoint_path(folder, iteration))
+        path = checkpoint_path(folder, iteration)
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # somebody else removed it
+            continue
+        except OSError as error:
+            notes.append(f"{path} could not be removed ({error.strerror}); remove it by hand")
+    return notes
 
 
 class FolderLock:
@@ -207,12 +225,21 @@ class FolderLock:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """ValueError, naming its holder, where another process has it. What dead runs left unfinished is removed."""
+        """ValueError, naming its holder, where another process has it. What dead runs left unfinished is removed.
+
+        On a file system without locks a note is printed, and nothing is held.
+        """
         path = Path(folder) / LOCK
         self._file = path.open("a+")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                print(
+                    f"note: {folder} has no file locks ({error.strerror}); see that no other run saves there",
+                    flush=True,
+                )
+                return
             self._file.seek(0)
             holder = self._file.read(200).strip() or "another process"
             self._file.close()

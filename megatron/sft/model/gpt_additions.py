@@ -27,8 +27,8 @@ def add_to_gpt(gpt: GPTModel, model: ModelConfig, vocab_size: int) -> None:
         dim = int(model.resolved_kv_channels * model.rotary_percent)
         frequencies = inverse_frequencies(dim, model.rotary_base, parse_rope_scaling(model.rope_scaling))
         gpt.rotary_pos_emb.inv_freq = frequencies.to(gpt.rotary_pos_emb.inv_freq.device)
-    if model.scale_embeddings and gpt.pre_process:
-        gpt.embedding.register_forward_hook(_scale_by_root_of_width)
+    if model.scale_embeddings and hasattr(gpt, "embedding"):  # also where multi-token prediction has a copy
+        gpt.embedding.word_embeddings.register_forward_hook(_scale_by_root_of_width)
     if model.mask_vocab_padding and gpt.post_process and gpt.vocab_size > vocab_size:
         gpt.output_layer.register_forward_hook(_Hide(vocab_size))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.packing.model import auxiliary_losses
@@ -25,6 +26,17 @@ def install() -> None:
     _save_without_other_processes()
     _keep_norms_on_the_device()
     auxiliary_losses.install()
+
+
+def drop_unused_output_weight(gpt: GPTModel) -> None:
+    """Remove the output layer's own weight where its stage computes with a copy of the embedding's.
+
+    That is so where weights are tied and the last of several stages predicts further tokens. megatron-core makes the
+    weight all the same; it never has a gradient, checkpoints refuse it, and overlapped reduction waits for it for ever.
+    """
+    has_copy = gpt.mtp_process and not gpt.pre_process
+    if gpt.post_process and gpt.share_embeddings_and_output_weights and has_copy:
+        gpt.output_layer.weight = None
 
 
 def _define_te_general_gemm() -> None:

@@ -45,6 +45,11 @@ class LoraConfig:
     lora_merge: bool = False
     """Let --save-hf write the whole model with the adapters merged into it, instead of a PEFT adapter."""
 
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether --save-hf writes a PEFT folder."""
+        return self.lora and not self.lora_merge
+
     def __post_init__(self) -> None:
         if not self.lora:
             given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]

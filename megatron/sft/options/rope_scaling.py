@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,9 +71,9 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     if missing:
         raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
     known = {name: fields[name] for name in RopeScaling._fields if fields.get(name) is not None and name != "rope_type"}
-    wrong = [name for name, value in known.items() if name != "truncate" and not _is_positive(value)]
-    if wrong:
-        raise ValueError(f"{where} must have numbers above 0, but {wrong[0]} is {known[wrong[0]]!r}")
+    for name in (name for name in (*known, "attention_factor") if name != "truncate"):
+        if fields.get(name) is not None and not is_positive(fields[name]):
+            raise ValueError(f"{where} must have numbers above 0, but {name} is {shown(fields[name])}")
     numbers = {name: float(value) for name, value in known.items() if name != "truncate"}
     scaling = RopeScaling(kind, **numbers, truncate=known.get("truncate", True))
     if kind == "yarn":
@@ -80,8 +81,9 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     return scaling
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+def is_positive(value: object) -> bool:
+    """Whether a value is a finite number above 0, which a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, where: str) -> None:

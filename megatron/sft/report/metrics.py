@@ -149,7 +149,9 @@ class Evaluation:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
-        line = f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} tokens{left_out})"
+        line = (
+            f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} loss tokens{left_out})"
+        )
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
 
 

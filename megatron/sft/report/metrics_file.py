@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron.packing.user_files import parse_json
 from megatron.sft.report.boards import Board
+from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import DERIVED, DRAWN, Evaluation, SourceMetrics, StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -56,8 +57,8 @@ class MetricsWriter:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate_after(path, -1 if resume_iteration is None else resume_iteration)
-        self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
-        self._boards = boards
+        self._file = LineFile(path)
+        self._boards = list(boards)
         self._train_iters = train_iters
         self._log_interval = log_interval
         self._bar = progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
@@ -71,8 +72,7 @@ class MetricsWriter:
         self._file.write(json_line("train", **values))
         drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
         drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
-        for board in self._boards:
-            board.add(drawn, metrics.iteration)
+        self._add_to_boards(drawn, metrics.iteration)
         if self._bar is not None:
             self._bar.set_postfix_str(metrics.to_postfix(), refresh=False)
             self._bar.update(metrics.iteration - self._bar.n)
@@ -82,8 +82,7 @@ class MetricsWriter:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
         self._file.write(json_line("evaluation", **asdict(evaluation)))
-        for board in self._boards:
-            board.add({f"{evaluation.split}/loss": evaluation.loss}, evaluation.iteration)
+        self._add_to_boards({f"{evaluation.split}/loss": evaluation.loss}, evaluation.iteration)
         if self._bar is not None:
             self._bar.write(evaluation.to_line())
         else:
@@ -96,13 +95,28 @@ class MetricsWriter:
         """
         self._file.write(json_line("event", event=name, **fields))
 
+    def _add_to_boards(self, values: dict[str, float], iteration: int) -> None:
+        for board in [*self._boards]:
+            try:
+                board.add(values, iteration)
+            except Exception as error:  # of a library and of its files or service: no reason to end a run
+                self._boards.remove(board)
+                print(f"note: {_failed(board, error)}; training goes on without it", flush=True)
+
     def close(self) -> None:
         """Closes the file, the boards and the progress bar."""
         self._file.close()
         for board in self._boards:
-            board.close()
+            try:
+                board.close()
+            except Exception as error:
+                print(f"note: {_failed(board, error)}", flush=True)
         if self._bar is not None:
             self._bar.close()
+
+
+def _failed(board: Board, error: Exception) -> str:
+    return f"{type(board).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.200})"
 
 
 def progress_bar(train_iters: int, done: int) -> Any:

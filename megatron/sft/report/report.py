@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from megatron.sft.environment import outlive_output
 from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics, dropped_line, mean_of_finite
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, Metrics, is_packs, read_jsonl, read_metrics
 
@@ -211,7 +212,9 @@ def main() -> None:
     """Runs `python -m megatron.sft.report RUN_DIR`."""
     parser = argparse.ArgumentParser(description="Prints what a run achieved and draws RUN_DIR/report.png.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that holds metrics.jsonl")
+    run_dir = parser.parse_args().run_dir
+    outlive_output()
     try:
-        report(parser.parse_args().run_dir)
-    except ValueError as error:
+        report(run_dir)
+    except (OSError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch.distributed as dist
 
@@ -19,28 +20,38 @@ from megatron.sft.model.checkpoint_folder import check_load, latest_iteration
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.boards import open_boards
+from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import StepMetrics
 from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, json_line, truncate_after
+
+RUNS = "runs"
+"""Where the folders of runs are that have neither --run-dir nor --save."""
 
 
 def prepare_output(output: OutputConfig) -> None:
     """Makes the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
-    folders = {"--save": output.save, "--run-dir": output.run_dir, "--tensorboard-dir": output.tensorboard_dir}
+    folders = {
+        "--save": output.save,
+        "--run-dir": output.run_dir if output.run_dir or output.save else RUNS,
+        "--tensorboard-dir": output.tensorboard_dir,
+        "--wandb-save-dir": output.wandb_save_dir,
+    }
     if output.save_hf is not None:
-        target = Path(output.save_hf).absolute()
+        target = Path(output.save_hf).resolve()
         for flag, path in folders.items():
-            if path is not None and target.resolve() == Path(path).resolve():
+            if path is not None and target == Path(path).resolve():
                 raise ValueError(f"--save-hf {output.save_hf} is the folder of {flag}, too; give each its own")
         folders["--save-hf"] = str(target.parent)
     for flag, path in folders.items():
         if path is not None:
             try:
                 Path(path).mkdir(parents=True, exist_ok=True)
-                writable = os.access(path, os.W_OK)
-            except OSError:
-                writable = False
-            if not writable:
-                raise ValueError(f"{path} must be a folder that can be written to; pass another {flag}")
+                with TemporaryFile(dir=path) as file:  # permissions alone say nothing of full disks, quotas and root
+                    file.write(b"tried")
+            except OSError as error:
+                raise ValueError(
+                    f"{path} must be a folder that can be written to, but: {error.strerror}; pass another {flag}"
+                ) from None
     if output.load is not None:
         check_load(output.load, output.save, output.ckpt_step)
     is_continued = output.load is not None and Path(output.load).resolve() == Path(output.save or "").resolve()
@@ -102,7 +113,7 @@ class RunLog:
             boards=open_boards(config.output, run_dir, resumed, config.to_dict()),
         )
         truncate_after(run_dir / PACKS_FILE, -1 if resumed is None else resumed)
-        self._packs = (run_dir / PACKS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._packs = LineFile(run_dir / PACKS_FILE)
         self._log_interval = config.output.log_interval
         self._dumped_steps = config.output.dump_schedule
         self._run_dir = run_dir
@@ -127,8 +138,11 @@ class RunLog:
         if metrics.iteration in self._dumped_steps:
             title = f"step {metrics.iteration} of {self._run_dir}"
             record = record_of(batch, title, in_seconds=self._in_seconds)
-            files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
-            self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
+            try:
+                files = dump_schedule(self._run_dir / f"schedule_{metrics.iteration}", record)
+                self.say(f"schedule of step {metrics.iteration}: {', '.join(map(str, files))}")
+            except OSError as error:
+                self.say(f"note: the schedule of step {metrics.iteration} is not written: {error}")
 
     def say(self, text: str) -> None:
         """Prints one line for the user."""

@@ -52,12 +52,12 @@ def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
     """Of all valid schedules of even packs with that many microbatches; None if there are none."""
     # Where ranks meet, packs of one microbatch may change ranks; else, those of one rank may change microbatches.
     model, shape = asked.model, (asked.num_ranks, num_microbatches)
-    members = assignments(asked.lengths.size, *(shape[::-1] if model.ranks_meet else shape))
+    members = assignments(asked.lengths.size, *(shape[::-1] if model.sync_every_microbatch else shape))
     members = members[(members @ asked.sorted.length).max(axis=(1, 2)) <= asked.capacity]
     if not len(members):
         return None
     costs = members @ asked.sorted.cost + asked.cost.fixed
-    if model.ranks_meet:
+    if model.sync_every_microbatch:
         costs = costs.max(axis=2)[:, None]
     times = (costs.sum(axis=2) + model.bubble_packs * costs.max(axis=2)).max(axis=1)
     return float(times.min()) / model.num_stages
@@ -99,5 +99,5 @@ def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleReques
 MODES = {
     "ranks": [StepModel()],
     "pipelines": [StepModel(num_stages=stages) for stages in (2, 3, 4)],
-    "ranks that meet": [StepModel(num_stages=stages, ranks_meet=True) for stages in (1, 2, 4)],
+    "ranks that meet": [StepModel(num_stages=stages, sync_every_microbatch=True) for stages in (1, 2, 4)],
 }

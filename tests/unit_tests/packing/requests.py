@@ -16,8 +16,8 @@ MODELS = (
     StepModel(num_stages=2),
     StepModel(num_stages=5),
     StepModel(num_stages=2, num_virtual_stages=3, stage_group=2),
-    StepModel(ranks_meet=True),
-    StepModel(num_stages=3, ranks_meet=True),
+    StepModel(sync_every_microbatch=True),
+    StepModel(num_stages=3, sync_every_microbatch=True),
 )
 
 DISTRIBUTIONS = {

@@ -1,5 +1,6 @@
 """Small files that a user names: what is no such file is refused at once, in a line, and at no price."""
 
+import json
 import os
 import time
 import tracemalloc
@@ -47,6 +48,15 @@ def test_json_that_is_read():
         "a": [2**63 - 1, -(2**63), 1000.0, None]
     }
     assert parse_json("[" * 60 + "]" * 60)
+
+
+def test_integers_of_any_size_are_kept_where_they_are_written_again(is_cheap):
+    """Released tokenizers have such a model_max_length; a run would end without its model."""
+    text = '{"model_max_length": 1000000000000000019884624838656, "a": [1e30, NaN, -Infinity, 1' + "0" * 3999 + "]}"
+    assert json.dumps(parse_json(text, any_integer=True)) == text.replace("1e30", "1e+30")
+    with pytest.raises(ValueError, match=r"the number 11111111111111111111\.\.\. has 5,000 digits"):
+        parse_json("1" * 5000, any_integer=True)
+    parse_json("[" + ",".join(["1" * 4000] * 4000) + "]", any_integer=True)
 
 
 @pytest.mark.parametrize(

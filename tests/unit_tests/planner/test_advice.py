@@ -5,27 +5,27 @@ import pytest
 
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.packing.scheduling.registry import SCHEDULERS, default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.planner.advice import Adviser, Beside, _with_twice_the_context
-from megatron.planner.compare import compare
+from megatron.planner.compare import compare, modelled_cost
 from megatron.planner.step_record import StepLayout
 
 COST = PackCost(1.0, 0.0, 0.0)
 ALONE = Beside(1)
 
 
-def advice(lengths, *, ranks, capacity, stages=1, cost=COST, beside=ALONE, chunks=1, meet=False):
+def advice(lengths, *others, ranks, capacity, stages=1, cost=COST, beside=ALONE, chunks=1, meet=False):
     alignment = Alignment.for_layout(
         context_parallel_size=beside.context_parallel_size, tensor_parallel_size=1, sequence_parallel=False
     )
     group = stages if chunks > 1 else 1
-    model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=group, ranks_meet=meet)
+    model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=group, sync_every_microbatch=meet)
     layout = StepLayout(
         num_ranks=ranks, capacity=capacity, alignment=alignment, cost=cost, microbatch_multiple=group, model=model
     )  # fmt: skip
-    batches = [np.array(lengths)]
-    comparison = compare(batches, layout, SCHEDULERS, int(max(lengths)))
+    batches = [np.array(lengths), *map(np.array, others)]
+    comparison = compare(batches, layout, SCHEDULERS, max(int(batch.max()) for batch in batches))
     return " ".join(Adviser(batches, layout, beside).advice(comparison))
 
 
@@ -50,6 +50,21 @@ def test_bubbles_ask_for_more_microbatches():
     assert "--vpp 2, if the layers are a multiple of 8, would save 21.4% of the time" in said
 
 
+def test_a_larger_batch_is_two_joined():
+    """One batch twice has two of its longest sequences: a user would be told of more than a larger batch saves."""
+    uneven, even = [400, 100, 100, 100], [100] * 4
+    options = {"ranks": 2, "capacity": 400, "stages": 2}
+    alignment = Alignment.for_layout(context_parallel_size=1, tensor_parallel_size=1, sequence_parallel=False)
+    model = StepModel(num_stages=2, num_virtual_stages=1, stage_group=1, sync_every_microbatch=False)
+    layout = StepLayout(
+        num_ranks=2, capacity=400, alignment=alignment, cost=COST, microbatch_multiple=1, model=model
+    )  # fmt: skip
+    joined, *apart = (modelled_cost([np.array(one)], layout, default) for one in (uneven + even, uneven, even))
+    told = f"--global-batch-size 8 would save {1 - joined / sum(apart):.1%} of the time per token"
+    assert told in advice(uneven, even, **options)
+    assert told in advice(uneven, even, uneven, **options)  # of an odd number, the last is left out
+
+
 def test_advised_chunks_are_those_that_layers_allow():
     """Twice as many may be more than there are layers, or leave layers over."""
 
@@ -70,9 +85,9 @@ def test_advised_batch_is_a_multiple_of_the_ranks():
 def test_experts_tie_fewer_ranks_with_more_context_parallel(ranks, meet_below, meet):
     """8 experts over context parallel 4 and 2 ranks lie within one rank of 8: it would be advised against waiting."""
     layout = StepLayout(
-        num_ranks=ranks, capacity=8, alignment=Alignment(), cost=COST, model=StepModel(ranks_meet=True)
+        num_ranks=ranks, capacity=8, alignment=Alignment(), cost=COST, model=StepModel(sync_every_microbatch=True)
     )  # fmt: skip
-    assert _with_twice_the_context(layout, Beside(1, meet_below=meet_below)).model.ranks_meet is meet
+    assert _with_twice_the_context(layout, Beside(1, meet_below=meet_below)).model.sync_every_microbatch is meet
 
 
 def test_low_fill_asks_for_less_capacity():

@@ -1,6 +1,7 @@
 """The planner as a user runs it: no GPU, no torch, and one line for each mistake."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.packing.scheduling import compiled
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.planner.plan import drawn, plan
@@ -65,6 +67,18 @@ def test_whole_command_without_torch(lengths, tmp_path):
     for where in (done.stdout, text):
         assert "table     means of the 8 global batches; pictures show the first" in where
     assert not png or picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.skipif(compiled.CORE is None, reason="the document shows what the compiled loops schedule")
+def test_the_document_shows_what_is_printed(capsys):
+    """Whoever plans with the same lengths gets other figures, and looks for what is wrong. Time to schedule varies."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    command, shown = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
+    (lengths,) = re.findall(r"For the lengths of `(.*?)`", text)
+    _, _, _, _, *options = command.split()
+    plan([lengths, *options[: options.index("--html")]], lengths_from)
+    printed = {re.sub(r" +\S+ ms$", "", line) for line in capsys.readouterr().out.splitlines()}
+    assert [line for line in shown.splitlines() if re.sub(r" +\S+ ms$", "", line) not in printed] == []
 
 
 def test_schedulers_may_be_repeated_and_be_the_users(lengths, capsys):
@@ -243,7 +257,7 @@ def test_layout_asks_what_training_asks():
     step = layout.step_layout(layout.capacity(1001), PackCost(1.0, 0.0), None)
     assert (step.capacity, step.alignment.sequence, step.microbatch_multiple) == (1004, 4, 2)
     assert (step.model.num_stages, step.model.num_virtual_stages, step.model.stage_group) == (2, 2, 2)
-    assert step.model.ranks_meet
+    assert step.model.sync_every_microbatch
     assert layout.batch_size == 64
 
 

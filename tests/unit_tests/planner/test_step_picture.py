@@ -47,7 +47,7 @@ def picture_bubble(picture):
 
 
 def test_ranks_that_meet_wait_at_every_microbatch():
-    picture = picture_of(record([[[6], [1]], [[2], [4]]], ranks_meet=True))
+    picture = picture_of(record([[[6], [1]], [[2], [4]]], sync_every_microbatch=True))
     assert times(picture.ranks[0]) == [(0, 0.6), (0.6, 0.7)]
     assert times(picture.ranks[1]) == [(0, 0.2), (0.6, 1)]
     assert picture.notes == ["ranks wait for one another at every microbatch"]

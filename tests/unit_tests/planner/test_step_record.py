@@ -38,6 +38,16 @@ def test_json_gives_the_same_step():
     assert StepRecord.from_dict(json.loads(RECORD.to_json())) == RECORD
 
 
+def test_a_former_name_is_read():
+    """Records outlive releases: those of runs before the renaming could not be looked at."""
+    values = json.loads(RECORD.to_json())
+    now = StepRecord.from_dict({**values, "model": {**values["model"], "sync_every_microbatch": True}})
+    del values["model"]["sync_every_microbatch"]
+    former = StepRecord.from_dict({**values, "model": {**values["model"], "ranks_meet": True}})
+    assert former == now
+    assert former.layout.model.ranks_meet
+
+
 def test_record_of_a_schedule():
     """The real lengths are kept, not those rounded up to the alignment."""
     lengths = np.array([5, 1, 16, 7, 3])

@@ -1,8 +1,16 @@
 """What a start of the trainer does before megatron-core is imported."""
 
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from megatron.sft.environment import compiling_when_called
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_compiling_waits_for_the_first_call(monkeypatch):
@@ -29,3 +37,15 @@ def test_compiling_waits_for_the_first_call(monkeypatch):
     assert [twice(2), twice(x=3), thrice(2)] == [4, 6, 6]
     assert compiled == [("twice", {"dynamic": True}), ("thrice", {})]
     assert twice.__name__ == "twice"
+
+
+@pytest.mark.parametrize("where", ["> /dev/full", "| true", ">&-"])
+def test_output_that_nobody_takes(where):
+    """A closed terminal or a full disk behind a log would end a run of days at its next line."""
+    code = (
+        "from megatron.sft.environment import outlive_output; outlive_output(); import sys, time; time.sleep(0.1);"
+        "[print('x' * 1000, flush=True) for _ in range(200)]; print('left'); print('done', file=sys.stderr)"
+    )
+    command = f"set -o pipefail; {sys.executable} -c {shlex.quote(code)} {where}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "done\n")

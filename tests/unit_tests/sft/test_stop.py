@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at a step boundary."""
+"""Ctrl-C, SIGTERM and SIGHUP end a run at a step boundary."""
 
 import signal
 import threading
@@ -13,13 +13,14 @@ from megatron.sft.stop import StopSignals
 def handlers():
     """Handlers of this test's own, so that nothing that it does reaches pytest's; returns what they saw."""
     seen: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in numbers}
     yield seen
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_only_sets_the_flag(handlers, number):
     """A step cut off in the middle leaves the other ranks hanging in a collective, and saves nothing."""
     with StopSignals() as signals:
@@ -104,3 +105,16 @@ def test_flag_is_of_one_object_only(handlers):
         signal.raise_signal(signal.SIGTERM)
     with StopSignals() as signals:
         assert not signals.requested
+
+
+@pytest.mark.parametrize(("handled", "stops"), [(None, False), ("SIGTERM,SIGINT", False), ("SIGTERM,SIGHUP", True)])
+def test_a_hangup_that_is_ignored(handlers, monkeypatch, handled, stops):
+    """Under nohup a run outlives its terminal; but torchrun passes SIGHUP on, and kills its ranks after it."""
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    if handled is not None:
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.requested == stops
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.packing.user_files import read_json
+from megatron.packing.user_files import read_json, shown
 from megatron.sft.data.chat_encoder import Tokenizer
 from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.folder import DTYPES
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.peft_folder import write_adapter_config
@@ -24,10 +25,11 @@ from megatron.sft.options.model import ModelConfig
 COMPANIONS = "huggingface"
 """The folder in a checkpoint that holds these files, for the export of its weights."""
 _GENERATION = "generation_config.json"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
+_MORE_TEMPLATES = "additional_chat_templates"
 _BYTE_LEVEL_TEMPLATE = (
     "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content ~ '<end>' }}{% endgeneration %}"
@@ -72,6 +74,14 @@ class Companions(NamedTuple):
         """The tensors that go with them."""
         return weights_of(self.config.model, self.model_config())
 
+    def are_saved(self) -> bool:
+        """Whether checkpoints hold these files: of models that the export can write."""
+        return not self.config.lora.lora and self.has_family()
+
+    def dtype_written(self) -> str:
+        """The type that the weights are written in."""
+        return dtype_of(self.model_config())
+
     def write(self, folder: Path) -> str:
         """Write all files but the weights; returns the type that config.json says the weights have."""
         model_config, source = self.model_config(), self.config.output.huggingface_source
@@ -105,8 +115,13 @@ def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:
-    """The type of the weights that a config.json tells, by torch's name."""
-    return model_config.get("dtype") or model_config["torch_dtype"]
+    """The type of the weights that a config.json tells, by torch's name; ValueError where none can be written in it."""
+    dtype = model_config.get("dtype") or model_config["torch_dtype"]
+    if dtype not in DTYPES.values():
+        raise ValueError(
+            f"config.json has dtype {shown(dtype)}, but must have {' or '.join(DTYPES.values())}; correct it"
+        )
+    return dtype
 
 
 def _with_end_of_turn(
@@ -138,21 +153,28 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
     elif config.data.resolved_tokenizer_type == "HuggingFaceTokenizer":
         assert config.data.tokenizer_model is not None
         source = Path(config.data.tokenizer_model)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        _write_template(folder, tokenizer.chat_template)
+        if (source / _MORE_TEMPLATES).is_dir():
+            shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
+        if tokenizer.chat_template is not None:
+            _write_template(folder, _read(source / "tokenizer_config.json"), tokenizer.chat_template)
 
 
-def _write_template(folder: Path, template: str | None) -> None:
-    """The template that was trained with, wherever the tokenizer's files have one."""
-    if template is None:
-        return
-    settings = _read(folder / "tokenizer_config.json")
-    file = folder / "chat_template.jinja"
-    if "chat_template" in settings and settings["chat_template"] != template:
-        _write(folder / "tokenizer_config.json", settings | {"chat_template": template})
-    if "chat_template" not in settings and (not file.is_file() or file.read_text(encoding="utf-8") != template):
+def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:
+    """Put the template that was trained with wherever the copied tokenizer files have one.
+
+    settings: what tokenizer_config.json holds. Of several templates by name, which it may have, `default` is that one.
+    """
+    held, file = settings.get("chat_template"), folder / "chat_template.jinja"
+    renewed: Any = template
+    if isinstance(held, list):
+        by_name = {one["name"]: one["template"] for one in held} | {"default": template}
+        renewed = [{"name": name, "template": text} for name, text in by_name.items()]
+    if held and renewed != held:
+        _write(folder / "tokenizer_config.json", settings | {"chat_template": renewed})
+    if file.is_file() or not held:  # transformers prefers it
         file.write_text(template, encoding="utf-8")
 
 
@@ -196,7 +218,7 @@ def _write_byte_level(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path) if path.is_file() else {}
+        found = read_json(path, any_integer=True) if path.is_file() else {}
         if not isinstance(found, dict):
             raise ValueError("it holds no JSON object")
     except ValueError as error:

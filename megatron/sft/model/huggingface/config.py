@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.packing.user_files import shown
 from megatron.sft.options.model import ModelConfig
-from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of
+from megatron.sft.options.rope_scaling import is_positive, parse_rope_scaling, rope_scaling_of
 
 
 class Family(NamedTuple):
@@ -146,6 +146,8 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
     """Base and scaling of rotary embeddings."""
     fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = fields.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta
+    if not is_positive(base):
+        raise ValueError(f"{where} has rope_theta {shown(base)}, but it must be a number above 0")
     if (fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
         raise ValueError(f"{where} has a partial_rotary_factor, which is not supported for this model_type")
     if fields.get("rope_type", fields.get("type")) in ("llama3", "yarn"):

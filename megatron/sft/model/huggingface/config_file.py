@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.packing.user_files import read_json, shown
+from megatron.packing.user_files import fits_64_bits, read_json, shown
 
 _KINDS: Mapping[type, str] = {
     str: "model_type hidden_act hidden_activation",
@@ -29,7 +29,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
         )
     try:
-        config = read_json(path)
+        config = read_json(path, any_integer=True)
     except ValueError as failure:
         raise ValueError(f"{path} must be JSON, but is not: {failure}") from None
     if not isinstance(config, dict):
@@ -40,4 +40,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             is_number = kind is float and type(value) is int
             if value is not None and type(value) is not kind and not is_number:
                 raise ValueError(f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}")
+            if type(value) is int and not fits_64_bits(value):
+                raise ValueError(f"{path} has {name} {shown(value)}, but it must fit 64 bits; correct it")
     return config

@@ -38,9 +38,21 @@ class _File(NamedTuple):
 
 
 def check_target(folder: Path) -> None:
-    """Raise ValueError where the folder that is to be written exists already, unless it is empty."""
+    """Raise ValueError where the folder that is to be written is no empty one, or cannot be replaced."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; give another folder, or remove it")
+    if folder.is_mount():
+        raise ValueError(f"{folder} is where a disk is mounted, and cannot be replaced; give a folder in it")
+
+
+def target_of(folder: str | Path) -> Path:
+    """Returns the folder that is written: links are followed, so that what they name is replaced and not they."""
+    return Path(os.path.realpath(folder))
+
+
+def unfinished_folder(target: Path) -> Path:
+    """Returns where a folder is written until it is whole."""
+    return target.with_name(target.name + ".unfinished")
 
 
 def write_folder(
@@ -67,8 +79,8 @@ def write_folder(
 @contextmanager
 def finished_folder(folder: str | Path) -> Iterator[Path]:
     """A new folder to write to, which takes the place of `folder` at the end; collective."""
-    target = Path(folder)
-    unfinished = target.with_name(target.name + ".unfinished")
+    target = target_of(folder)
+    unfinished = unfinished_folder(target)
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)

@@ -40,9 +40,9 @@ def options_of_adapter(folder: str | Path) -> dict[str, Any]:
     """The options of LoRA that an adapter decides, by field name; ValueError for one that is computed otherwise."""
     where = Path(folder) / CONFIG
     try:
-        config = read_json(where)
+        config = read_json(where, any_integer=True)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (KeyError, TypeError, ValueError) as failure:
+    except (KeyError, TypeError, ValueError, OverflowError) as failure:
         raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}") from None
     is_other = {name: bool(config.get(name)) for name in _MUST_BE_EMPTY}
     is_other["peft_type"] = config.get("peft_type") != "LORA"

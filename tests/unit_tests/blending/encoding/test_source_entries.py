@@ -19,12 +19,12 @@ from megatron.blending.encoding.samples import (
     VQASample,
     basic_sample_keys,
 )
-from megatron.blending.encoding.seeding import stateless
 from megatron.blending.encoding.source_entries import Reading, file_of, open_records
 from megatron.blending.formats.prepared.webdataset import WebDataset
 from megatron.blending.loading.dataset_loader import split_names
 from megatron.blending.metadatasets.metadataset import load_metadataset, source_entries
 from megatron.blending.streams.failures import FatalSampleError, SkipSample
+from megatron.blending.streams.seeding import stateless
 from tests.unit_tests.blending.folders import CAPTION, CRUDE, TEXT, write_folder, write_jsonl, write_texts
 from tests.unit_tests.blending.formats.test_indexed import write as write_sequences
 

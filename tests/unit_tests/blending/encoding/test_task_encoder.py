@@ -10,10 +10,10 @@ import torch
 from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.encoding.samples import TextSample
-from megatron.blending.encoding.seeding import stateless, with_seeds
 from megatron.blending.encoding.task_encoder import check_encoder
 from megatron.blending.loading.load import call_hook
 from megatron.blending.streams.failures import failure_tolerance_of
+from megatron.blending.streams.seeding import UserFunction, stateless
 
 
 def test_misuse_is_named_before_anything_runs():
@@ -63,11 +63,11 @@ def test_stateless_marks():
         def encode(self, sample):
             return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    assert with_seeds(plain) is plain
+    assert not UserFunction(plain).is_seeded
     assert failure_tolerance_of(Mine().encode) == 3
     assert failure_tolerance_of(plain) is None
-    encode = with_seeds(Mine().encode)
-    first, again, other = (encode(TextSample(__key__="k", __restore_key__=("x", n), text="")) for n in (1, 1, 2))
+    encode = UserFunction(Mine().encode)
+    first, again, other = (encode(TextSample(__key__="k", __restore_key__=("x", n), text=""), 0) for n in (1, 1, 2))
     assert first == again
     assert all(a != b for a, b in zip(first, other))
 
@@ -82,7 +82,7 @@ def test_seeds_of_a_generator_function():
             yield first, random.random(), float(np.random.rand()), float(torch.rand(()))
 
     def drawn(restore_key):
-        values = with_seeds(draw)(TextSample(__key__="k", __restore_key__=restore_key, text=""))
+        values = UserFunction(draw)(TextSample(__key__="k", __restore_key__=restore_key, text=""), 0)
         assert type(values) is GeneratorType  # what streams know as several outputs
         found = []
         for value in values:
@@ -110,7 +110,7 @@ def test_seeds_do_not_leak():
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = random.random(), np.random.rand(), torch.rand(()).item()
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    with_seeds(draw)(TextSample(__key__="0", text="a"))
+    UserFunction(draw)(TextSample(__key__="0", text="a"), 0)
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 

@@ -94,6 +94,15 @@ def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
     assert source.describe(5) == f"{tmp_path / 'x.parquet'} row 5"
 
 
+def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):
+    """An encoder that changes its record changed the data: 2, 3 and 4 turns in epochs 1, 2 and 3."""
+    source = open_source(write(tmp_path / "a.json", json.dumps([{"turns": ["a", "b"], "n": 10**30}])))
+    for _ in range(2):
+        (record,) = read_records(source, [0])
+        assert record == source[0] == {"turns": ["a", "b"], "n": 10**30}
+        record["turns"].append("c")
+
+
 @pytest.fixture(params=["a.jsonl", "a.json", "a.parquet"])
 def path(request, tmp_path):
     rows = [{"text": str(i)} for i in range(6)]

@@ -696,6 +696,15 @@ def test_a_failing_source_that_lost_its_weight_is_not_waited_for(monkeypatch):
     assert len(planned) < 2000
 
 
+def test_batches_are_full_where_a_rare_child_leaves_samples_out():
+    """Blocks in which it had no turn were taken for the end of its data: 200 in a row, and the batch went out short."""
+    rare = BatchDataset(FilterDataset(endless("rare", 40), is_odd), 4)
+    loader = get_loader(BlendDataset((rare, 1e-4), (endless("b"), 1)), config(num_shards=8))
+    sizes = [len(output) for output in itertools.islice(loader, 50_000) if isinstance(output, list)]
+    assert len(sizes) >= 4
+    assert set(sizes) == {4}
+
+
 def test_finite_packs_are_full():
     """960 shards of a few samples each would make as many packs, all but empty."""
     tree = PackingDataset(MapDataset(source_of("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
@@ -780,6 +789,15 @@ def test_few_shards_for_many_ranks_are_one_stream(name):
     head, states = drawn(loaders(tree, 16, num_shards=None), 1)
     tail, _ = drawn(loaders(tree, 3, 2, states), 5)
     assert head + tail == stream[:31]
+
+
+@pytest.mark.parametrize(("num_ranks", "held"), [(1, "32,000 encoded samples in the buffers of 320"), (320, None)])
+def test_many_samples_that_are_held_back_are_told(caplog, num_ranks, held):
+    """A buffer of 100 samples, 20 KiB each, took 630 MB of one process, and nobody could see why."""
+    loader = loaders(PackingDataset(endless("a", 10**6), 100, first_fit, list), num_ranks, num_shards=320)[0]
+    next(loader)
+    assert ("each worker process holds up to" in caplog.text) == (held is not None)
+    assert (held or "") in caplog.text
 
 
 def test_shards_that_are_shared_are_told(caplog):

@@ -80,7 +80,9 @@ def test_processes_give_the_stream_and_restore_it(name):
 def test_methods_that_pickle(method):
     """Spawned workers get nothing but what can be pickled, also beside an open process group or a handler."""
     loader = get_loader(BatchDataset(MapDataset(source_of("a", 20), slowless), 3), processes(1, start_method=method))
-    assert sum(len(batch) for batch in loader) == 20
+    first = next(loader)
+    time.sleep(2.2)  # a worker that has nothing to do asks after this process
+    assert len(first) + sum(len(next(loader)) for _ in range(6)) == 20
     loader.close()
 
 

@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from megatron.blending import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
-from megatron.blending.encoding.seeding import stateless
 from megatron.blending.loading.loader import get_loader
 from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError, SkipSample
+from megatron.blending.streams.seeding import stateless
 from tests.unit_tests.blending.number_streams import config, endless, source_of
 from tests.unit_tests.blending.trees import first_fit, is_odd
 
@@ -168,6 +168,29 @@ def test_failures_of_batches_and_packs():
     assert all(index % 7 for index in left)
     assert 3 not in left
     assert packs.num_failed == 7
+
+
+@pytest.mark.parametrize("error", [StopIteration, ValueError])
+def test_a_selection_that_fails_costs_its_buffer(error, caplog):
+    """StopIteration ended the epoch in silence, anything else the run, where energon tolerates a hundred."""
+
+    def select(samples):
+        if ("a", 13) in samples:
+            raise error("thirteen")
+        return [samples]
+
+    loader = get_loader(PackingDataset(source_of("a", 40, shuffle=False), 10, select, list), config(num_shards=1))
+    with caplog.at_level(logging.WARNING):
+        assert sorted(index for pack in loader for _, index in pack) == [*range(10), *range(20, 40)]
+    assert loader.num_failed == 1
+    assert f"a:10: test_a_selection_that_fails_costs_its_buffer.<locals>.select: {error.__name__}: thir" in caplog.text
+
+    def select_nothing(samples):
+        raise error("never")
+
+    packs = get_loader(PackingDataset(endless(), 3, select_nothing, list), config(failure_tolerance=5))
+    with pytest.raises(FatalSampleError, match="5 samples in a row failed, the limit"):
+        next(packs)
 
 
 def test_a_filter_that_fails():

@@ -1,5 +1,6 @@
 """Each accepted shape of a sample dict gives the sequences that it holds; others are refused by name."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,78 @@ def test_malformed_samples_are_refused(item: dict[str, Any], message: str) -> No
         with pytest.raises(ValueError) as error:  # noqa: PT011  the text is compared below, it holds brackets
             read(drawn)
         assert message in str(error.value)
+
+
+def extra_of_read(drawn: Any) -> dict[str, tuple[str, Any]]:
+    """Type and rows of each extra column by name."""
+    return {column.name: (column.dtype, values.tolist()) for column, values in read_samples(drawn).extra().items()}
+
+
+def test_other_fields_are_extra_columns() -> None:
+    """What a loss of the user's needs beside labels would arrive as nothing."""
+    items = [
+        {
+            "tokens": [1, 2],
+            "advantages": [0.5, -1.0],
+            "sample_id": 2**40,
+            "axes": np.arange(6, dtype=np.int16).reshape(2, 3),
+        },
+        {"tokens": [3], "advantages": [7.0], "sample_id": np.array([9]), "axes": np.ones((1, 3), np.int16)},
+    ]
+    assert extra_of_read(items) == {
+        "advantages": ("float64", [0.5, -1.0, 7.0]),
+        "axes": ("int16", [[0, 1, 2], [3, 4, 5], [1, 1, 1]]),
+        "sample_id": ("int64", [2**40, 9]),
+    }
+
+
+def test_extra_fields_of_padded_and_packed_samples() -> None:
+    """Padding that keeps its place in one field, and not in another, shifts what stands behind it."""
+    padded = {"tokens": [1, 2, 0], "original_seq_len": 2, "old": torch.tensor([[1.5, 2.5, 9.0]]), "id": 3}
+    assert extra_of_read(padded) == {"id": ("int64", [3]), "old": ("float32", [1.5, 2.5])}
+    packed = {
+        "tokens": [1, 2, 3, 0],
+        "cu_seqlens": [0, 1, 3],
+        "old": torch.tensor([1, 2, 3, 0]).bfloat16(),
+        "id": [7, 8],
+        "best": True,
+    }
+    assert extra_of_read(packed) == {
+        "best": ("bool", [True, True]),
+        "id": ("int64", [7, 8]),
+        "old": ("float32", [1.0, 2.0, 3.0]),
+    }
+    collated = {
+        "input_ids": torch.tensor([[5, 6, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 0]]),
+        "old": [4, 5, 6],
+        "id": 2,
+    }
+    assert extra_of_read(collated) == {"id": ("int64", [2]), "old": ("int64", [4, 5])}
+    rows = {
+        "tokens": torch.ones(2, 3, dtype=torch.int64),
+        "old": torch.arange(6).reshape(2, 3),
+        "id": torch.tensor([4, 5]),
+    }
+    assert extra_of_read(rows) == {"id": ("int64", [4, 5]), "old": ("int64", [0, 1, 2, 3, 4, 5])}
+
+
+def test_extra_fields_without_numbers_are_named() -> None:
+    """A user would look for the field in the batch, and find no reason why it is not there."""
+    with pytest.warns(UserWarning, match="'text' of a sample is left out: it holds no numbers"):
+        assert extra_of_read({"tokens": [1, 2], "text": "ab", "max_seqlen": 2, "attention_mask": None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([{"tokens": [1, 2], "old": [1, 2, 3]}], "'old' must have one row per token (2) or per sequence (1)"),
+        ([{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2]}], "'old' must be in all samples or in none"),
+        ([{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2], "old": 1}], "'old' must have one row per token in all"),
+        ([{"tokens": [1], "old": [[1]]}, {"tokens": [1], "old": [[1, 2]]}], "rows of 'old' must have one shape"),
+    ],
+)
+def test_extra_fields_that_do_not_fit_are_refused(items: list[dict[str, Any]], words: str) -> None:
+    """Rows of another sample would be taken for this one's."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_samples(items)

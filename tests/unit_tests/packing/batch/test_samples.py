@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.packing.batch.samples import LABELS, MASK, POSITIONS, Samples, joined, num_words, spread
+from megatron.packing.batch.columns import LABELS, LOSS_MASK, POSITION_IDS, Column, Form, form_of, num_words
+from megatron.packing.batch.samples import Samples, common_form, joined, spread
 
 MOST = 2**31 - 1
 DTYPES = (np.int32, np.int32, np.float32, np.int32)
@@ -63,7 +64,7 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
     sources = list(range(len(parts)))
     samples = samples_of(parts, sources)
     assert parts_of(samples) == parts
-    for form in (samples.form, samples.form | LABELS, LABELS | MASK | POSITIONS):
+    for form in (samples.form, form_of({*samples.form, LABELS}), (LABELS, LOSS_MASK, POSITION_IDS)):
         sent = samples.in_form(form)
         words = sent.to_words()
         assert words.dtype == np.int32
@@ -78,7 +79,7 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
 def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
     """Without it every sample could travel in full, three times the bytes, and no result would differ."""
     samples = samples_of(parts)
-    assert samples.form == 0
+    assert samples.form == ()
     padding = -samples.tokens.size % 4
     assert 4 * samples.to_words().size == 5 * samples.tokens.size + padding + 12 * len(parts)
 
@@ -86,14 +87,14 @@ def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
 @pytest.mark.parametrize(
     ("changed", "form"),
     [
-        ({}, 0),
-        ({"labels": [6, 9, 8]}, LABELS),
-        ({"loss_mask": [0.5, 0.25, 0.0]}, MASK),
-        ({"loss_mask": [-1.0, 0.0, 0.0]}, MASK),
-        ({"position_ids": [1, 2, 3]}, POSITIONS),
+        ({}, ()),
+        ({"labels": [6, 9, 8]}, (LABELS,)),
+        ({"loss_mask": [0.5, 0.25, 0.0]}, (LOSS_MASK,)),
+        ({"loss_mask": [-1.0, 0.0, 0.0]}, (LOSS_MASK,)),
+        ({"position_ids": [1, 2, 3]}, (POSITION_IDS,)),
     ],
 )
-def test_what_is_kept_in_full(changed: dict[str, Any], form: int) -> None:
+def test_what_is_kept_in_full(changed: dict[str, Any], form: Form) -> None:
     """Each exception is found on its own: a mask or labels taken for the usual case would be replaced by it."""
     usual = {"tokens": [5, 6, 7], "labels": [6, 7, 8], "loss_mask": [0.0, 0.5, 0.5], "position_ids": [0, 1, 2]}
     parts: list[Any] = [([1, 2], [2, 3], [1.0, 1.0], [0, 1]), tuple((usual | changed).values())]
@@ -128,3 +129,70 @@ def test_spread() -> None:
     """Every gather and every padded place is made of it."""
     assert spread(np.array([5, 0, 9]), np.array([2, 3, 1])).tolist() == [5, 6, 0, 1, 2, 9]
     assert spread(np.array([], np.int64), np.array([], np.int64)).tolist() == []
+
+
+EXTRA = [
+    Column("advantages", "float64", per_token=True, extra=True),
+    Column("axes", "int16", per_token=True, shape=(3,), extra=True),
+    Column("is_best", "bool", per_token=False, extra=True),
+    Column("sample_id", "int64", per_token=False, extra=True),
+]
+
+
+def with_extra(samples: Samples, first: int = 0) -> Samples:
+    """Samples whose extra columns have a number of their own in each place."""
+    sizes = [column.num_rows(samples.lengths.size, samples.tokens.size) for column in EXTRA]
+    values = [
+        (first + np.arange(rows * int(np.prod(column.shape)))).reshape(rows, *column.shape).astype(column.dtype)
+        for column, rows in zip(EXTRA, sizes)
+    ]
+    return samples.with_extra(dict(zip(EXTRA, values)))
+
+
+def extra_of(samples: Samples) -> dict[str, list[Any]]:
+    """By name, what each sequence has of a column."""
+    starts = np.cumsum(samples.lengths)[:-1]
+    return {
+        column.name: [part.tolist() for part in np.split(values, starts)] if column.per_token else values.tolist()
+        for column, values in samples.extra().items()
+    }
+
+
+@given(st.data())
+def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
+    """An advantage that belongs to another token, or an id to another sample, trains another policy in silence."""
+    samples = with_extra(samples_of(data.draw(st.lists(sequences(), min_size=1, max_size=5))))
+    order = data.draw(st.permutations(range(samples.lengths.size)))
+    expected = {name: [parts[i] for i in order] for name, parts in extra_of(samples).items()}
+    taken = samples.take(np.array(order))
+    assert extra_of(taken) == expected
+    size = (samples.lengths.size, samples.tokens.size)
+    words = taken.to_words()
+    assert words.size == num_words(*size, taken.form)
+    received = Samples.from_words(words, taken.lengths, taken.form)
+    assert extra_of(received) == expected
+    assert [values.dtype.name for values in received.extra().values()] == [column.dtype for column in EXTRA]
+    cut = data.draw(st.integers(0, size[0]))
+    first, second = received.split(np.array([cut, size[0] - cut]))
+    assert extra_of(joined([second, Samples.none(), first])) == {
+        name: parts[cut:] + parts[:cut] for name, parts in expected.items()
+    }
+    assert extra_of(received.first(1))["axes"] == [part[:1] for part in expected["axes"]]
+
+
+def test_words_of_another_size_are_refused() -> None:
+    """Cut where columns do not begin, they would be other tokens, and training would go on."""
+    samples = samples_of([([1, 2], [2, 3], [1.0, 1.0], [0, 1])])
+    with pytest.raises(ValueError, match="1 sequences take 6 words, but there are 5"):
+        Samples.from_words(samples.to_words()[:-1], samples.lengths, samples.form)
+    with pytest.raises(ValueError, match="take 8 words"):
+        Samples.from_words(samples.to_words(), samples.lengths, (LABELS,))
+
+
+def test_extra_columns_are_in_all_samples_alike() -> None:
+    """Zeros that fill a gap would be trained on as numbers of the user's."""
+    assert common_form([(EXTRA[0],), (LABELS, EXTRA[0])]) == (LABELS, EXTRA[0])
+    with pytest.raises(ValueError, match="'advantages' must be in all samples of a global batch or in none"):
+        common_form([(EXTRA[0],), ()])
+    with pytest.raises(ValueError, match="one type and shape in a global batch, but is float32 per token in some"):
+        common_form([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])

@@ -210,3 +210,10 @@ def test_transformer_engine_that_is_too_old_is_refused(version, is_refused, monk
         return
     with pytest.raises(ValueError, match=rf"2\.9 or later, but {version} is installed; pip install"):
         installed.__wrapped__()
+
+
+def test_a_context_parallel_size_for_each_pack_is_refused():
+    """A script of Megatron-LM's that asks for it would train with one size for all, and never know."""
+    assert get_batch(microbatch(), dynamic_cp=False, config=object()).tokens is not None
+    with pytest.raises(ValueError, match="dynamic_cp=True is not supported: all packs have one context-parallel size"):
+        get_batch(microbatch(), dynamic_cp=True)

@@ -38,10 +38,10 @@ def test_bound_by_hand():
     # One microbatch of 5 on each of two ranks; with two stages, of half of it each, the pipeline fills once more.
     assert bound(5, StepModel()) == 5 + 10
     assert bound(5, StepModel(num_stages=2)) == 2 * (5 + 10) / 2
-    assert bound(5, StepModel(ranks_meet=True)) == 5 + 10
+    assert bound(5, StepModel(sync_every_microbatch=True)) == 5 + 10
     # At a capacity of 4 there must be two.
     assert bound(4, StepModel()) == 5 + 20
-    assert bound(4, StepModel(ranks_meet=True)) == 5 + 20
+    assert bound(4, StepModel(sync_every_microbatch=True)) == 5 + 20
 
 
 def test_costliest_rank_by_hand():
@@ -62,6 +62,10 @@ def test_fewest_packs_by_hand():
 
 def test_bound_without_sequences():
     """The last, empty batch of an epoch still runs its microbatches."""
-    for model, passes in ((StepModel(), 3), (StepModel(num_stages=4), 6 / 4), (StepModel(ranks_meet=True), 3)):
+    for model, passes in (
+        (StepModel(), 3),
+        (StepModel(num_stages=4), 6 / 4),
+        (StepModel(sync_every_microbatch=True), 3),
+    ):
         asked = request([], 2, 10, microbatch_multiple=3, cost=PackCost(1.0, 0.0, 8.0), model=model)
         assert asked.bound == 8.0 * passes

@@ -38,6 +38,16 @@ def test_mixture_of_experts_by_hand():
     assert with_dense.linear == 6 * (3 * 600 + 2 * 210 + (3 * 10 * 2 * 4 + 10 * 8) + 1000)
 
 
+def test_multi_token_prediction_by_hand():
+    """Its layers and their output layers were left out: of a small model with a large vocabulary nearly half."""
+    plain, further = (gpt_pack_cost(**TINY, swiglu=True, mtp_num_layers=number) for number in (None, 2))
+    layer, projection, output = 600 + 210, 2 * 10 * 10, 10 * 100
+    assert further.linear - plain.linear == 6 * 2 * (layer + projection + output)
+    assert further.quadratic == plain.quadratic * 5 / 3
+    assert further.head == plain.head  # of further tokens all have logits
+    assert further.fixed - plain.fixed == 12 * 256 * 2 * (layer + projection)  # one matrix gives all their logits
+
+
 def test_batch_from_sums_equals_sum_of_sequences():
     """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the sequences."""
     lengths = np.array([1, 5, 128, 4000])

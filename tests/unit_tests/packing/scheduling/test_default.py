@@ -10,10 +10,11 @@ from hypothesis import given, settings
 
 from megatron.packing.scheduling import ranks, synchronous
 from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
-from megatron.packing.scheduling.placement import best_fit, spread
+from megatron.packing.scheduling.placement import place_longest_first
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule, rounded_up
 from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
+from megatron.packing.scheduling.tight_packs import best_fit
 from tests.unit_tests.packing.brute_force import MODES, optimum, random_request
 from tests.unit_tests.packing.requests import DISTRIBUTIONS, MODELS, lengths_of, packs, request, requests
 from tests.unit_tests.packing.stubs import in_python, needs_compiled
@@ -113,7 +114,7 @@ QUALITY = {
     "ranks": (StepModel(), 1.0008, 1.01),
     "pipelines": (StepModel(num_stages=8), 1.07, 1.3),
     "interleaved": (StepModel(num_stages=4, num_virtual_stages=2, stage_group=4), 1.34, 1.85),
-    "ranks that meet": (StepModel(ranks_meet=True), 1.022, 1.45),
+    "ranks that meet": (StepModel(sync_every_microbatch=True), 1.022, 1.45),
 }
 
 
@@ -153,7 +154,7 @@ def test_few_microbatches_where_they_are_dear(asked):
 @needs_compiled
 def test_few_microbatches_where_only_a_search_finds_them():
     """Best-fit takes four packs for what three can hold."""
-    for model in (StepModel(), StepModel(num_stages=2), StepModel(ranks_meet=True)):
+    for model in (StepModel(), StepModel(num_stages=2), StepModel(sync_every_microbatch=True)):
         asked = request([10, 8, 7, 7, 6, 6, 6, 5, 5], 3, 20, cost=PackCost(1.0, 0.0, 1000.0), model=model)
         schedule = default(asked)
         check_schedule(asked, schedule)
@@ -196,7 +197,7 @@ def test_many_sequences_take_little_time(kind, mode):
     assert time.process_time() - start < 1.0
 
 
-@pytest.mark.parametrize("model", [StepModel(), StepModel(ranks_meet=True), StepModel(num_stages=2)])
+@pytest.mark.parametrize("model", [StepModel(), StepModel(sync_every_microbatch=True), StepModel(num_stages=2)])
 def test_numbers_of_microbatches_that_no_packing_has_are_not_tried(monkeypatch, model):
     """Three of these fill a pack, and the bound knows of 3.57: each number between once was tried, a minute for 100,000
     sequences on one rank.
@@ -205,9 +206,9 @@ def test_numbers_of_microbatches_that_no_packing_has_are_not_tried(monkeypatch, 
 
     def counted(*of, **how):
         tried.append(of)
-        return spread(*of, **how)
+        return place_longest_first(*of, **how)
 
-    monkeypatch.setattr(ranks, "spread", counted)
+    monkeypatch.setattr(ranks, "place_longest_first", counted)
     asked = request([28] * 3000, 1, 100, cost=gpt_cost(), model=model)
     assert asked.fewest_microbatches == 840
     assert default(asked).num_microbatches >= 1000
@@ -225,7 +226,7 @@ def test_synchronous_pipelines_try_some_numbers_of_microbatches(monkeypatch):
 
     monkeypatch.setattr(synchronous, "_Search", Counted)
     lengths = np.random.default_rng(0).integers(1300, 1500, 1000)
-    model = StepModel(num_stages=8, ranks_meet=True)
+    model = StepModel(num_stages=8, sync_every_microbatch=True)
     default(request(lengths, 2, 10_000, cost=PackCost(1.0, 0.0), model=model))
     assert 3 < len(tried) <= 24
 
@@ -271,7 +272,9 @@ def test_costly_sequences_share_a_pipeline():
 
 def test_packs_that_meet_are_alike():
     """Where ranks meet, a costly pack beside cheap ones makes all ranks wait: packs of a microbatch are alike."""
-    asked = request([8] * 4 + [4] * 4 + [2] * 4, 4, 8, cost=PackCost(1.0, 0.0), model=StepModel(ranks_meet=True))
+    asked = request(
+        [8] * 4 + [4] * 4 + [2] * 4, 4, 8, cost=PackCost(1.0, 0.0), model=StepModel(sync_every_microbatch=True)
+    )
     assert asked.time_of(default(asked)) == asked.bound == 14
 
 
@@ -285,12 +288,12 @@ def test_few_microbatches_beside_a_giant():
 
 @needs_compiled
 @pytest.mark.parametrize(("num_ranks", "multiple"), [(64, 1), (16, 4)])
-@pytest.mark.parametrize("ranks_meet", [False, True])
-def test_full_packs_are_even(num_ranks, multiple, ranks_meet):
+@pytest.mark.parametrize("sync_every_microbatch", [False, True])
+def test_full_packs_are_even(num_ranks, multiple, sync_every_microbatch):
     """Four sequences to a pack, 99.2 % full: a microbatch more would often take twice the fixed cost for nothing."""
     shares = np.exp(np.random.default_rng(3).normal(0, 1.1, 2048))
     lengths = (4096 * shares[(shares > 0.25) & (shares < 2)][:256]).astype(np.int64)
-    cost, model = PackCost(1.0, 2**-16, 500.0), StepModel(ranks_meet=ranks_meet)
+    cost, model = PackCost(1.0, 2**-16, 500.0), StepModel(sync_every_microbatch=sync_every_microbatch)
     capacity = int(lengths.sum()) * 1008 // 64_000
     asked = request(lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=multiple)
     schedule = default(asked)

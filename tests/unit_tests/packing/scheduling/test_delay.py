@@ -16,7 +16,7 @@ QUADRATIC = PackCost(linear=1.0, quadratic=1 / 8000, fixed=200.0)
 MODELS = {
     "ranks": StepModel(),
     "pipeline": StepModel(num_stages=4),
-    "ranks that meet": StepModel(ranks_meet=True),
+    "ranks that meet": StepModel(sync_every_microbatch=True),
 }
 
 

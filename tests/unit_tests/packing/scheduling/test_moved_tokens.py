@@ -5,7 +5,7 @@ import pytest
 
 from megatron.packing.scheduling import registry
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.moved_tokens import stay_home, tokens_moved
+from megatron.packing.scheduling.moved_tokens import reduce_moved_tokens, tokens_moved
 from megatron.packing.scheduling.placement import Packs
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.registry import default
@@ -17,8 +17,8 @@ from tests.unit_tests.packing.stubs import array, needs_compiled
 MODELS = {
     "ranks": StepModel(),
     "pipelines": StepModel(num_stages=4),
-    "ranks that meet": StepModel(ranks_meet=True),
-    "pipelines that meet": StepModel(num_stages=2, ranks_meet=True),
+    "ranks that meet": StepModel(sync_every_microbatch=True),
+    "pipelines that meet": StepModel(num_stages=2, sync_every_microbatch=True),
 }
 
 
@@ -60,7 +60,7 @@ def test_never_slower_and_never_more_moved(mode):
 
         before = asked.model.even_time_of(sums(pack)) * model.num_stages
         good_enough = before * float(rng.choice([0.9, 1.0, 1.1]))
-        other = stay_home(asked, pack.copy(), packs, good_enough)
+        other = reduce_moved_tokens(asked, pack.copy(), packs, good_enough)
         assert other.shape == pack.shape
         assert np.bincount(other, weights=lengths).max() <= packs.capacity, case
         assert asked.model.even_time_of(sums(other)) * model.num_stages <= max(before, good_enough) * (1 + 1e-9)
@@ -76,7 +76,7 @@ def test_ranks_trade_names_by_hand():
     packs = Packs(2, 2, 6)
     for model in MODELS.values():
         asked = asked_of(array(6, 5, 4, 3), array(0, 1, 1, 0), packs, model)
-        assert stay_home(asked, array(2, 0, 1, 3), packs, 0.0).tolist() == [0, 2, 3, 1]
+        assert reduce_moved_tokens(asked, array(2, 0, 1, 3), packs, 0.0).tolist() == [0, 2, 3, 1]
 
 
 SHARE_MOVED = {
@@ -98,7 +98,7 @@ def test_fewer_tokens_move(distribution, monkeypatch):
     lengths = lengths_of(distribution, rng, 512)
     asked = request(lengths, 32, int(lengths.max()) * 4, cost=PackCost(1.0, 1 / 65536, 1000.0))
     home = default(asked)
-    monkeypatch.setattr(registry, "stay_home", lambda request, pack, packs, good_enough: pack)
+    monkeypatch.setattr(registry, "reduce_moved_tokens", lambda request, pack, packs, good_enough: pack)
     anywhere = default(asked)
     moved = [tokens_moved(lengths, asked.source_rank, schedule.rank) for schedule in (home, anywhere)]
     assert moved[0] <= SHARE_MOVED[distribution] * moved[1]

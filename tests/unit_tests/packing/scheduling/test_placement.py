@@ -5,19 +5,18 @@ import pytest
 
 from megatron.packing.scheduling.placement import (
     Packs,
-    best_fit,
     bisect_ranks,
-    complete_packs,
     deal,
     first_fit,
     largest_rank,
     pack_costs,
+    place_longest_first,
     split_ranks,
-    spread,
-    tight_packs,
     trade,
 )
+from megatron.packing.scheduling.tight_packs import best_fit, complete_packs, tight_packs
 from tests.unit_tests.packing.brute_force import check_packing, descending
+from tests.unit_tests.packing.requests import request
 from tests.unit_tests.packing.stubs import array, in_python, needs_compiled
 
 plain_and_compiled = pytest.mark.usefixtures("form")
@@ -28,17 +27,19 @@ def costs(*values: float) -> np.ndarray:
 
 
 @plain_and_compiled
-def test_spread_by_hand():
+def test_place_longest_first_by_hand():
     """Costliest first to the cheapest rank, there to the emptiest pack; a full rank is passed over until one fits."""
     lengths = array(6, 5, 4, 3, 3, 1)
-    found = spread(lengths, lengths.astype(float), Packs(2, 2, 9))
+    found = place_longest_first(lengths, lengths.astype(float), Packs(2, 2, 9))
     assert found is not None
     assert found.tolist() == [0, 2, 3, 1, 1, 3]
-    assert spread(array(5, 5, 5), costs(5, 5, 5), Packs(2, 1, 9)) is None
-    passed_over = spread(array(5, 5, 2), costs(5, 5, 2), Packs(2, 1, 6), limit=6.0)
+    assert place_longest_first(array(5, 5, 5), costs(5, 5, 5), Packs(2, 1, 9)) is None
+    passed_over = place_longest_first(array(5, 5, 2), costs(5, 5, 2), Packs(2, 1, 6), limit=6.0)
     assert passed_over is not None
     assert passed_over.tolist() == [0, 1, -1]
-    begun = spread(array(4, 3, 2), costs(4, 3, 2), Packs(2, 1, 9), begun=array(-1, 1, -1), loads=np.array([2.0, 0.0]))
+    begun = place_longest_first(
+        array(4, 3, 2), costs(4, 3, 2), Packs(2, 1, 9), begun=array(-1, 1, -1), loads=np.array([2.0, 0.0])
+    )
     assert begun is not None
     assert begun.tolist() == [0, 1, 1]
 
@@ -73,11 +74,11 @@ def test_all_ways_keep_capacity():
         cost = length * (1.0 + length)
         packs = Packs(int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(60, 200)))
         check_packing(best_fit(length, packs.capacity)[0], length, packs.capacity, length.size)
-        pack = spread(length, cost, packs)
+        pack = place_longest_first(length, cost, packs)
         if pack is None:
             continue
         found += 1
-        dealt = spread(length, cost, packs.each_alone())
+        dealt = place_longest_first(length, cost, packs.each_alone())
         ways = [pack, trade(length, cost, pack, packs), split_ranks(length, cost, pack, packs)]
         ways += [] if dealt is None else [deal(cost, dealt, packs)]
         bisected = bisect_ranks(length, cost, packs, largest_rank(cost, pack, packs))
@@ -125,11 +126,11 @@ def test_bin_completion_finds_what_best_fit_does_not():
     length = array(10, 8, 7, 7, 6, 6, 6, 5, 5)
     assert best_fit(length, 20)[1] == 4
     with in_python():
-        assert tight_packs(length, 3, 20, 1).num_microbatches == 2
+        assert tight_packs(request(length, 3, 20), 1).num_microbatches == 2
     pack = complete_packs(length, 20, 3)
     assert pack is not None
     check_packing(pack, length, 20, 3)
-    assert tight_packs(length, 3, 20, 1).num_microbatches == 1
+    assert tight_packs(request(length, 3, 20), 1).num_microbatches == 1
     assert complete_packs(array(6, 6, 6, 2), 10, 2) is None
 
 

@@ -82,7 +82,7 @@ def test_costs_and_time_of_a_schedule():
     schedule = Schedule(np.array([0, 1, 1, 0]), np.array([0, 0, 1, 0]), 2, 2)
     assert asked.pack_costs(schedule).tolist() == [[23.5, 10], [17.5, 14]]
     assert asked.time_of(schedule) == 33.5
-    assert dataclasses.replace(asked, model=StepModel(ranks_meet=True)).time_of(schedule) == 37.5
+    assert dataclasses.replace(asked, model=StepModel(sync_every_microbatch=True)).time_of(schedule) == 37.5
 
 
 @pytest.mark.parametrize("highest", [3, 2**15, 2**16, 2**20, 2**33, 2**61])

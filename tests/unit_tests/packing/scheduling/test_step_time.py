@@ -35,14 +35,14 @@ def test_time_by_hand():
     costs = np.array([[5, 1, 4], [3, 6, 2]])
     assert StepModel().even_time_of(costs) == 11  # 3 + 6 + 2
     assert StepModel(num_stages=4).even_time_of(costs) == 29 / 4  # 11 + 3 * 6 on rank 1, 10 + 3 * 5 on rank 0
-    assert StepModel(ranks_meet=True).even_time_of(costs) == 15  # 5 + 6 + 4
-    assert StepModel(num_stages=4, ranks_meet=True).even_time_of(costs) == 33 / 4
+    assert StepModel(sync_every_microbatch=True).even_time_of(costs) == 15  # 5 + 6 + 4
+    assert StepModel(num_stages=4, sync_every_microbatch=True).even_time_of(costs) == 33 / 4
 
 
 def test_one_stage_needs_no_simulation():
     """Reports compare the two; a third of a unit between them would look like a bubble."""
     costs = np.array([[5, 1, 4], [3, 6, 2]])
-    for model in (StepModel(), StepModel(ranks_meet=True)):
+    for model in (StepModel(), StepModel(sync_every_microbatch=True)):
         assert model.even_time_of(costs) == model.time_of(costs)
 
 
@@ -58,7 +58,7 @@ def test_two_stages_by_hand():
 
 def test_ranks_that_meet_run_the_costliest_pack():
     """Each microbatch of the pipeline lasts as long as its costliest pack."""
-    model = StepModel(num_stages=2, ranks_meet=True)
+    model = StepModel(num_stages=2, sync_every_microbatch=True)
     assert model.time_of(np.array([[18.0, 6], [12, 36]])) == 42
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megatron.packing.batch.columns import LABELS, Column
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
@@ -30,17 +31,17 @@ SETTINGS = PackingSettings(
 def offer(*lengths: int, **others: Any) -> Offer:
     zeros = np.zeros(len(lengths), np.int64)
     columns: dict[str, Any] = {field.name: zeros for field in fields(Offer) if field.type == "IntArray"}
-    return Offer(**(columns | {"lengths": np.array(lengths, np.int64), "form": 0} | others))
+    return Offer(**(columns | {"lengths": np.array(lengths, np.int64), "form": ()} | others))
 
 
 def test_every_sequence_has_a_place() -> None:
     """A sequence without one would be lost, with a loss that looks right."""
-    offers = [offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=5, num_cut=2, num_dropped=4)]
+    offers = [offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=(LABELS,), num_cut=2, num_dropped=4)]
     decision = decide(offers, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
-    assert decision.form == 5
+    assert decision.form == (LABELS,)
     assert (decision.stats.sequences, decision.stats.tokens) == (5, 144)
     assert (decision.stats.cut_samples, decision.stats.dropped_samples) == (2, 7)
     packs = decision.pack_lengths()
@@ -96,6 +97,16 @@ def test_the_first_error_of_a_rank_is_everyones() -> None:
     """Ranks that raise different errors, or of which one goes on, hang or confuse."""
     with pytest.raises(GlobalBatchError, match="disk gone"):
         decide([offer(5), offer(error="disk gone"), offer(error="other")], 3, SETTINGS, None)
+
+
+def test_extra_columns_that_only_some_ranks_have() -> None:
+    """The ranks that lack them would cut the words that they receive at the wrong places."""
+    extra = Column("advantages", "float32", per_token=True, extra=True)
+    decision = decide([offer(5, form=(extra,)), offer()], 3, SETTINGS, None)
+    assert decision is not None
+    assert decision.form == (extra,)
+    with pytest.raises(GlobalBatchError, match="'advantages' must be in all samples of a global batch or in none"):
+        decide([offer(5, form=(extra,)), offer(7)], 3, SETTINGS, None)
 
 
 def raising(error: BaseException) -> Callable[[ScheduleRequest], Schedule]:

@@ -1,12 +1,14 @@
 """The queue of what waits: its state survives a checkpoint, a failed step, and a step run again."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.step.delay import Delayed, DelayQueue
-from tests.unit_tests.packing.batch.test_samples import parts_of, samples_of
+from tests.unit_tests.packing.batch.test_samples import extra_of, parts_of, samples_of, with_extra
 
 
 def delayed(*lengths: int, steps: int = 1) -> Delayed:
@@ -20,8 +22,15 @@ def content(queue: DelayQueue) -> list[tuple[int, list[int]]]:
     return [(step, part[0]) for step, part in zip(steps.tolist(), parts_of(samples), strict=True)]
 
 
-def state_of(queue: DelayQueue) -> list[list[int]]:
-    return [np.asarray(value).tolist() for value in queue.state_dict().values()]
+def state_of(queue: DelayQueue) -> dict[str, Any]:
+    """Its state with lists in place of tensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(part) for name, part in value.items()}
+        return np.asarray(value).tolist()
+
+    return plain(queue.state_dict())
 
 
 def test_a_failed_step_changes_nothing() -> None:
@@ -60,17 +69,44 @@ def test_state_loads_on_any_number_of_ranks(lengths_of_ranks: list[list[int]], n
         queue = DelayQueue(3)
         queue.load_state_dict(states, rank, num_ranks)
         if num_ranks == len(states):
-            assert state_of(queue) == [np.asarray(value).tolist() for value in states[rank].values()]
+            assert content(queue) == [(rank + 1, [100 * n] * n) for n in lengths_of_ranks[rank]]
         loaded.append(content(queue))
     expected = [(rank + 1, [100 * n] * n) for rank, lengths in enumerate(lengths_of_ranks) for n in lengths]
     assert [sample for samples in loaded for sample in samples] == expected
     assert num_ranks == len(states) or max(map(len, loaded)) - min(map(len, loaded)) <= 1
 
 
-def test_a_state_of_an_earlier_version_is_refused() -> None:
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 3}])
+def test_a_state_of_another_version_is_refused(version: dict[str, int]) -> None:
     """Its numbers mean something else; read as ours they would be other tokens."""
-    with pytest.raises(ValueError, match="as an earlier version wrote them; continue it with that version"):
-        DelayQueue(1).load_state_dict([{"rows": [], "sizes": [], "words": []}], 0, 1)
+    queue = DelayQueue(1)
+    queue.finish(delayed(2, 3))
+    state = {name: value for name, value in queue.state_dict().items() if name != "version"}
+    with pytest.raises(ValueError, match="as another version wrote them; continue it with that version"):
+        DelayQueue(1).load_state_dict([{**state, **version}], 0, 1)
+
+
+def test_extra_columns_wait_with_their_sequences() -> None:
+    """A sequence that is trained a step late would be trained without its advantages."""
+    queue, loaded = DelayQueue(1), DelayQueue(1)
+    waiting = delayed(2, 3)
+    queue.finish(waiting._replace(samples=with_extra(waiting.samples)))
+    loaded.load_state_dict([queue.state_dict()], 0, 1)
+    assert state_of(loaded) == state_of(queue)
+    assert extra_of(loaded.delayed.samples) == extra_of(queue.delayed.samples)
+
+
+@pytest.mark.parametrize("damaged", ["lengths", "steps", "columns", "extra_per_token"])
+def test_a_damaged_state_is_refused(damaged: str) -> None:
+    """Sequences that end elsewhere are other sequences."""
+    queue = DelayQueue(1)
+    waiting = delayed(2, 3)
+    queue.finish(waiting._replace(samples=with_extra(waiting.samples)))
+    state = queue.state_dict()
+    part = state[damaged]
+    state[damaged] = {name: values[1:] for name, values in part.items()} if isinstance(part, dict) else part[1:]
+    with pytest.raises(ValueError, match="delayed sequences are damaged; take another checkpoint"):
+        DelayQueue(1).load_state_dict([state], 0, 1)
 
 
 @pytest.mark.parametrize("lengths", [(), (4,), (1, 7)])

@@ -100,7 +100,7 @@ def test_ranks_that_meet_are_accounted_for():
     stats = account(
         *([8, 4, 4, 8], [0, 0, 1, 1], [0, 1, 0, 1]),
         cost=PackCost(linear=1.0, quadratic=0.0),
-        model=StepModel(ranks_meet=True),
+        model=StepModel(sync_every_microbatch=True),
     )
     assert (stats.step_cost, stats.step_cost_bound) == (16.0, 12.0)
     assert stats.bubble == pytest.approx(1 - 24 / 32)

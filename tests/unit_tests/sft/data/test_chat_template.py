@@ -100,6 +100,20 @@ MARKED = (
 {{- '\n' }}{% endfor %}"""
     + PROMPT
 )
+# As TRL marks Phi 3: the end of the text, which stands behind the last turn alone, is a mark of its own.
+PHI_MARKED = """{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% elif messages[-1].role == 'assistant' %}
+{%- generation %}{{ eos_token }}{% endgeneration %}{% else %}{{ eos_token }}{% endif %}"""
+NEMO = """{{- bos_token }}{% for message in messages %}{% if message.role == 'user' %}
+{{- '[INST]' + message.content + '[/INST]' }}{% elif message.tool_calls is defined %}{{ '[CALLS][' }}
+{%- for tool_call in message.tool_calls %}{% if not tool_call.id is defined or tool_call.id|length != 9 %}
+{{- raise_exception('call ids have length 9') }}{% endif %}{{ tool_call.function.name + ' ' + tool_call.id }}
+{%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' + eos_token }}{% elif message.role == 'tool' %}
+{%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
+{{- raise_exception('result ids have length 9') }}{% endif %}
+{{- '[RESULT]' + message.tool_call_id + ' ' + message.content + '[/RESULT]' }}
+{%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
 
 SHORT = [Message("user", "q1"), Message("assistant", " a1 ")]
 LONG = [*SHORT, Message("user", "q2"), Message("assistant", "a2")]
@@ -143,13 +157,14 @@ def render(source, messages, tools=None):
         (PHI, [" a1 <|end|>", "a2<|end|>"]),
         (ZEPHYR, [" a1 </s>", "a2</s>"]),
         (MARKED, [" a1 <|im_end|>", "a2<|im_end|>"]),
+        (PHI_MARKED, [" a1 <|end|>\n", "a2<|end|>\n", "</s>"]),
     ],
-    ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked".split(),
+    ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked PhiMarked".split(),
 )
 def test_every_turn_is_trained_to_its_end(source, trained):
     """A span off by some characters trains on headers, or never on the end of the turn: answers would not end."""
     assert render(source, LONG)[1] == trained
-    assert render(source, SHORT)[1] == trained[:1]
+    assert render(source, SHORT)[1] == [trained[0], *trained[2:]]
     if source not in (GEMMA, MISTRAL):  # which know no system prompt
         text, spans = render(source, SYSTEM)
         assert spans == trained
@@ -190,6 +205,27 @@ def test_tools_and_calls():
     text, trained = render(LLAMA31, one_result, TOOLS)
     assert trained == ['{"name": "f", "parameters": {"x": 1}}<|eot|>', "a1<|eot|>", "a2<|eot|>"]
     assert '\n\n"r \\"1\\""<|eot|>' in text
+
+
+def test_calls_without_ids_get_those_that_nemo_needs():
+    """Tool data of most collections have no ids, and Mistral's templates refuse each such conversation."""
+
+    def calls(*ids):
+        return Message(
+            "assistant", "", fields={"tool_calls": [{**CALL, **({"id": one} if one else {})} for one in ids]}
+        )
+
+    messages = [
+        *(LONG[0], calls(None, None), Message("tool", "r1"), Message("tool", "r2"), calls("given6789", None)),
+        *(Message("tool", "r4", fields={"tool_call_id": "call00003"}), Message("tool", "r3"), LONG[3]),
+    ]
+    text, trained = render(NEMO, messages)
+    assert trained == ["[CALLS][f call00001, f call00002]</s>", "[CALLS][f given6789, f call00003]</s>", "a2</s>"]
+    assert [part.split("[/RESULT]")[0] for part in text.split("[RESULT]")[1:]] == [
+        *("call00001 r1", "call00002 r2", "call00003 r4", "given6789 r3")
+    ]
+    with pytest.raises(SampleError, match="result ids have length 9"):
+        render(NEMO, [*messages[:4], Message("tool", "r3")])
 
 
 def test_thoughts_of_every_turn_are_trained():

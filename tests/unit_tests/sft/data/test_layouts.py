@@ -84,6 +84,23 @@ LAYOUTS = {
         TWO,
         TRAINED,
     ),
+    "LLaMA-Factory, v1": (
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "value": "s"}], "loss_weight": 0.0},
+                {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
+                {"role": "assistant", "content": [{"type": "text", "value": "a", "text": None}], "loss_weight": 1.0},
+            ],
+            "extra_info": "",
+        },
+        WITH_SYSTEM,
+        TRAINED,
+    ),
+    "LLaMA-Factory, loss_weight": (
+        {"messages": turns(p=("b", {"loss_weight": 0.0}), q=("a", {"loss_weight": 1.0}))},
+        TWO,
+        TRAINED,
+    ),
     "ms-swift, conversation": (
         {"system": "s", "conversation": [{"human": "q", "assistant": "a"}]},
         WITH_SYSTEM,
@@ -295,6 +312,33 @@ def test_what_would_be_lost_is_explained(record, fault):
     assert str(caught.value).startswith(fault)
 
 
+@pytest.mark.parametrize("is_good", [True, False])
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"prompt": "q", "completion": "a"}, "label"),
+        ({"prompt": chat(("user", "q")), "completion": chat(("assistant", "a"))}, "label"),
+        ({"messages": chat(("user", "q"), ("assistant", "a"))}, "label"),
+        ({"conversations": turns(q=("a", {}))}, "kto_tag"),
+        (PAIR, "chosen"),
+    ],
+)
+def test_answers_marked_as_good_or_bad_are_refused(record, key, is_good):
+    """KTO's bad answers would be trained as good ones. Its good ones are refused, too, since most files begin with one
+    and hold both.
+    """
+    with pytest.raises(SampleError, match=rf"record has {key} {str(is_good).lower()} .*--data-columns none={key}$"):
+        read_record({**record, key: is_good}, {})
+    read_record({**record, key: is_good}, {key: "none"})
+    if key != "chosen":
+        assert read_record({**record, key: 3}, {}).unread == {key}  # a class, or whatever else
+
+
+def test_labels_of_texts_are_not_preferences():
+    """Data for classifiers could not be trained on as texts."""
+    assert read_record({"text": "a", "label": False}, {}).unread == {"label"}
+
+
 @pytest.mark.parametrize(
     ("turn", "fault"),
     [
@@ -306,6 +350,14 @@ def test_what_would_be_lost_is_explained(record, fault):
         ({"role": "user", "content": [{"type": "image"}]}, 'messages[0].content must hold parts {"type": "text", '),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content part must be a string, but is None"),
         ({"role": "user", "content": "q", "train": True}, "messages[0].train asks to train on a turn of the user"),
+        (
+            {"role": "user", "content": "q", "loss_weight": 1.0},
+            "messages[0].loss_weight asks to train on a turn of the ",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "value": 3}]},
+            "messages[0].content part must be a string, but is 3",
+        ),
         ({"role": "assistant", "content": "a", "train_detail": [{}]}, "messages[0].train_detail would be lost"),
         ({"role": "user", "content": "q", "images": ["1.png"]}, "messages[0].images would be lost"),
         ({"role": "assistant", "content": "a", "weight": -1}, "messages[0].weight must be a number from 0 to 10,000"),

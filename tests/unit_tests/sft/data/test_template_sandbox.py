@@ -101,3 +101,31 @@ def test_all_else_reads_as_in_jinja(source):
 def test_json_reads_as_chat_templates_mean_it():
     source = "{{ {'b': '<', 'a': [1, none]}|tojson }}{{ [1]|tojson(indent=2) }}{{ 'ü'|tojson }}"
     assert MarkedTemplate(source).write([]).text == '{"b": "<", "a": [1, null]}[\n  1\n]"ü"'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in range(90000) %}{% set x = range(90000)|sort|list|length %}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_hours_ends(source, monkeypatch):
+    """A data worker would hang at its first record, and the run with it, without a word."""
+    monkeypatch.setattr("megatron.sft.data.template_sandbox.MOST_SECONDS", 0.2)
+    start = time.process_time()
+    with pytest.raises(TemplateError, match=r"it takes longer than 0.2 seconds"):
+        MarkedTemplate(source).write([])
+    assert time.process_time() - start < 5
+
+
+def test_time_in_which_a_process_is_stopped_does_not_count(monkeypatch):
+    """A job that was suspended would end at the record that it was at."""
+    monkeypatch.setattr("megatron.sft.data.template_sandbox.MOST_SECONDS", 0.01)
+
+    def wait() -> str:
+        time.sleep(0.02)
+        return ""
+
+    template = MarkedTemplate("{% for m in messages %}{{ wait() }}{{ m }}{% endfor %}")
+    assert template.write([{"a": 1}] * 3, wait=wait).text.count("a") == 3

@@ -131,6 +131,18 @@ def test_template_trains_on_the_assistant_only(save_tokenizer, template):
     assert (ids.dtype, weights.dtype) == ("int64", "float32")
 
 
+def test_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
+    """transformers asks on a terminal, where a `y` would run what somebody else wrote, on each rank."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    settings = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", "odd.Odd"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "odd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Odd: pass\n")
+    with pytest.raises(ValueError, match=r"needs Python code of its own \(auto_map\), which is never run"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_hugging_face_special_ids(save_tokenizer):
     """Padding falls back on the end token, and a start token must not appear in the midst of a packed text."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN, bos_token="<s>"))
@@ -140,6 +152,17 @@ def test_hugging_face_special_ids(save_tokenizer):
     assert tokenizer.vocab_size > max(ids)
     assert tokenizer.decode(ids) == "how are you\n"
     assert build_tokenizer("HuggingFaceTokenizer", save_tokenizer(None, pad_token="<s>")).pad == 2
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma"])
+def test_folder_without_tokenizer_files_is_refused(tmp_path, model_type):
+    """transformers 5 makes a tokenizer of config.json alone, to which every text is empty or unknown: a run would train
+    on ends of turns only.
+    """
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=rf"--tokenizer-model {tmp_path} has an empty vocabulary, .*tokenizer\.json"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
 def test_turn_that_ends_without_a_mark_keeps_its_white_space(save_tokenizer):

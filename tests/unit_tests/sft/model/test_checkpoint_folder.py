@@ -1,7 +1,10 @@
 """What lies in a folder of checkpoints, and who may write to it."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -241,3 +244,35 @@ def test_checksums_are_json(tmp_path):
     path = checkpoint(tmp_path, 5)
     found = json.loads((path / CHECKSUMS).read_text())["crc32"]
     assert found["__0_0.distcp"] == [12_000, sum_of(path / "__0_0.distcp").crc]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
+    """Users of such a file system were told that another process saves there, and could not train at all."""
+
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    FolderLock(tmp_path).release()
+    assert f"note: {tmp_path} has no file locks ({os.strerror(number)})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ESTALE, errno.EIO, errno.ENOENT])
+def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch, number):
+    """NFS keeps a file that somebody reads, and a colleague tidies up: neither is a reason to end training."""
+    for iteration in (1, 2, 3):
+        checkpoint_path(tmp_path, iteration).mkdir()
+    track(tmp_path, TRACKER, 3)
+    remove = shutil.rmtree
+
+    def refuse(path):
+        if path.name.endswith("1"):
+            raise OSError(number, os.strerror(number), str(path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    notes = remove_old(tmp_path, 1)
+    assert iterations(tmp_path) == [1, 3]
+    expected = [f"{checkpoint_path(tmp_path, 1)} could not be removed ({os.strerror(number)}); remove it by hand"]
+    assert notes == ([] if number == errno.ENOENT else expected)

@@ -50,7 +50,7 @@ def test_log_line_tells_sources_apart():
     """One source that gets worse is hidden by the others that get better."""
     assert " | a 1.2500 (3 samples, 40 tokens)" in replace(STEP, sources={"a": SOURCE}).to_line(200)
     evaluation = Evaluation(iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE})
-    assert evaluation.to_line() == "valid loss 1.0000 after step 1 (9 tokens) | a 1.2500 (3 samples, 40 tokens)"
+    assert evaluation.to_line() == "valid loss 1.0000 after step 1 (9 loss tokens) | a 1.2500 (3 samples, 40 tokens)"
 
 
 def test_log_line_tells_what_went_wrong():

@@ -1,15 +1,21 @@
 """The report on a run: its table and its picture."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.sft.report import report
 from megatron.sft.report.metrics import SourceMetrics
 from megatron.sft.report.metrics_file import MetricsWriter, read_metrics
 from megatron.sft.report.plot import packs_to_draw
 from tests.unit_tests.sft.runs import step
+
+README = Path(__file__).parents[4] / "README.md"
+NUMBER = re.compile(r"\d[\d,.]*")
 
 
 def rows_of(run_dir):
@@ -62,6 +68,20 @@ def test_rows_by_hand(run_dir):
         "optimizer": "1 steps skipped, as gradients overflowed",
     }
     assert expected.items() <= rows_of(run_dir).items()
+
+
+def test_readme_shows_the_table_that_is_printed(run_dir):
+    """Whoever tries the project compares the two line by line."""
+    shown = re.search(r"It ends like this:\n\n```\n(.*?)\nfiles ", README.read_text(), re.DOTALL)
+    assert shown is not None
+    printed = [row for row in report.table(read_metrics(run_dir), run_dir) if row[0] not in ("test loss", "optimizer")]
+    rows = [(line[:18].rstrip(), line[18:]) for line in shown[1].splitlines()]
+    assert [(name, NUMBER.sub("#", value)) for name, value in rows] == [
+        (name, NUMBER.sub("#", value)) for name, value in printed
+    ]
+    config = yaml.safe_load((README.parent / "examples/tiny_chat/config.yaml").read_text())
+    steps, sequences = config["train-iters"], config["train-iters"] * config["global-batch-size"]
+    assert rows[0][1].startswith(f"{steps} steps, {sequences:,} sequences, ")
 
 
 def test_the_padded_run_itself_removes_nothing(tmp_path):

@@ -21,8 +21,9 @@ from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.runs import STEP
 
 
-def test_a_folder_with_checkpoints_is_not_written_over(tmp_path):
+def test_a_folder_with_checkpoints_is_not_written_over(tmp_path, monkeypatch):
     """A forgotten --load would start anew and put its first checkpoints before those of the old run."""
+    monkeypatch.chdir(tmp_path)
     prepare_output(OutputConfig(save=str(tmp_path / "new")))
     assert (tmp_path / "new").is_dir()
     (tmp_path / "old/iter_0000007").mkdir(parents=True)

@@ -100,3 +100,35 @@ def test_files_of_the_source_are_kept(tmp_path, save_tokenizer):
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (target / name).read_bytes() == (Path(source) / name).read_bytes()
+
+
+HUGE = 1000000000000000019884624838656
+"""What transformers writes as `model_max_length` where no limit is known."""
+OTHER = PLAIN.replace("assistant\n", "assistant:\n")
+
+
+@pytest.mark.parametrize(
+    "held", [PLAIN, [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "r"}], None]
+)
+def test_the_template_that_was_trained_with_is_the_one_that_is_found(tmp_path, save_tokenizer, held):
+    """chat_template.jinja wins over tokenizer_config.json; a model would be asked in another form than trained."""
+    transformers = pytest.importorskip("transformers")
+    source = Path(save_tokenizer(held, model_max_length=HUGE, sp_model_kwargs={}, added=[{"a": None}]))
+    (source / "chat_template.jinja").write_text(PLAIN)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("t")
+    (tmp_path / "other.jinja").write_text(OTHER)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(source), chat_template=str(tmp_path / "other.jinja"))
+    config = parse(f"{FROM_NOTHING} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {source}", base=STEPS)
+    target = tmp_path / "target"
+    target.mkdir()
+    Companions(config, tokenizer, tokenizer.vocab_size, "float32").write(target)
+    found = transformers.AutoTokenizer.from_pretrained(target)
+    assert found.get_chat_template() == OTHER
+    assert found.get_chat_template("tool_use") == "t"
+    written, before = read(target / "tokenizer_config.json"), read(source / "tokenizer_config.json")
+    assert written.pop("chat_template", None) == (
+        held and (OTHER if held == PLAIN else [{"name": "default", "template": OTHER}, held[1]])
+    )
+    assert written == {name: value for name, value in before.items() if name != "chat_template"}
+    assert str(HUGE) in (target / "tokenizer_config.json").read_text()

@@ -48,6 +48,28 @@ def test_the_folder_says_what_is_computed(tmp_path):
     assert (config.data.resolved_tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("odd", "fault"),
+    [
+        ({"rope_theta": 10**400}, "has rope_theta 1000.*, but it must fit 64 bits"),
+        ({"sliding_window": 10**30}, "has sliding_window 1000.*, but it must fit 64 bits"),
+        ({"num_key_value_heads": 10**30}, "has num_key_value_heads 1000.*, but it must fit 64 bits"),
+        ({"rope_scaling": LLAMA3 | {"factor": 10**400}}, "numbers above 0, but factor is 1000"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 10**400}},
+            "numbers above 0, but attention_factor is 1000",
+        ),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "has rope_theta 1000.*, but it must be a number above 0"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"has rope_theta \[1\], but it must be a number above 0"),
+    ],
+)
+def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path, odd, fault):
+    """An OverflowError somewhere else names neither file nor key; where nobody computes with one, it is kept."""
+    with pytest.raises(FlagError, match=f"config.json.*{fault}"):
+        parse_with(tmp_path, LLAMA | {"max_position_embeddings": 8} | odd)
+    assert parse_with(tmp_path, LLAMA | {"model_max_length": 10**30, "rare": 1e30}).model.num_layers == 4
+
+
 def test_an_own_tokenizer_wins(tmp_path):
     """The folder's is a default only."""
     data = parse_with(tmp_path, LLAMA, "--tokenizer-model other --attention-dropout 0.1").data

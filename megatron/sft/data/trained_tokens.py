@@ -1,0 +1,128 @@
+"""pure. Before the first step: data of which nothing would be trained is refused, with the reason.
+
+Such a run would end with loss 0.0 and an untrained model. The price is one record of each source where all is well, and
+up to 1,000 where it is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.blending.streams.failures import SkipSample
+from megatron.blending.streams.source import SourceDataset
+from megatron.sft.data.chats import ChatLoad
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.layouts import Conversation
+from megatron.sft.data.sample_set import SampleSet
+
+MAX_PROBED = 1_000
+"""Records of a source that are encoded at most to find one with a token to train on, evenly spread over it."""
+
+
+def check_trained(datasets: Datasets, is_evaluated: bool) -> None:
+    """Raises ValueError where a source of the training data, or the whole of a held-out split, has no token to train
+    on. Mock data always has some.
+
+    is_evaluated: whether the held-out splits are used at all.
+    """
+    if datasets.tokenizer is None:
+        return
+    for name, source in _sources(datasets.train):
+        untrained = _probe([source])
+        if untrained is not None:
+            raise ValueError(f"{name}: {untrained.reason()}; correct it, or leave it out")
+    held_out = {"validate": datasets.valid, "test": datasets.test}
+    for purpose, samples in held_out.items() if is_evaluated else ():
+        untrained = _probe([source for _, source in _sources(samples)])
+        if untrained is not None:
+            raise ValueError(
+                f"the data to {purpose} with: {untrained.reason()}; give other records by --split or --valid-data-path"
+            )
+
+
+def _sources(samples: SampleSet) -> list[tuple[str, SourceDataset]]:
+    return list(zip(samples.names, samples.sources, strict=True))
+
+
+@dataclass
+class _Untrained:
+    """Records that make no sample, and why."""
+
+    example: str
+    """The place of the first one."""
+    num_records: int
+    reasons: Counter[str] = field(default_factory=Counter)
+    fault: str = ""
+    """Of the first one that is broken."""
+    roles: Counter[str] = field(default_factory=Counter)
+    """Of the turns in records without a token to train on."""
+    num_weighted: int = 0
+    """Turns of the assistant among them that are to be trained, by their weights and their records'."""
+
+    def reason(self) -> str:
+        """Returns what is wrong with the data."""
+        num_probed = sum(self.reasons.values())
+        counted = f"none of {num_probed:,} records" + f", spread over {self.num_records:,}," * (
+            num_probed < self.num_records
+        )
+        if self.reasons.keys() == {"bad sample"}:
+            return f"{self.fault}; {counted} makes a sample"
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
+        said = f"{counted} has a token to train on ({reasons}; the first is {self.example})"
+        return "; ".join(filter(None, (said, self.fault, self._reason_of_roles())))
+
+    def _reason_of_roles(self) -> str:
+        if not self.roles:
+            return ""
+        seen = ", ".join(f"{role} ({count:,})" for role, count in sorted(self.roles.items()))
+        if "assistant" not in self.roles:
+            return f"no turn has the role assistant; roles seen: {seen}"
+        if not self.num_weighted:
+            return f"each turn of the assistant, or its record, has weight 0; roles seen: {seen}"
+        return f"the chat template marks nothing of what the assistant says; roles seen: {seen}"
+
+
+def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
+    """Returns why no record of these sources makes a sample; None as soon as one does, and without any source."""
+    found: _Untrained | None = None
+    for source in sources:
+        for index in _spread(len(source)):
+            place = source.source.describe(index)
+            if found is None:
+                found = _Untrained(place, sum(map(len, sources)))
+            try:
+                _encode(source, index, found)
+            except SkipSample as skipped:
+                found.reasons[str(skipped)] += 1
+            except Exception as error:  # a broken record: what is wrong with it is said where it is trained on
+                found.reasons["bad sample"] += 1
+                fault = str(error)
+                found.fault = found.fault or (fault if fault.startswith(place) else f"{place}: {fault}")
+            else:
+                return None
+    return found
+
+
+def _spread(num_records: int) -> Iterator[int]:
+    """Up to `MAX_PROBED` indices, in order: 2,500 records -> 0, 2, 5, 7, ..."""
+    num_probed = min(num_records, MAX_PROBED)
+    return (at * num_records // num_probed for at in range(num_probed))
+
+
+def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
+    """Makes a sample of a record; SkipSample where it has no token to train on, whose roles are then counted."""
+    load = source.load
+    assert isinstance(load, ChatLoad)
+    key = (source.name, 0, index)
+    try:
+        return load(source.source[index], key)
+    except SkipSample:
+        reading = load.read(source.source[index], key)
+        if isinstance(reading.content, Conversation):
+            for message in reading.content.messages:
+                found.roles[message.role] += 1
+                found.num_weighted += message.role == "assistant" and message.weight * reading.weight > 0
+        raise

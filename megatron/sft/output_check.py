@@ -1,0 +1,162 @@
+"""mcore. Everything that a run writes later on, tried before its first step: companion files, folders, room on disk.
+
+A fault is one CheckpointError on every rank, which names the flag, the folder and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.packing.user_files import read_json
+from megatron.sft.distributed import gathered
+from megatron.sft.model.checkpoint_files import CheckpointError, check_folder, check_shared
+from megatron.sft.model.checkpoint_folder import FolderLock, checkpoint_path, latest_iteration, unfinished_path
+from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
+from megatron.sft.model.huggingface.weights import Tensors
+from megatron.sft.model.huggingface.write import target_of, unfinished_folder
+from megatron.sft.model.lora.names import AdapterWeights
+from megatron.sft.options.config import SFTConfig
+
+_LEAST_BYTES_PER_WEIGHT = 12
+"""Of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights come on top."""
+
+
+class Planned(NamedTuple):
+    """Bytes that a run writes below a folder, as few as they can be."""
+
+    flag: str
+    folder: Path
+    num_bytes: int
+    """Of a single copy."""
+    num_kept: int = 1
+    """Copies that are kept in the end."""
+
+
+def check_output(companions: Companions) -> FolderLock | None:
+    """Try to write what the run of `companions` will write; returns rank 0's lock of --save. Collective."""
+    config = companions.config
+    output = config.output
+    lock = None if output.save is None else check_folder(output.save)
+    if output.save_hf is not None:
+        check_shared("--save-hf", target_of(output.save_hf).parent)
+    fault = None
+    if dist.get_rank() == 0:
+        try:
+            _try_companions(companions)
+            for line in check_room(_planned(companions)):
+                print(line, flush=True)
+        except ValueError as error:
+            fault = str(error)
+    fault = gathered(fault)[0]
+    if fault is not None:
+        raise CheckpointError(fault)
+    return lock
+
+
+def _try_companions(companions: Companions) -> None:
+    output = companions.config.output
+    if output.save is not None and companions.are_saved():
+        with _trial("--save", output.save, unfinished_path(checkpoint_path(output.save, 0))) as folder:
+            (folder / COMPANIONS).mkdir()
+            companions.write(folder / COMPANIONS)
+    if output.save_hf is not None:
+        with _trial("--save-hf", output.save_hf, unfinished_folder(target_of(output.save_hf))) as folder:
+            if companions.config.lora.writes_adapter:
+                companions.write_beside_adapter(AdapterWeights(companions.weights(), companions.config.lora), folder)
+            else:
+                companions.write(folder)
+
+
+@contextmanager
+def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
+    """A folder for a while, whose JSON files are read again at its end; ValueError for what fails meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+        for path in folder.rglob("*config.json"):
+            read_json(path, any_integer=True)
+    except OSError as error:
+        name = error.filename2 or error.filename
+        place = f" ({name})" if name else ""
+        raise ValueError(
+            f"{flag} {given} cannot be written: {error.strerror or error}{place}; correct that, or pass another {flag}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{flag} {given} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _planned(companions: Companions) -> list[Planned]:
+    """What the run will write, in order; checkpoints only of models whose size a HuggingFace family tells."""
+    config = companions.config
+    output = config.output
+    planned: list[Planned] = []
+    if not companions.has_family():
+        return planned
+    weights: Tensors = companions.weights()
+    adapter = AdapterWeights(companions.weights(), config.lora) if config.lora.lora else None
+    num_saves = _num_saves(config)
+    if output.save is not None and num_saves:
+        num_bytes = _LEAST_BYTES_PER_WEIGHT * num_weights(adapter or weights)
+        num_kept = min(num_saves, (output.keep_checkpoints or num_saves) + 1)  # an old one goes once a new one is there
+        planned.append(Planned("--save", Path(output.save), num_bytes, num_kept))
+    if output.save_hf is not None:
+        dtype = torch.float32 if config.lora.writes_adapter else getattr(torch, companions.dtype_written())
+        written = adapter if adapter is not None and config.lora.writes_adapter else weights
+        planned.append(Planned("--save-hf", target_of(output.save_hf).parent, num_weights(written) * dtype.itemsize))
+    return planned
+
+
+def _num_saves(config: SFTConfig) -> int:
+    """Checkpoints from the step that the run continues to its end."""
+    output, last = config.output, config.training.train_iters
+    done = 0
+    if output.load is not None and not output.finetune:
+        done = output.ckpt_step or latest_iteration(output.load) or 0
+    interval = output.save_interval or last
+    return math.ceil(last / interval) - done // interval if done < last else 0
+
+
+def num_weights(tensors: Tensors) -> int:
+    """How many numbers a folder of these tensors holds."""
+    return sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
+
+
+def check_room(planned: list[Planned]) -> list[str]:
+    """Returns notes on what may not fit; ValueError for what certainly does not."""
+    notes = []
+    once: dict[int, int] = {}
+    kept: dict[int, int] = {}
+    for flag, folder, num_bytes, num_kept in planned:
+        disk, device = os.statvfs(folder), os.stat(folder).st_dev
+        once[device] = once.get(device, 0) + num_bytes
+        kept[device] = kept.get(device, 0) + num_bytes * num_kept
+        free = disk.f_bfree * disk.f_frsize
+        if not disk.f_blocks:  # such a file system does not tell
+            continue
+        if once[device] > free:
+            raise ValueError(
+                f"{flag} {folder} has {_size(free)} free, but the run writes at least {_size(once[device])} there; "
+                f"make room, or pass another {flag}"
+            )
+        if kept[device] > free:
+            notes.append(
+                f"note: {flag} {folder} has {_size(free)} free, but the run will keep at least {_size(kept[device])} "
+                "there; make room, or pass --keep-checkpoints"
+            )
+    return notes
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

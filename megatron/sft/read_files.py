@@ -1,0 +1,113 @@
+"""mcore. Fingerprints of the files that a run reads, which ranks compare before they make groups: machines may have
+copies of their own under one path.
+
+A fingerprint is made of the size and content: of files up to 64 MiB all of it, of larger ones 64 evenly spread blocks
+of 4 KiB, and the header of a safetensors file. It is never made of times, in which copies differ. Sources of records
+have fingerprints of their own kind. Each rank reads some MiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.model.checkpoint_folder import CHECKSUMS, TRACKER, checkpoint_path, file_names, latest_iteration
+from megatron.sft.model.huggingface.companions import TOKENIZER_FILES
+from megatron.sft.model.huggingface.folder import INDEX
+from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
+from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.options.config import SFTConfig
+
+_SMALL = 1 << 26
+"""Bytes of a file that is read whole."""
+_NUM_BLOCKS, _BLOCK = 64, 1 << 12
+_LARGEST_HEADER = 100_000_000
+
+
+def fingerprints(
+    config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
+) -> dict[str, str]:
+    """Returns name -> fingerprint of each thing that every rank reads for this run: sources of records, tokenizer and
+    chat template, the weights that training starts from, the checkpoint that it continues.
+    """
+    return {
+        **_of_data(datasets),
+        **{str(path): fingerprint_of(path) for path in _files(config, pretrained)},
+        **_of_load(config),
+    }
+
+
+def _of_data(datasets: Datasets) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for samples in (datasets.train, datasets.valid, datasets.test):
+        for source in samples.sources:
+            found.setdefault(f"the data {source.name.strip()}", []).append(f"{len(source)} {source.fingerprint()}")
+    prints = {
+        name: hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest() for name, parts in found.items()
+    }
+    blend = datasets.train.identity.get("blend")
+    if blend is not None:
+        prints["the blend"] = ", ".join(f"{source['weight']} of {source['name']}" for source in blend["sources"])
+    return prints
+
+
+def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None) -> Iterable[Path]:
+    data, output = config.data, config.output
+    if data.resolved_tokenizer_type == "HuggingFaceTokenizer" and data.tokenizer_model is not None:
+        yield from (Path(data.tokenizer_model) / name for name in ("config.json", *TOKENIZER_FILES))
+    if data.chat_template is not None:
+        yield Path(data.chat_template)
+    if output.huggingface_source is not None:
+        yield from (Path(output.huggingface_source) / name for name in ("config.json", INDEX))
+    if isinstance(pretrained, MegatronCheckpoint):
+        yield from _files_of_checkpoint(pretrained.path)
+    elif pretrained is not None:
+        yield from sorted({stored.path for stored in pretrained.folder.tensors.values()})
+        if pretrained.adapter is not None:
+            adapter = pretrained.adapter.folder
+            yield from (adapter.path / ADAPTER_CONFIG, *sorted({stored.path for stored in adapter.tensors.values()}))
+
+
+def _of_load(config: SFTConfig) -> dict[str, str]:
+    folder = config.output.load
+    newest = None if folder is None else latest_iteration(folder)
+    if folder is None or newest is None:
+        return {} if folder is None else {str(Path(folder) / TRACKER): "missing"}
+    iteration = config.output.ckpt_step or newest
+    files = _files_of_checkpoint(checkpoint_path(folder, iteration))
+    return {str(Path(folder) / TRACKER): f"step {newest}", **{str(path): fingerprint_of(path) for path in files}}
+
+
+def _files_of_checkpoint(path: Path) -> list[Path]:
+    """The checksums, against which each rank's copy is held when it is read; all files where there are none."""
+    if (path / CHECKSUMS).is_file():
+        return [path / CHECKSUMS]
+    return [path / name for name in file_names(path)]
+
+
+def fingerprint_of(path: Path) -> str:
+    """Returns `"1,234 bytes (0123456789ab)"`, or "missing"."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.blake2b(digest_size=6)
+            for block in _sampled(file, size, path.suffix == ".safetensors"):
+                digest.update(block)
+    except FileNotFoundError:
+        return "missing"
+    return f"{size:,} bytes ({digest.hexdigest()})"
+
+
+def _sampled(file: BinaryIO, size: int, has_header: bool) -> Iterable[bytes]:
+    if size <= _SMALL:
+        yield file.read()
+        return
+    if has_header:
+        yield file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER))
+    for number in range(_NUM_BLOCKS):
+        file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
+        yield file.read(_BLOCK)

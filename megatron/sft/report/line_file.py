@@ -1,0 +1,63 @@
+"""pure. A file that a run appends lines to. Whatever becomes of it ends no run: it is noted once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TextIO
+
+
+class LineFile:
+    """Appends lines, each of which is in the file when `write` returns.
+
+    A file that was removed is written again, with what it held. A line that cannot be written is left out.
+    Price: two system calls per line beside the write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, and makes its folder; OSError where that fails."""
+        self._path = path
+        self._noted: set[str] = set()
+        self._file = self._open()
+
+    def write(self, line: str) -> None:
+        """Appends a line, its newline included."""
+        try:
+            if not self._is_in_place():
+                self._replace()
+            self._file.write(line)
+        except OSError as error:
+            self._note(f"{self._path} cannot be written: {error}; its lines are left out")
+
+    def close(self) -> None:
+        """Closes the file."""
+        try:
+            self._file.close()
+        except OSError as error:  # lines that found no room
+            self._note(f"{self._path} cannot be written: {error}; its lines are left out")
+
+    def _open(self) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open("a+", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _replace(self) -> None:
+        """Opens what is now at the path; where nothing is, a copy of the file that was."""
+        is_removed, before = not self._path.exists(), self._file
+        self._file = self._open()
+        with before:
+            if is_removed:
+                self._note(f"{self._path} was removed while the run writes to it; it is made again")
+                before.seek(0)
+                shutil.copyfileobj(before, self._file)
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            print(f"note: {text}", flush=True)
+            self._noted.add(text)

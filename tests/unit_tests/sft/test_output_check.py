@@ -1,0 +1,54 @@
+"""What a run will write, against the room that there is."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.sft.model.huggingface.write import check_target
+from megatron.sft.output_check import Planned, _num_saves, check_room
+from tests.unit_tests.sft.command_line import parse
+
+MEGABYTE = 10**6
+
+
+def room(monkeypatch, megabytes, num_blocks=1):
+    disk = SimpleNamespace(f_bfree=megabytes, f_frsize=MEGABYTE, f_blocks=num_blocks)
+    monkeypatch.setattr(os, "statvfs", lambda folder: disk)
+
+
+def test_what_cannot_fit_is_refused_and_what_may_not_is_noted(tmp_path, monkeypatch):
+    """A disk that is full at the end loses the training; one that is refused though it would do, a night."""
+    planned = [Planned("--save", tmp_path, 30 * MEGABYTE, 4), Planned("--save-hf", tmp_path, 10 * MEGABYTE)]
+    room(monkeypatch, 130)
+    assert check_room(planned) == []
+    room(monkeypatch, 40)
+    assert [note.split(" there; ")[0] for note in check_room(planned)] == [
+        f"note: --save {tmp_path} has 40.0 MB free, but the run will keep at least 120.0 MB",
+        f"note: --save-hf {tmp_path} has 40.0 MB free, but the run will keep at least 130.0 MB",
+    ]
+    room(monkeypatch, 39)
+    with pytest.raises(ValueError, match=r"--save-hf .* has 39.0 MB free, but the run writes at least 40.0 MB there"):
+        check_room(planned)
+    room(monkeypatch, 0, num_blocks=0)  # such a file system does not tell
+    assert check_room(planned) == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "done", "expected"), [(None, 0, 1), (None, 4, 1), (4, 0, 3), (4, 8, 1), (4, 10, 0)]
+)
+def test_checkpoints_that_are_still_to_come(tmp_path, interval, done, expected):
+    """A run of which all is saved needs no room."""
+    if done:
+        (tmp_path / f"iter_{done:07d}").mkdir()
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(done))
+    saved = f"--save {tmp_path} --load {tmp_path}" + f" --save-interval {interval}" * (interval is not None)
+    assert _num_saves(parse(saved)) == expected  # of 10 steps
+
+
+def test_a_mounted_disk_is_not_replaced(tmp_path, monkeypatch):
+    """A finished model could not take its place."""
+    check_target(tmp_path)
+    monkeypatch.setattr("pathlib.PosixPath.is_mount", lambda self: True)
+    with pytest.raises(ValueError, match="is where a disk is mounted, and cannot be replaced; give a folder in it"):
+        check_target(tmp_path)
