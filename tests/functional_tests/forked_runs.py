@@ -45,7 +45,8 @@ LIMIT_SECONDS = 90.0
 
 
 def train_forked(num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main) -> tuple[int, str]:
-    """(exit status, output of all ranks) of a run of pretrain_sft.py. The status is the first that is not 0.
+    """(exit status, output of all ranks) of a run of pretrain_sft.py, as torchrun gives them: the status is that of the
+    rank that failed first, and what it left in its error file is told if rank 0 was ended before it said the same.
 
     script: the main function of another one.
     """
@@ -54,8 +55,12 @@ def train_forked(num_processes: int, arguments: Sequence[str], script: Callable[
         os.waitpid(launch(folder, num_processes, arguments, None, -1, script), 0)
         outcome = json.loads((folder / "outcome.json").read_text())
         output = "".join((folder / f"rank{rank}.log").read_text() for rank in range(num_processes))
+        error = folder / f"error{outcome['first_failed_rank']}.json"
+        if error.exists() and (line := json.loads(error.read_text())["message"]["message"]) not in output:
+            output += f"{line}\n"
     assert not outcome["hangs"], f"hang:\n{output}"
-    return next(filter(None, outcome["codes"]), 0), output
+    first = outcome["first_failed_rank"]
+    return 0 if first is None else outcome["codes"][first], output
 
 
 def launch(
@@ -177,6 +182,7 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
         process.kill()
     outcome = {
         "codes": [codes[rank] for rank in sorted(codes)],
+        "first_failed_rank": next((rank for rank, code in codes.items() if code), None),  # others end by its signal
         "ends": [round(ends[rank], 2) for rank in sorted(ends)],
         "hangs": hangs,
         "num_orphans": len(alive),
