@@ -1,4 +1,6 @@
-"""The one thing that pyproject.toml, which says all else, has no words for: the compiled core is optional."""
+"""The one thing that pyproject.toml, which says all else, has no words for: the compiled core is
+optional.
+"""
 
 from setuptools import Extension, setup
 

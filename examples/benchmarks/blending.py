@@ -1,12 +1,14 @@
-"""pure. Blending beside megatron-energon: CPU per sample, time to the first batch, memory; on the same files.
+"""pure. Blending beside megatron-energon: CPU per sample, time to the first batch, memory; on the
+same files.
 
-    python -m venv energon_venv && energon_venv/bin/pip install torch==2.13.0 megatron-energon==7.4.1
-    python examples/benchmarks/blending.py --energon-python energon_venv/bin/python    ten minutes; writes results
-    python examples/benchmarks/blending.py --energon-python energon_venv/bin/python --quick    a minute; prints
+    python -m venv energon_venv && energon_venv/bin/pip install torch==2.13.0
+    megatron-energon==7.4.1 python examples/benchmarks/blending.py --energon-python
+    energon_venv/bin/python    ten minutes; writes results python examples/benchmarks/blending.py
+    --energon-python energon_venv/bin/python --quick    a minute; prints
 
-The files, and the barest loop over them, are those of blending_files.py. The two run in turn, each time in a fresh
-process; figures are CPU time where the machine may be shared, and medians over rounds. Without --energon-python ours is
-measured alone.
+The files, and the barest loop over them, are those of blending_files.py. The two run in turn, each
+time in a fresh process; figures are CPU time where the machine may be shared, and medians over
+rounds. Without --energon-python ours is measured alone.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Scale:
     long_samples: int
 
 
-FULL = Scale(rounds=3, shards=20, our_samples=128_000, energon_samples=9_600, long_samples=10_000_000)
+FULL = Scale(
+    rounds=3, shards=20, our_samples=128_000, energon_samples=9_600, long_samples=10_000_000
+)
 QUICK = Scale(rounds=1, shards=4, our_samples=32_000, energon_samples=3_200, long_samples=2_000_000)
 
 
@@ -67,13 +71,18 @@ def run(python: str, package: str, way: Way, **asked: Any) -> dict[str, Any]:
         **asked,
         "started": time.monotonic(),
     }
-    done = subprocess.run([python, str(PROCESS), json.dumps(case)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, str(PROCESS), json.dumps(case)], env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{package}, {way.name}: {done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     for name, share in found.get("shares", {}).items():
         if abs(share - WEIGHTS[name]) > 0.1:
-            raise SystemExit(f"{package}, {way.name}: a share of {share} for {name}; the two do not do the same work")
+            raise SystemExit(
+                f"{package}, {way.name}: a share of {share} for {name}; the two do not do the same "
+                "work"
+            )
     return found
 
 
@@ -102,21 +111,42 @@ def measure(ways: list[Way], scale: Scale, energon: str | None) -> Results:
         for way in ways:
             results.add("floor", way, 0, floor(way))
             for num_workers in (0, 2):
-                print(f"round {number + 1}: {way.name}, {num_workers} workers", file=sys.stderr, flush=True)
-                ours, theirs = {"num_samples": scale.our_samples}, {"num_samples": scale.energon_samples}
+                print(
+                    f"round {number + 1}: {way.name}, {num_workers} workers",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                ours, theirs = (
+                    {"num_samples": scale.our_samples},
+                    {"num_samples": scale.energon_samples},
+                )
                 runs = [
-                    ("alone", sys.executable, "megatron.blending", {"num_samples": 3_200, "imports_torch": False}),
+                    (
+                        "alone",
+                        sys.executable,
+                        "megatron.blending",
+                        {"num_samples": 3_200, "imports_torch": False},
+                    ),
                     ("ours", sys.executable, "megatron.blending", ours),
                 ]
                 if energon is not None:
                     runs.append(("energon", energon, "megatron.energon", theirs))
                 for who, python, package, asked in runs[:: -1 if number % 2 else 1]:
-                    results.add(who, way, num_workers, run(python, package, way, num_workers=num_workers, **asked))
+                    results.add(
+                        who,
+                        way,
+                        num_workers,
+                        run(python, package, way, num_workers=num_workers, **asked),
+                    )
     return results
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return ["", *("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows]), ""]
+    return [
+        "",
+        *("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows]),
+        "",
+    ]
 
 
 def _number(value: float | None, places: int = 2) -> str:
@@ -135,25 +165,45 @@ def report(ways: list[Way], results: Results) -> str:
         rows = []
         for way, workers in cases:
             found = [results.median(who, way, workers, name) for who in (ours, "energon")]
-            rows.append([way.name, str(workers), *(_number(value, places) for value in found), _ratio(*found)])
+            rows.append(
+                [
+                    way.name,
+                    str(workers),
+                    *(_number(value, places) for value in found),
+                    _ratio(*found),
+                ]
+            )
         return rows
 
     lines = ["## CPU microseconds per sample, all processes"]
-    floors = [[results.median("floor", way, 0, name) for name in ("slice", "text")] for way, _ in cases]
-    rows = [row + [_number(value) for value in values] for row, values in zip(compared("cpu_us", 2), floors)]
+    floors = [
+        [results.median("floor", way, 0, name) for name in ("slice", "text")] for way, _ in cases
+    ]
+    rows = [
+        row + [_number(value) for value in values]
+        for row, values in zip(compared("cpu_us", 2), floors)
+    ]
     head = ["files", "workers", "ours", "energon", "ratio"]
     lines += _table([*head, "floor: slices", "floor: slices, to text"], rows)
     lines += [
         "## Seconds to the first batch",
         "",
-        "After the imports that a user writes; what a package imports later, when it is used, counts:",
+        "After the imports that a user writes; what a package imports later, when it is used, "
+        "counts:",
     ]
     lines += _table(head, compared("first_after_imports", 3))
-    lines += ["From the start of the process, imports and all (energon imports torch; ours does not for text):"]
+    lines += [
+        "From the start of the process, imports and all (energon imports torch; ours does not for "
+        "text):"
+    ]
     lines += _table(head, compared("first_with_imports", 2, "alone"))
     lines += ["CPU seconds up to then, which other work on the machine changes less:"]
     lines += _table(head, compared("first_cpu", 2, "alone"))
-    lines += ["## Memory of a worker, MB", "", "Own (not shared with other processes), after the run:"]
+    lines += [
+        "## Memory of a worker, MB",
+        "",
+        "Own (not shared with other processes), after the run:",
+    ]
     lines += _table(head, compared("own_mb", 0))
     lines += ["Peak, with all that is shared, such as torch and mapped files:"]
     lines += _table(head, compared("peak_mb", 0))
@@ -172,33 +222,52 @@ def growth(way: Way, num_samples: int, num_workers: int) -> str:
 
 
 NOTES = """\
-Both packages run examples/benchmarks/blending_process.py, on files that `python -m megatron.blending prepare` made:
-three data sets, blended 0.5, 0.3 and 0.2 by a MetadatasetV2 YAML, batches of 32, shuffle_buffer_size and
-max_samples_per_sequence 100, get_loader. Files are in the page cache. CPU is user and system time of the process and
-its workers, after a warm-up. torch is imported before either package, but for what is counted from the start of the
-process. The floor maps the files and takes slices at known places, 100 after another; to text: decoded, or parsed. A
-ratio is ours over energon's. Pages of mapped files count as memory of whoever maps them, though the system may take
-them back: as its own, where no other process maps them. The machine was shared with other work: seconds of waiting are
+Both packages run examples/benchmarks/blending_process.py, on files that `python -m
+megatron.blending prepare` made: three data sets, blended 0.5, 0.3 and 0.2 by a MetadatasetV2 YAML,
+batches of 32, shuffle_buffer_size and max_samples_per_sequence 100, get_loader. Files are in the
+page cache. CPU is user and system time of the process and its workers, after a warm-up. torch is
+imported before either package, but for what is counted from the start of the process. The floor
+maps the files and takes slices at known places, 100 after another; to text: decoded, or parsed. A
+ratio is ours over energon's. Pages of mapped files count as memory of whoever maps them, though the
+system may take them back: as its own, where no other process maps them. The machine was shared with
+other work: seconds of waiting are
 inflated for both, CPU less so."""
 
 
 def _where(results: Results, rounds: int, load: float) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout
     info = Path("/proc/cpuinfo").read_text()
-    names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
-    peer = f"{ENERGON} (torch {results.torch['energon']})" if "energon" in results.torch else "energon not measured"
+    names = [
+        line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")
+    ]
+    peer = (
+        f"{ENERGON} (torch {results.torch['energon']})"
+        if "energon" in results.torch
+        else "energon not measured"
+    )
     return (
-        f"{datetime.date.today()}, commit {commit.strip()}, Python {platform.python_version()}, torch "
-        f"{results.torch['ours']}, {peer}; {os.cpu_count()} cores of {names[0] if names else platform.processor()}, "
-        f"load average {load:.0f} before and {os.getloadavg()[0]:.0f} after; medians of {rounds} rounds."
+        f"{datetime.date.today()}, commit {commit.strip()}, Python {platform.python_version()}, "
+        "torch "
+        f"{results.torch['ours']}, {peer}; {os.cpu_count()} cores of "
+        f"{names[0] if names else platform.processor()}, "
+        f"load average {load:.0f} before and {os.getloadavg()[0]:.0f} after; medians of {rounds} "
+        "rounds."
     )
 
 
 def main() -> None:
     """Print the tables, and write them where the run is the full one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--energon-python", metavar="PATH", help="Python with megatron-energon; without, ours alone")
-    parser.add_argument("--quick", action="store_true", help="one round of little data; prints only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--energon-python", metavar="PATH", help="Python with megatron-energon; without, ours alone"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of little data; prints only"
+    )
     options = parser.parse_args()
     scale = QUICK if options.quick else FULL
     if options.energon_python is None:
@@ -208,7 +277,11 @@ def main() -> None:
         ways = make_data(Path(folder), scale.shards)
         measured = ways[:1] if options.quick else ways
         results = measure(measured, scale, options.energon_python)
-        tables = report(measured, results) + "\n" + growth(ways[0], scale.long_samples, 0 if options.quick else 2)
+        tables = (
+            report(measured, results)
+            + "\n"
+            + growth(ways[0], scale.long_samples, 0 if options.quick else 2)
+        )
     command = "python examples/benchmarks/blending.py"
     command += " --energon-python energon_venv/bin/python" if options.energon_python else ""
     command += " --quick" if options.quick else ""

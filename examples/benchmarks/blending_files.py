@@ -1,4 +1,6 @@
-"""pure. The files that blending is measured on: three data sets, prepared, and what the barest loop over them costs."""
+"""pure. The files that blending is measured on: three data sets, prepared, and what the barest loop
+over them costs.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,14 @@ def make_data(folder: Path, num_shards: int) -> list[Way]:
         for arguments in ([str(folder / name), *kind], [str(folder / f"{name}.jsonl")]):
             subprocess.run([*command, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     for file, suffix in (("tar.yaml", ""), ("jsonl.yaml", ".jsonl")):
-        entries = "".join(f"      - {{path: {name}{suffix}, weight: {weight}}}\n" for name, weight in WEIGHTS.items())
-        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        entries = "".join(
+            f"      - {{path: {name}{suffix}, weight: {weight}}}\n"
+            for name, weight in WEIGHTS.items()
+        )
+        head = (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    "
+            "blend:\n"
+        )
         (folder / file).write_text(head + entries)
     return [
         Way("tar shards", str(folder / "tar.yaml"), False),
@@ -62,13 +70,17 @@ def make_data(folder: Path, num_shards: int) -> list[Way]:
 
 
 def floor(way: Way) -> dict[str, float]:
-    """CPU microseconds per sample of the barest loop: slices of mapped files at known places, then made text."""
+    """CPU microseconds per sample of the barest loop: slices of mapped files at known places, then
+    made text.
+    """
     slices = []
     for path in sorted(Path(way.path).parent.glob("*.jsonl" if way.is_crude else "*/*.tar")):
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         places = _lines(content) if way.is_crude else _members(path)
-        slices += [(content, places[at : at + SLICE_LENGTH]) for at in range(0, len(places), SLICE_LENGTH)]
+        slices += [
+            (content, places[at : at + SLICE_LENGTH]) for at in range(0, len(places), SLICE_LENGTH)
+        ]
     random.Random(0).shuffle(slices)
     order = [(content, start, end) for content, places in slices for start, end in places]
     parse: Callable[[bytes], Any] = json.loads if way.is_crude else bytes.decode
@@ -81,7 +93,10 @@ def floor(way: Way) -> dict[str, float]:
     for content, start, end in order:
         parse(content[start:end])
     ended = time.process_time()
-    return {"slice": (sliced - begun) / len(order) * 1e6, "text": (ended - sliced) / len(order) * 1e6}
+    return {
+        "slice": (sliced - begun) / len(order) * 1e6,
+        "text": (ended - sliced) / len(order) * 1e6,
+    }
 
 
 def _members(path: Path) -> list[tuple[int, int]]:

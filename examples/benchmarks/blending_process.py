@@ -1,7 +1,9 @@
-"""pure. One loader in a process of its own, measured; blending.py runs it with the Python of either package.
+"""pure. One loader in a process of its own, measured; blending.py runs it with the Python of either
+package.
 
-The code is the same for both, but for the package that it imports. Prints one line of JSON. Linux only: CPU time and
-memory of worker processes are the kernel's own counts, so nothing is asked of the package measured.
+The code is the same for both, but for the package that it imports. Prints one line of JSON. Linux
+only: CPU time and memory of worker processes are the kernel's own counts, so nothing is asked of
+the package measured.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def pids() -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of any process, to the nanosecond: what clock_getcpuclockid(3) names."""
+    """User and system time of all threads of any process, to the nanosecond: what
+    clock_getcpuclockid(3) names.
+    """
     return time.clock_gettime(~pid << 3 | 2)
 
 
@@ -104,7 +108,12 @@ def grow(package: Any, case: dict[str, Any]) -> dict[str, Any]:
     draw(batches, case["num_samples"] // NUM_MARKS)
     marks = []
     for mark in range(1, NUM_MARKS + 1):
-        marks.append([mark * case["num_samples"] // NUM_MARKS, sum(memory_mb(pid, "RssAnon") for pid in pids())])
+        marks.append(
+            [
+                mark * case["num_samples"] // NUM_MARKS,
+                sum(memory_mb(pid, "RssAnon") for pid in pids()),
+            ]
+        )
         if mark < NUM_MARKS:
             draw(batches, case["num_samples"] // NUM_MARKS)
     return {"marks": marks}

@@ -1,12 +1,15 @@
-"""mcore. What a global batch costs from the iterator to packed microbatches, and how much of it a step waits for.
+"""mcore. What a global batch costs from the iterator to packed microbatches, and how much of it a
+step waits for.
 
-    python examples/benchmarks/data_path.py stages [LAYOUT SEQUENCES]    CPU of each stage, summed over ranks
-    python examples/benchmarks/data_path.py exposed [LAYOUT SEQUENCES]   a step with batches made ahead, and ready-made
-    python examples/benchmarks/data_path.py scale                        gather, decide and tell on synthetic tables
+    python examples/benchmarks/data_path.py stages [LAYOUT SEQUENCES]    CPU of each stage, summed
+    over ranks python examples/benchmarks/data_path.py exposed [LAYOUT SEQUENCES]   a step with
+    batches made ahead, and ready-made python examples/benchmarks/data_path.py scale
+           gather, decide and tell on synthetic tables
 
-A LAYOUT is written `dp2tp2`; without one, all are measured. Samples are ready in memory: reading and tokenizing are the
-workers' (see blending.py). The step of `exposed` is a stand-in: matrix products for most of its time, small tensor
-operations for the rest, so that it competes with the thread for the interpreter as launching kernels does.
+A LAYOUT is written `dp2tp2`; without one, all are measured. Samples are ready in memory: reading
+and tokenizing are the workers' (see blending.py). The step of `exposed` is a stand-in: matrix
+products for most of its time, small tensor operations for the rest, so that it competes with the
+thread for the interpreter as launching kernels does.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step import global_batch
-from megatron.packing.step.decide import Offer, decide
+from megatron.packing.step.decide import RankReport, decide
 from megatron.packing.step.groups import is_drawing_rank, road_groups
 from megatron.packing.step.prefetch import Prefetcher
 from megatron.packing.step.settings import PackingSettings
@@ -50,7 +53,9 @@ STAGES = {
 }
 STAGE_CASES = [("dp4", 512), ("dp4", 2048), ("dp2tp2", 2048), ("dp2pp2", 2048)]
 EXPOSED_CASES = [
-    (layout, number) for layout in ("dp1", "dp2", "dp4", "dp2tp2", "dp2pp2", "dp2cp2") for number in (64, 512, 2048)
+    (layout, number)
+    for layout in ("dp1", "dp2", "dp4", "dp2tp2", "dp2pp2", "dp2cp2")
+    for number in (64, 512, 2048)
 ]
 SCALE_CASES = [(64, 16), (1024, 16), (4096, 16), (16384, 16), (16384, 61)]
 STEPS = 7
@@ -81,7 +86,13 @@ def samples(number: int, rank: int) -> list[dict[str, np.ndarray]]:
     made = []
     for length in lengths_of(number, rank).tolist():
         stream = np.arange(length + 1) % 30000
-        made.append({"tokens": stream[:-1], "labels": stream[1:], "loss_mask": (stream[1:] % 3 > 0).astype(np.float32)})
+        made.append(
+            {
+                "tokens": stream[:-1],
+                "labels": stream[1:],
+                "loss_mask": (stream[1:] % 3 > 0).astype(np.float32),
+            }
+        )
     return made
 
 
@@ -136,7 +147,9 @@ def stages(layout: Layout, number: int) -> dict[str, float]:
 
 
 def exposed(layout: Layout, number: int) -> dict[str, float]:
-    """Median seconds of a stand-in step: on batches that are there, made two ahead, and made in the step."""
+    """Median seconds of a stand-in step: on batches that are there, made two ahead, and made in the
+    step.
+    """
     config, groups = prepared(layout)
     draws_each = number // layout.dp
     source: Iterator[Any] | None = None
@@ -157,7 +170,11 @@ def exposed(layout: Layout, number: int) -> dict[str, float]:
     ready = draw()
     times: dict[str, list[float]] = {"ready": [], "ahead": [], "inline": []}
     ahead = Prefetcher(draw, 2)
-    takes: dict[str, Callable[[], Any]] = {"ready": lambda: ready, "ahead": lambda: next(ahead), "inline": draw}
+    takes: dict[str, Callable[[], Any]] = {
+        "ready": lambda: ready,
+        "ahead": lambda: next(ahead),
+        "inline": draw,
+    }
     for kind in ("ahead", "ready", "inline") * 2:
         for step in range(STEPS + 2):
             dist.barrier()
@@ -172,7 +189,9 @@ def exposed(layout: Layout, number: int) -> dict[str, float]:
     return {kind: statistics.median(taken) for kind, taken in times.items()}
 
 
-def _rank_main(rank: int, layout: Layout, folder: str, measure: Callable[..., Any], number: int) -> None:
+def _rank_main(
+    rank: int, layout: Layout, folder: str, measure: Callable[..., Any], number: int
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", layout.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world)
@@ -194,7 +213,16 @@ def print_row(*columns: Any) -> None:
 
 def scale() -> None:
     """One row per table of `ranks` drawing ranks with `each` sequences; in one process."""
-    print_row("ranks", "sequences", "gathered, MB", "unpickled, ms", "decide, s", "told, MB", "told, ms", "memory, MB")
+    print_row(
+        "ranks",
+        "sequences",
+        "gathered, MB",
+        "unpickled, ms",
+        "decide, s",
+        "told, MB",
+        "told, ms",
+        "memory, MB",
+    )
     print_row(*["---"] * 8)
     for num_ranks, each in SCALE_CASES:
         settings = PackingSettings(
@@ -220,7 +248,7 @@ def scale() -> None:
             model=StepModel(),
         )
         offers = [
-            Offer(
+            RankReport(
                 lengths=lengths_of(each, rank),
                 draws=np.arange(each),
                 steps_delayed=np.zeros(each, np.int64),
@@ -240,7 +268,11 @@ def scale() -> None:
         end = time.perf_counter()
         assert decision is not None
         arrays = (decision.source_rank, decision.lengths, decision.rank, decision.microbatch)
-        megabytes = [sum(map(len, sent)) / 1e6, len(told) / 1e6, sum(array.nbytes for array in arrays) / 1e6]
+        megabytes = [
+            sum(map(len, sent)) / 1e6,
+            len(told) / 1e6,
+            sum(array.nbytes for array in arrays) / 1e6,
+        ]
         print_row(
             f"{num_ranks:,}",
             f"{num_ranks * each:,}",
@@ -254,7 +286,9 @@ def scale() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["stages", "exposed", "scale"])
     parser.add_argument("layout", nargs="?")
     parser.add_argument("sequences", nargs="?", type=int)
@@ -269,7 +303,9 @@ def main() -> None:
         print_row("layout", "sequences", "tokens", *STAGES, "rest", "all, ms of CPU")
         print_row(*["---"] * (len(STAGES) + 5))
     else:
-        print_row("layout", "sequences", "ready, ms", "ahead, ms", "more", "in the step, ms", "more")
+        print_row(
+            "layout", "sequences", "ready, ms", "ahead, ms", "more", "in the step, ms", "more"
+        )
         print_row(*["---"] * 7)
     for text, number in cases:
         layout = Layout.of(text)
@@ -277,9 +313,16 @@ def main() -> None:
             ranks = on_ranks(stages, layout, number)
             by_stage = {stage: sum(rank[stage] for rank in ranks) for stage in STAGES}
             rest = sum(rank["whole"] for rank in ranks)
-            tokens = sum(int(lengths_of(number // layout.dp, rank).sum()) for rank in range(layout.dp))
+            tokens = sum(
+                int(lengths_of(number // layout.dp, rank).sum()) for rank in range(layout.dp)
+            )
             whole = rest + sum(by_stage.values())
-            print_row(text, number, f"{tokens:,}", *(f"{each:.1f}" for each in (*by_stage.values(), rest, whole)))
+            print_row(
+                text,
+                number,
+                f"{tokens:,}",
+                *(f"{each:.1f}" for each in (*by_stage.values(), rest, whole)),
+            )
             continue
         found = on_ranks(exposed, layout, number)[0]
         more = [f"{found[kind] / found['ready'] - 1:+.1%}" for kind in ("ahead", "inline")]

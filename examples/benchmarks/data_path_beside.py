@@ -1,11 +1,14 @@
-"""mcore. CPU of the data path beside Megatron-LM's own: same samples, same processes, step by step in turns.
+"""mcore. CPU of the data path beside Megatron-LM's own: same samples, same processes, step by step
+in turns.
 
     python examples/benchmarks/data_path_beside.py MEGATRON_LM [LAYOUT SEQUENCES]
 
-MEGATRON_LM is a checkout of its repository from 2026-04 on. What is measured is what a step calls: the wrapper of the
-iterator, then `get_batch_on_this_rank_for_sequence_packing` for each microbatch. Their two files run as they are, but
-for the device, which is the CPU here: so what they copy to a GPU, and wait for, costs them nothing; but what they would
-send by NCCL goes over gloo, whose CPU counts. Each has its samples ready: ours as numpy arrays, theirs as tensors.
+MEGATRON_LM is a checkout of its repository from 2026-04 on. What is measured is what a step calls:
+the wrapper of the iterator, then `get_batch_on_this_rank_for_sequence_packing` for each microbatch.
+Their two files run as they are, but
+for the device, which is the CPU here: so what they copy to a GPU, and wait for, costs them nothing;
+but what they would send by NCCL goes over gloo, whose CPU counts. Each has its samples ready: ours
+as numpy arrays, theirs as tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +35,14 @@ THEIRS = "megatron.core.datasets.data_schedule"
 
 
 def on_cpu(checkout: Path) -> ModuleType:
-    """Return their module, loaded from the checkout under its own name, with the CPU for the device."""
+    """Return their module, loaded from the checkout under its own name, with the CPU for the
+    device.
+    """
     for name in (THEIRS + "_utils", THEIRS):
         path = checkout / (name.replace(".", "/") + ".py")
-        code = path.read_text().replace("torch.cuda.current_device()", '"cpu"').replace(".cuda()", "")
+        code = (
+            path.read_text().replace("torch.cuda.current_device()", '"cpu"').replace(".cuda()", "")
+        )
         module = types.ModuleType(name)
         sys.modules[name] = module
         exec(compile(code, str(path), "exec"), module.__dict__)
@@ -75,13 +82,17 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
 
     def our_step() -> None:
         iterator: Any
-        iterator, num_microbatches, *_ = wrap_dataloader(iter(own), config, draws_each, pg_collection=groups)
+        iterator, num_microbatches, *_ = wrap_dataloader(
+            iter(own), config, draws_each, pg_collection=groups
+        )
         for _ in range(num_microbatches):
             get_batch_on_this_rank_for_sequence_packing(iterator, pg_collection=groups)
 
     def their_step() -> None:
         iterator, num_microbatches, *_ = theirs.wrap_data_iterator(
-            iter([dict(sample) for sample in their_own]) if reads else None, their_config, draws_each
+            iter([dict(sample) for sample in their_own]) if reads else None,
+            their_config,
+            draws_each,
         )
         for _ in range(num_microbatches):
             theirs.get_batch_on_this_rank_for_sequence_packing(iterator)
@@ -99,15 +110,21 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path)
     parser.add_argument("layout", nargs="?")
     parser.add_argument("sequences", nargs="?", type=int)
     asked = parser.parse_args()
     print_row("layout", "sequences", "ours, ms of CPU", "theirs", "ours / theirs")
     print_row(*["---"] * 5)
-    for text, number in STAGE_CASES if asked.layout is None else [(asked.layout, asked.sequences or 512)]:
-        ranks: list[dict[str, Any]] = on_ranks(partial(beside, checkout=asked.checkout), Layout.of(text), number)
+    for text, number in (
+        STAGE_CASES if asked.layout is None else [(asked.layout, asked.sequences or 512)]
+    ):
+        ranks: list[dict[str, Any]] = on_ranks(
+            partial(beside, checkout=asked.checkout), Layout.of(text), number
+        )
         ours, theirs = (sum(rank[name] for rank in ranks) for name in ("ours", "theirs"))
         print_row(text, number, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
 

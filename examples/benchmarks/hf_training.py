@@ -1,9 +1,11 @@
-"""mcore. Trains as transformers does: the same batches and options, in a plain loop of transformers and in the product.
+"""mcore. Trains as transformers does: the same batches and options, in a plain loop of transformers
+and in the product.
 
     python -m examples.benchmarks.hf_training --models llama3 qwen3 --steps 20
 
-For each tiny model with random weights: losses of every step in float64 and float32, on one process and in four
-layouts, packed, beside a loop that runs each sequence alone through transformers; and the error of bfloat16.
+For each tiny model with random weights: losses of every step in float64 and float32, on one process
+and in four layouts, packed, beside a loop that runs each sequence alone through transformers; and
+the error of bfloat16.
 """
 
 from __future__ import annotations
@@ -69,21 +71,27 @@ def compare(
     layouts: Sequence[str],
     adapter: Path | None = None,
 ) -> list[str]:
-    """First and last loss of transformers, and the largest relative difference of each layout; of `adapter`, if given,
-    beside the frozen model.
+    """First and last loss of transformers, and the largest relative difference of each layout; of
+    `adapter`, if given, beside the frozen model.
     """
-    (theirs,) = run_ranks(train_by_transformers, 1, folder, data, dtype, 1e-3, adapter, timeout_seconds=300.0)
+    (theirs,) = run_ranks(
+        train_by_transformers, 1, folder, data, dtype, 1e-3, adapter, timeout_seconds=300.0
+    )
     lora = "" if adapter is None else f" --lora --lora-adapter {adapter}"
     columns = [f"{theirs.losses[0]:.6f} -> {theirs.losses[-1]:.6f}"]
     for name in layouts:
         world_size, flags = layout_of(name, model)
-        ranks = run_ranks(train_by_product, world_size, flags + lora, folder, data, dtype, timeout_seconds=300.0)
+        ranks = run_ranks(
+            train_by_product, world_size, flags + lora, folder, data, dtype, timeout_seconds=300.0
+        )
         columns.append(f"{max(largest(losses, theirs.losses) for losses, _ in ranks):.1e}")
     return columns
 
 
 def bfloat16_errors(folder: Path, data: Sequence[Sequence[Sample]]) -> tuple[float, float]:
-    """Root mean square error of each token's log-probability in bfloat16 against float32: transformers', ours."""
+    """Root mean square error of each token's log-probability in bfloat16 against float32:
+    transformers', ours.
+    """
     first = list(data[:1])
     (exact,) = run_ranks(train_by_transformers, 1, folder, first, torch.float32)
     (theirs,) = run_ranks(train_by_transformers, 1, folder, first, torch.bfloat16)
@@ -93,18 +101,24 @@ def bfloat16_errors(folder: Path, data: Sequence[Sequence[Sample]]) -> tuple[flo
     def log_probabilities(logits: Sequence[torch.Tensor]) -> torch.Tensor:
         labels = [torch.from_numpy(sample.labels) for sample in first[0]]
         return torch.cat(
-            [found.double().log_softmax(-1).gather(1, n[:, None])[:, 0] for found, n in zip(logits, labels)]
+            [
+                found.double().log_softmax(-1).gather(1, n[:, None])[:, 0]
+                for found, n in zip(logits, labels)
+            ]
         )
 
     wanted = log_probabilities(exact.logits)
     return tuple(  # type: ignore[return-value]
-        (log_probabilities(found) - wanted).square().mean().sqrt().item() for found in (theirs.logits, ours)
+        (log_probabilities(found) - wanted).square().mean().sqrt().item()
+        for found in (theirs.logits, ours)
     )
 
 
 def main() -> None:
     """Print one row per model and precision."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(CHOSEN))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
@@ -130,7 +144,10 @@ def main() -> None:
                     columns.append(f"{theirs:.2e}, {ours:.2e}, {ours / theirs:.2f}")
                 else:
                     columns.append("")
-                print(f"| {model} | {str(dtype).removeprefix('torch.')} | {' | '.join(columns)} |", flush=True)
+                print(
+                    f"| {model} | {str(dtype).removeprefix('torch.')} | {' | '.join(columns)} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

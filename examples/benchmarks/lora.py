@@ -2,9 +2,10 @@
 
     python -m examples.benchmarks.lora
 
-First the losses of 20 steps in float64: how far those of the product, packed, on one process and in four layouts, are
-from those of peft, which runs each sequence alone. Then what training a larger model costs: weights that are trained,
-bytes of the optimizer's state, tokens per second of one core's time.
+First the losses of 20 steps in float64: how far those of the product, packed, on one process and in
+four layouts, are from those of peft, which runs each sequence alone. Then what training a larger
+model costs: weights that are trained, bytes of the optimizer's state, tokens per second of one
+core's time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from examples.benchmarks.hf_training import LAYOUTS, batches, compare
-from tests.functional_tests.hf_models import train_by_product, train_by_transformers, write_model, write_peft
+from tests.functional_tests.hf_models import (
+    train_by_product,
+    train_by_transformers,
+    write_model,
+    write_peft,
+)
 from tests.functional_tests.ranks import run_ranks
 
 ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -31,10 +37,15 @@ NUM_STEPS, NUM_WARM_UP = 8, 2
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     layouts = parser.parse_args().layouts
-    print(f"| model | adapters | loss of peft | {' | '.join(layouts)} |\n|---|---|---|{'---|' * len(layouts)}")
+    print(
+        f"| model | adapters | loss of peft | {' | '.join(layouts)} "
+        f"|\n|---|---|---|{'---|' * len(layouts)}"
+    )
     with tempfile.TemporaryDirectory() as name:
         for model, options in (("llama3", ALL), ("qwen2", SOME)):
             folder, adapter = Path(name) / model, Path(name) / f"{model}-adapter"
@@ -42,7 +53,10 @@ def main() -> None:
             run_ranks(write_peft, 1, folder, adapter, options)
             columns = compare(model, folder, batches(20), torch.float64, layouts, adapter)
             print(f"| {model} | {options['target_modules']} | {' | '.join(columns)} |", flush=True)
-        print("\n| training | weights trained | optimizer bytes | tokens/s of a core |\n|---|---|---|---|")
+        print(
+            "\n| training | weights trained | optimizer bytes | tokens/s of a core "
+            "|\n|---|---|---|---|"
+        )
         folder, adapter = Path(name) / "larger", Path(name) / "larger-adapter"
         run_ranks(write_model, 1, "llama2", folder, torch.float32, None, LARGER)
         run_ranks(write_peft, 1, folder, adapter, ALL | {"r": 16, "lora_alpha": 32})
@@ -55,17 +69,28 @@ def main() -> None:
             ("this project, LoRA", train_by_product, (lora, folder, data, torch.float32)),
         ]
         for way, train, arguments in ways:
-            ((weights, num_bytes, seconds),) = run_ranks(measured, 1, train, arguments, timeout_seconds=400.0)
+            ((weights, num_bytes, seconds),) = run_ranks(
+                measured, 1, train, arguments, timeout_seconds=400.0
+            )
             print(f"| {way} | {weights:,} | {num_bytes:,} | {tokens / seconds:,.0f} |", flush=True)
 
 
 def measured(train: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, int, float]:
-    """Weights that the optimizer steps, bytes of its state, and seconds of CPU time of the steps after the warm-up."""
+    """Weights that the optimizer steps, bytes of its state, and seconds of CPU time of the steps
+    after the warm-up.
+    """
     marks: list[tuple[int, int, float]] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        weights = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
+        weights = sum(
+            parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
+        )
         marks.append((weights, sum(tensor.nbytes for tensor in tensors), time.process_time()))
 
     register_optimizer_step_post_hook(note)

@@ -1,12 +1,15 @@
-"""pure. Tokens per second of CPU time beside other trainers: the same model, data, optimizer and number of processes.
+"""pure. Tokens per second of CPU time beside other trainers: the same model, data, optimizer and
+number of processes.
 
-    python -m venv peers && peers/bin/pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0 accelerate datasets
-    OMP_NUM_THREADS=1 python -m examples.benchmarks.peers --peer-python peers/bin/python
+    python -m venv peers && peers/bin/pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0
+    accelerate datasets OMP_NUM_THREADS=1 python -m examples.benchmarks.peers --peer-python
+    peers/bin/python
 
-A Llama with a vocabulary of 8,192 and 4 layers of width 256, chats of 8 to 1,024 tokens, 16 of them a step, float32.
-Contenders run one after the other, `--rounds` times (peers_run.py is one of them); a figure is the median of the
-rounds. Seconds are the processor's, of all processes, so that what else the machine does counts little. Tokens are
-those that are predicted, masked or not; padding is none.
+A Llama with a vocabulary of 8,192 and 4 layers of width 256, chats of 8 to 1,024 tokens, 16 of them
+a step, float32. Contenders run one after the other, `--rounds` times (peers_run.py is one of them);
+a figure is the median of the rounds. Seconds are the processor's, of all processes, so that what
+else the machine does counts little. Tokens are those that are predicted, masked or not; padding is
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 OURS = ("ours, packed", "ours, padded")
-PEERS = ("transformers, flattened", "transformers, flattened in pairs", "TRL, packed", "TRL, padded")
+PEERS = (
+    "transformers, flattened",
+    "transformers, flattened in pairs",
+    "TRL, packed",
+    "TRL, padded",
+)
 
 
 class Setting(NamedTuple):
@@ -36,17 +44,29 @@ class Setting(NamedTuple):
 
 
 def run(name: str, setting: Setting, folder: Path, python: str) -> tuple[float, float | None]:
-    """Tokens per second of CPU time after the warm-up, and the loss of the first step, of one contender; None where
-    its first step is of other sequences.
+    """Tokens per second of CPU time after the warm-up, and the loss of the first step, of one
+    contender; None where its first step is of other sequences.
     """
     for old in folder.glob("rank*.json"):
         old.unlink()
     asked = json.dumps({"name": name, "folder": str(folder), **setting._asdict()})
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(setting.num_processes)]
+    command = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(setting.num_processes),
+    ]
     done = subprocess.run(
         [*command, "-m", "examples.benchmarks.peers_run", asked],
         cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -54,7 +74,9 @@ def run(name: str, setting: Setting, folder: Path, python: str) -> tuple[float, 
     )
     if done.returncode:
         raise SystemExit(f"{name}, {setting}:\n{done.stdout[-4000:]}")
-    ranks: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    ranks: list[dict[str, Any]] = [
+        json.loads(path.read_text()) for path in folder.glob("rank*.json")
+    ]
     assert len(ranks) == setting.num_processes
     tokens, seconds = (sum(rank[key] for rank in ranks) for key in ("tokens", "seconds"))
     return tokens / seconds, ranks[0]["loss"]
@@ -75,7 +97,9 @@ def compare(setting: Setting, rounds: int, peer_python: str | None) -> None:
     assert expected is not None
     for name in names:
         loss = losses[name]
-        assert loss is None or abs(loss / expected - 1) < 1e-4, f"{name}: the first loss is {loss}, not {expected}"
+        assert loss is None or abs(loss / expected - 1) < 1e-4, (
+            f"{name}: the first loss is {loss}, not {expected}"
+        )
         median = statistics.median(speeds[name])
         columns = [
             f"{setting.num_processes}",
@@ -89,13 +113,25 @@ def compare(setting: Setting, rounds: int, peer_python: str | None) -> None:
         print(f"| {' | '.join(columns)} |", flush=True)
 
 
-COLUMNS = ("processes", "masked", "trainer", "tokens/CPU second", "of the rounds", "ours, packed / this", "first loss")
+COLUMNS = (
+    "processes",
+    "masked",
+    "trainer",
+    "tokens/CPU second",
+    "of the rounds",
+    "ours, packed / this",
+    "first loss",
+)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="of an environment with the peers; without it, packed against padded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer-python", help="of an environment with the peers; without it, packed against padded"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
@@ -104,7 +140,11 @@ def main() -> None:
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for num_processes in arguments.processes:
         for masked in arguments.masked:
-            compare(Setting(num_processes, masked, arguments.steps), arguments.rounds, arguments.peer_python)
+            compare(
+                Setting(num_processes, masked, arguments.steps),
+                arguments.rounds,
+                arguments.peer_python,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""mcore. The product's trainer on the data of peers_run.py, in a module that the peers' environment never imports."""
+"""mcore. The product's trainer on the data of peers_run.py, in a module that the peers' environment
+never imports.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Records(RecordSource):
         return "peers"
 
 
-def train(flags: str, samples: Sequence[dict[str, list[int]]], folder: Path) -> list[dict[str, Any]]:
+def train(
+    flags: str, samples: Sequence[dict[str, list[int]]], folder: Path
+) -> list[dict[str, Any]]:
     """The metrics of each step."""
     _, world_size = world_from_environment()
     config = parse_config([*flags.split(), "--run-dir", str(folder)], world_size)

@@ -1,7 +1,8 @@
-"""tensor. One contender of peers.py, as this rank; also in the peers' environment, which has nothing of this project's.
+"""tensor. One contender of peers.py, as this rank; also in the peers' environment, which has
+nothing of this project's.
 
-Each step's end is seen by a hook on torch's optimizers, so that all are measured alike: from the end of the warm-up to
-the end of the last step.
+Each step's end is seen by a hook on torch's optimizers, so that all are measured alike: from the
+end of the warm-up to the end of the last step.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ ROWS = {
     "TRL, packed": 1,
     "TRL, padded": 8,
 }
-"""Sequences of a microbatch of a process, for TRL's packing packs of LONGEST tokens. Few are quickest where nothing is
-padded: transformers' attention on CPU takes a mask of all pairs of a microbatch's tokens. Which of one and two is
-quicker depends on the machine.
+"""Sequences of a microbatch of a process, for TRL's packing packs of LONGEST tokens. Few are
+quickest where nothing is
+padded: transformers' attention on CPU takes a mask of all pairs of a microbatch's tokens. Which of
+one and two is quicker depends on the machine.
 """
 SEQUENCES_PER_PACK = 4
-"""About as many as a pack of LONGEST tokens holds: so a step of TRL's packing is as large as the others'."""
+"""About as many as a pack of LONGEST tokens holds: so a step of TRL's packing is as large as the
+others'.
+"""
 LR = 1e-4
 LLAMA: dict[str, Any] = {
     "vocab_size": 8192,
@@ -52,7 +56,9 @@ LLAMA: dict[str, Any] = {
 def sequences(num_steps: int, masked: float) -> list[dict[str, list[int]]]:
     """Samples as transformers takes them: labels are the tokens, -100 where they are masked."""
     random = np.random.default_rng(1)
-    lengths = np.exp(random.normal(5.0, 1.0, num_steps * GLOBAL_BATCH_SIZE)).clip(8, LONGEST).astype(int)
+    lengths = (
+        np.exp(random.normal(5.0, 1.0, num_steps * GLOBAL_BATCH_SIZE)).clip(8, LONGEST).astype(int)
+    )
     samples = []
     for length in lengths:
         tokens = random.integers(0, LLAMA["vocab_size"], length)
@@ -68,24 +74,38 @@ def main() -> None:
     marks: list[float] = []
     register_optimizer_step_post_hook(lambda *_: marks.append(time.process_time()))
     data = sequences(asked.num_steps, asked.masked)
-    train: Callable[..., tuple[list[int], float]] = by_this_project if asked.name.startswith("ours") else by_peer
+    train: Callable[..., tuple[list[int], float]] = (
+        by_this_project if asked.name.startswith("ours") else by_peer
+    )
     tokens, loss = train(asked, data, folder, rank)
     result: dict[str, Any]
-    result = {"tokens": sum(tokens[WARM_UPS : len(marks)]), "seconds": marks[-1] - marks[WARM_UPS - 1], "loss": loss}
-    if asked.name == "TRL, packed":  # its first step is of other sequences, so one of just these is compared
+    result = {
+        "tokens": sum(tokens[WARM_UPS : len(marks)]),
+        "seconds": marks[-1] - marks[WARM_UPS - 1],
+        "loss": loss,
+    }
+    if (
+        asked.name == "TRL, packed"
+    ):  # its first step is of other sequences, so one of just these is compared
         is_alone = asked.num_processes == 1
-        result["loss"] = by_peer(asked, data[:GLOBAL_BATCH_SIZE], folder, rank)[1] if is_alone else None
+        result["loss"] = (
+            by_peer(asked, data[:GLOBAL_BATCH_SIZE], folder, rank)[1] if is_alone else None
+        )
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
 
 
-def by_this_project(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[list[int], float]:
+def by_this_project(
+    asked: Any, data: Sequence[Any], folder: Path, rank: int
+) -> tuple[list[int], float]:
     """(tokens of each step, of this rank: its share of them), and the loss of the first."""
     from examples.benchmarks import peers_ours
 
     packing = f"--sequence-packing --max-seqlen-per-dp-cp-rank {PACK}"
     flags = (
-        f"--pretrained-checkpoint {model_folder(folder, rank)} --mock-data --seq-length {LONGEST} --eval-iters 0 "
-        f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {asked.num_steps} --lr {LR} --lr-decay-style constant "
+        f"--pretrained-checkpoint {model_folder(folder, rank)} --mock-data --seq-length {LONGEST} "
+        "--eval-iters 0 "
+        f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {asked.num_steps} --lr {LR} "
+        "--lr-decay-style constant "
         f"--weight-decay 0 --num-workers 0 --log-interval 1000 "
         f"{packing if asked.name == 'ours, packed' else f'--micro-batch-size {ROWS[asked.name]}'}"
     )
@@ -115,7 +135,12 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
     """As `by_this_project`; `data` of a single step is one microbatch."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
-    from transformers import DataCollatorWithFlattening, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import (
+        DataCollatorWithFlattening,
+        LlamaForCausalLM,
+        Trainer,
+        TrainingArguments,
+    )
 
     model = LlamaForCausalLM.from_pretrained(model_folder(folder, rank), dtype=torch.float32)
     is_packed, is_single = asked.name == "TRL, packed", len(data) == GLOBAL_BATCH_SIZE
@@ -123,7 +148,9 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
     common: dict[str, Any] = {
         "output_dir": str(folder / "peer"),
         "per_device_train_batch_size": GLOBAL_BATCH_SIZE if is_single else ROWS[asked.name],
-        "gradient_accumulation_steps": 1 if is_single else GLOBAL_BATCH_SIZE // rows // asked.num_processes,
+        "gradient_accumulation_steps": 1
+        if is_single
+        else GLOBAL_BATCH_SIZE // rows // asked.num_processes,
         "max_steps": 1 if is_single else asked.num_steps,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
@@ -145,7 +172,13 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
         def collate_and_count(features: Any) -> Any:
             batch = collate(features)
             flat = "attention_mask" not in batch
-            counts.append(int((batch["position_ids"] > 0).sum() if flat else (batch["attention_mask"][:, 1:]).sum()))
+            counts.append(
+                int(
+                    (batch["position_ids"] > 0).sum()
+                    if flat
+                    else (batch["attention_mask"][:, 1:]).sum()
+                )
+            )
             return batch
 
         return collate_and_count
@@ -165,12 +198,19 @@ def by_peer(asked: Any, data: Sequence[Any], folder: Path, rank: int) -> tuple[l
             padding_free=is_packed,
             dataset_kwargs={"skip_prepare_dataset": False},
         )
-        trainer = SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer())
+        trainer = SFTTrainer(
+            model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer()
+        )
         trainer.data_collator = counted(trainer.data_collator)
     else:
         Trainer._get_train_sampler = in_order  # type: ignore[method-assign]
         collator = counted(DataCollatorWithFlattening())
-        trainer = Trainer(model=model, args=TrainingArguments(**common), train_dataset=dataset, data_collator=collator)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**common),
+            train_dataset=dataset,
+            data_collator=collator,
+        )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     each = common["gradient_accumulation_steps"]
@@ -185,7 +225,9 @@ def tokenizer() -> Any:
 
     words = {f"<{number}>": number for number in range(LLAMA["vocab_size"])}
     words_only = Tokenizer(models.WordLevel(words, unk_token="<0>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words_only, eos_token="<1>", pad_token="<2>", unk_token="<0>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_only, eos_token="<1>", pad_token="<2>", unk_token="<0>"
+    )
 
 
 if __name__ == "__main__":

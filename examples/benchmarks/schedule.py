@@ -1,10 +1,12 @@
-"""pure. Schedules of `default` beside those of another checkout and of other algorithms, on the same batches.
+"""pure. Schedules of `default` beside those of another checkout and of other algorithms, on the
+same batches.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --quick                   a minute; prints
-    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --beside ../before        writes results/schedule.md
+    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --quick                   a minute;
+    prints OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --beside ../before        writes
+    results/schedule.md
 
-The folder given by --beside is a checkout of another commit (git worktree add ../before COMMIT), with its extension
-built there (python setup.py build_ext --inplace).
+The folder given by --beside is a checkout of another commit (git worktree add ../before COMMIT),
+with its extension built there (python setup.py build_ext --inplace).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from megatron.packing.scheduling.problem import Schedule, ScheduleRequest, check
 
 HERE = Path(__file__).parent
 RESULTS, SCHEDULING = HERE / "results" / "schedule.md", "megatron/packing/scheduling"
-MOST_FOR_DIFFERENCING, MOST_FOR_OTHERS = 256, 8192
+MAX_FOR_DIFFERENCING, MAX_FOR_OTHERS = 256, 8192
 """Sequences; more of them take seconds to minutes a call."""
 
 Found = dict[tuple[str, Any], Any]
@@ -42,15 +44,23 @@ def run(checkout: Path, quick: bool, seed: int, is_timed: bool) -> Found:
     """What schedule_run.py writes with the code of that checkout."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pickle"
-        flags = ["--seed", str(seed), "--output", str(output)] + ["--quick"] * quick + ["--time"] * is_timed
+        flags = (
+            ["--seed", str(seed), "--output", str(output)]
+            + ["--quick"] * quick
+            + ["--time"] * is_timed
+        )
         environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-        subprocess.run([sys.executable, str(HERE / "schedule_run.py"), *flags], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, str(HERE / "schedule_run.py"), *flags], env=environment, check=True
+        )
         found: Found = pickle.loads(output.read_bytes())
     return found
 
 
 def times_of(found: Found, seed: int) -> dict[tuple[str, Case], float]:
-    """Modelled times, pipelines simulated, by the step model of this checkout; ValueError for an invalid schedule."""
+    """Modelled times, pipelines simulated, by the step model of this checkout; ValueError for an
+    invalid schedule.
+    """
     times = {}
     for (mode, case), (rank, microbatch, num_microbatches) in found.items():
         request = request_of(case, MODES[mode], seed)
@@ -63,7 +73,12 @@ def times_of(found: Found, seed: int) -> dict[tuple[str, Case], float]:
 def summary(ratios: list[float]) -> list[str]:
     """Geometric mean, 99th percentile, worst and best."""
     mean = math.exp(float(np.mean(np.log(ratios))))
-    return [f"{mean:.4f}", f"{np.quantile(ratios, 0.99):.3f}", f"{max(ratios):.3f}", f"{min(ratios):.3f}"]
+    return [
+        f"{mean:.4f}",
+        f"{np.quantile(ratios, 0.99):.3f}",
+        f"{max(ratios):.3f}",
+        f"{min(ratios):.3f}",
+    ]
 
 
 def row(*columns: str) -> str:
@@ -71,12 +86,18 @@ def row(*columns: str) -> str:
     return "| " + " | ".join(columns) + " |"
 
 
-def beside(now: dict[tuple[str, Case], float], before: dict[tuple[str, Case], float]) -> Iterator[str]:
+def beside(
+    now: dict[tuple[str, Case], float], before: dict[tuple[str, Case], float]
+) -> Iterator[str]:
     """A table: times of this checkout over those of the other."""
     yield row("mode", "sequences", "batches", "new over old", "99%", "worst", "best")
     yield row(*["---"] * 7)
     for mode in MODES:
-        for name, least, most in (("all", 0, math.inf), ("up to 1,024", 0, 1024), ("more", 1025, math.inf)):
+        for name, least, most in (
+            ("all", 0, math.inf),
+            ("up to 1,024", 0, 1024),
+            ("more", 1025, math.inf),
+        ):
             ratios = [
                 time / before[mode, case]
                 for (at, case), time in now.items()
@@ -89,15 +110,29 @@ def beside(now: dict[tuple[str, Case], float], before: dict[tuple[str, Case], fl
 def costs(names: dict[str, Found], folders: dict[str, Path], is_quick: bool) -> Iterator[str]:
     """A table: milliseconds and lines of code of each checkout."""
     timed = TIMED[: 2 if is_quick else None]
-    yield row("code", "mode", *(f"ms, {size:,} on {ranks:,}" for size, ranks in timed), "lines of code", "files")
+    yield row(
+        "code",
+        "mode",
+        *(f"ms, {size:,} on {ranks:,}" for size, ranks in timed),
+        "lines of code",
+        "files",
+    )
     yield row(*["---"] * (4 + len(timed)))
     for name, found in names.items():
         files = [
-            path for path in sorted((folders[name] / SCHEDULING).iterdir()) if path.suffix in (".py", ".cpp", ".hpp")
+            path
+            for path in sorted((folders[name] / SCHEDULING).iterdir())
+            if path.suffix in (".py", ".cpp", ".hpp")
         ]
         lines = sum(len(path.read_text().splitlines()) for path in files)
         for mode in MODES:
-            yield row(name, mode, *(f"{found[mode, sizes]:.1f}" for sizes in timed), f"{lines:,}", str(len(files)))
+            yield row(
+                name,
+                mode,
+                *(f"{found[mode, sizes]:.1f}" for sizes in timed),
+                f"{lines:,}",
+                str(len(files)),
+            )
 
 
 def contenders(now: dict[tuple[str, Case], float], seed: int) -> Iterator[str]:
@@ -111,7 +146,7 @@ def contenders(now: dict[tuple[str, Case], float], seed: int) -> Iterator[str]:
         for name, scheduler in CONTENDERS.items():
             ratios, total = [], 0
             for (at, case), time in now.items():
-                most = MOST_FOR_DIFFERENCING if scheduler is differencing_by_cost else MOST_FOR_OTHERS
+                most = MAX_FOR_DIFFERENCING if scheduler is differencing_by_cost else MAX_FOR_OTHERS
                 if at != mode or case.size > most:
                     continue
                 request: ScheduleRequest = request_of(case, model, seed)
@@ -135,7 +170,12 @@ def report(quick: bool, other: Path | None, seed: int) -> str:
     folders, milliseconds = {"this": mine}, {}
     if other is not None:
         folders = {f"{_commit(other)} (old)": other, "this (new)": mine}
-        lines += ["## Side by side", "", *beside(now, times_of(run(other, quick, seed, is_timed=False), seed)), ""]
+        lines += [
+            "## Side by side",
+            "",
+            *beside(now, times_of(run(other, quick, seed, is_timed=False), seed)),
+            "",
+        ]
     for name, folder in folders.items():
         milliseconds[name] = run(folder, quick, seed, is_timed=True)
     lines += ["## What it takes", "", *costs(milliseconds, folders, quick), ""]
@@ -144,10 +184,10 @@ def report(quick: bool, other: Path | None, seed: int) -> str:
 
 
 NOTES = """\
-Times are those of the step model (megatron/packing/scheduling/step_time.py), of pipelines by simulated 1F1B: their
-ratios' geometric mean, 99th percentile, worst and best. Milliseconds of the processor: the best of five calls, mean
-over the eight distributions, sorting included. Other algorithms, in Python, are left out above 8,192
-sequences, and Karmarkar-Karp by cost above 256.
+Times are those of the step model (megatron/packing/scheduling/step_time.py), of pipelines by
+simulated 1F1B: their ratios' geometric mean, 99th percentile, worst and best. Milliseconds of the
+processor: the best of five calls, mean over the eight distributions, sorting included. Other
+algorithms, in Python, are left out above 8,192 sequences, and Karmarkar-Karp by cost above 256.
 """
 
 
@@ -158,22 +198,33 @@ def _commit(folder: Path) -> str:
 
 def _where() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     form = "compiled" if compiled.CORE is not None else "not compiled"
     return (
         f"{datetime.date.today()}, commit {_commit(HERE)}, Python {platform.python_version()}, "
-        f"numpy {np.__version__}, placement {form}, one core of {names[0] if names else platform.processor()}."
+        f"numpy {np.__version__}, placement {form}, one core of "
+        f"{names[0] if names else platform.processor()}."
     )
 
 
 def main() -> None:
     """Print the tables, and write them where the run is a full one beside another checkout."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller batches; prints only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and smaller batches; prints only"
+    )
     parser.add_argument("--beside", type=Path, help="folder of a checkout of another commit")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    command = "OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py" + " --quick" * options.quick
+    command = (
+        "OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py" + " --quick" * options.quick
+    )
     command += " --beside ../before" if options.beside else ""
     tables = report(options.quick, options.beside, options.seed)
     text = f"# Schedulers side by side\n\n{_where()}\n\n```\n{command}\n```\n\n{tables}\n{NOTES}"

@@ -18,7 +18,8 @@ except ImportError:  # before 2026-11-22
 SEED = 14_142_135
 """Not one of those that `default` was tuned with."""
 
-# 8 billion parameters in the shape of Llama 3: a microbatch costs as much as 500 tokens besides its sequences.
+# 8 billion parameters in the shape of Llama 3: a microbatch costs as much as 500 tokens besides its
+# sequences.
 _COST = gpt_pack_cost(
     num_layers=32,
     hidden_size=4096,
@@ -78,7 +79,9 @@ class Case:
         """int64 [size]."""
         numbers = [self.size, self.num_ranks, self.capacity_factor, self.multiple]
         rng = np.random.default_rng([seed, list(DISTRIBUTIONS).index(self.distribution), *numbers])
-        lengths = parse_distribution(DISTRIBUTIONS[self.distribution]).quantile(rng.random(self.size))
+        lengths = parse_distribution(DISTRIBUTIONS[self.distribution]).quantile(
+            rng.random(self.size)
+        )
         if self.distribution == "one giant":
             lengths[rng.integers(self.size)] = GIANT
         return lengths
@@ -92,8 +95,8 @@ def cases_of(quick: bool) -> list[Case]:
 
 
 def cases(sizes: tuple[int, ...], ranks: tuple[int, ...], all_ways: bool) -> Iterator[Case]:
-    """Batches of at least a sequence per rank: with `all_ways` those of up to 1,024 sequences at all capacities and
-    multiples, the others at one in turn.
+    """Batches of at least a sequence per rank: with `all_ways` those of up to 1,024 sequences at
+    all capacities and multiples, the others at one in turn.
     """
     ways = [(factor, multiple) for factor in (1, 2) for multiple in (1, 4, 8)]
     number = 0
@@ -103,7 +106,9 @@ def cases(sizes: tuple[int, ...], ranks: tuple[int, ...], all_ways: bool) -> Ite
                 if num_ranks > size:
                     continue
                 number += 1
-                for factor, multiple in ways if size <= 1024 and all_ways else [ways[number % len(ways)]]:
+                for factor, multiple in (
+                    ways if size <= 1024 and all_ways else [ways[number % len(ways)]]
+                ):
                     yield Case(
                         distribution=distribution,
                         size=size,

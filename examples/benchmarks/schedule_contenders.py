@@ -20,17 +20,23 @@ IntArray = npt.NDArray[np.int64]
 def largest_differencing(values: list[int], num_parts: int) -> IntArray:
     """Karmarkar-Karp for `num_parts` parts: the part of each value.
 
-    Again and again the two partitions whose sums differ most become one, the largest sums of one with the smallest of
-    the other.
+    Again and again the two partitions whose sums differ most become one, the largest sums of one
+    with the smallest of the other.
     """
-    # A partition: its sums that are not 0, ascending, and the node that each is made of; nodes are values or pairs.
+    # A partition: its sums that are not 0, ascending, and the node that each is made of; nodes are
+    # values or pairs.
     pairs: list[tuple[int, int]] = []
-    heap = [(-value, i, np.array([value], np.int64), np.array([i], np.int64)) for i, value in enumerate(values)]
+    heap = [
+        (-value, i, np.array([value], np.int64), np.array([i], np.int64))
+        for i, value in enumerate(values)
+    ]
     return _merged(heap, pairs, len(values), num_parts)
 
 
 def largest_differencing_of_equal_counts(values: list[int], num_parts: int) -> IntArray:
-    """The same with as many values in each part, or one less: partitions begin with one value in each part."""
+    """The same with as many values in each part, or one less: partitions begin with one value in
+    each part.
+    """
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
     heap = []
     for number, end in enumerate(range(len(order), 0, -num_parts)):
@@ -42,7 +48,10 @@ def largest_differencing_of_equal_counts(values: list[int], num_parts: int) -> I
 
 
 def _merged(
-    heap: list[tuple[int, int, IntArray, IntArray]], pairs: list[tuple[int, int]], num_values: int, num_parts: int
+    heap: list[tuple[int, int, IntArray, IntArray]],
+    pairs: list[tuple[int, int]],
+    num_values: int,
+    num_parts: int,
 ) -> IntArray:
     heapify(heap)
     number = num_values
@@ -50,7 +59,11 @@ def _merged(
         _, _, sums, nodes = heappop(heap)
         _, _, other_sums, other_nodes = heap[0]
         overlap = sums.size + other_sums.size - num_parts
-        if overlap > 0:  # the smallest sums of one are joined by the largest of the other, and the other way round
+        if (
+            overlap > 0
+            # the smallest sums of one are joined by the largest of the other, and the other way
+            # round
+        ):
             joined = np.arange(num_values + len(pairs), num_values + len(pairs) + overlap)
             pairs.extend(zip(nodes[:overlap].tolist(), other_nodes[:overlap][::-1].tolist()))
             both = sums[:overlap] + other_sums[:overlap][::-1]
@@ -78,7 +91,9 @@ def first_fit_decreasing(request: ScheduleRequest) -> Schedule:
 
 
 def differencing_by_cost(request: ScheduleRequest) -> Schedule:
-    """Ranks by Karmarkar-Karp on costs, and each rank's microbatches by the same: capacity is only hoped for."""
+    """Ranks by Karmarkar-Karp on costs, and each rank's microbatches by the same: capacity is only
+    hoped for.
+    """
     work, num_ranks = request.sorted, request.num_ranks
     rank = largest_differencing(_in_units(work.cost), num_ranks)
     tokens = np.bincount(rank, weights=work.length, minlength=num_ranks)
@@ -109,7 +124,9 @@ def packs_then_differencing(request: ScheduleRequest) -> Schedule:
     work, num_ranks = request.sorted, request.num_ranks
     pack = _first_fit_packs(request, work.length)
     num_packs = _rounded_up(-(-(int(pack.max()) + 1) // num_ranks), request) * num_ranks
-    costs = placement.pack_costs(work.cost, pack, placement.Packs(num_packs, 1, request.capacity)).ravel()
+    costs = placement.pack_costs(
+        work.cost, pack, placement.Packs(num_packs, 1, request.capacity)
+    ).ravel()
     rank_of_pack = largest_differencing_of_equal_counts(_in_units(costs), num_ranks)
     by_rank = np.lexsort((-costs, rank_of_pack))
     place = np.empty(num_packs, np.int64)
@@ -128,7 +145,9 @@ CONTENDERS: dict[str, Scheduler] = {
 
 def _first_fit_packs(request: ScheduleRequest, length: IntArray) -> IntArray:
     packs = placement.Packs(max(length.size, 1), 1, request.capacity)
-    return placement.first_fit(length, length.astype(np.float64), packs, limit=float(request.capacity))[0]
+    return placement.first_fit(
+        length, length.astype(np.float64), packs, limit=float(request.capacity)
+    )[0]
 
 
 def _in_units(costs: npt.NDArray[np.float64]) -> list[int]:
@@ -141,7 +160,9 @@ def _rounded_up(num_microbatches: int, request: ScheduleRequest) -> int:
 
 
 def in_global_order(request: ScheduleRequest, rank: IntArray, microbatch: IntArray) -> Schedule:
-    """From ranks and microbatches in the order of the work; as many empty packs as the multiple asks for."""
+    """From ranks and microbatches in the order of the work; as many empty packs as the multiple
+    asks for.
+    """
     order = request.sorted.order
     ranks, microbatches = np.empty_like(order), np.empty_like(order)
     ranks[order], microbatches[order] = rank, microbatch

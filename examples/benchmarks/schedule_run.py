@@ -1,4 +1,5 @@
-"""pure. Schedules of the batches of schedule_cases.py by whatever `default` is on the Python path, into a file.
+"""pure. Schedules of the batches of schedule_cases.py by whatever `default` is on the Python path,
+into a file.
 
     python examples/benchmarks/schedule_run.py --seed 1 --output schedules.pickle [--quick] [--time]
 
@@ -54,10 +55,14 @@ def request_of(case: Case, model: StepModel, seed: int) -> ScheduleRequest:
 
 
 def milliseconds(model: StepModel, size: int, num_ranks: int, seed: int) -> float:
-    """Of the processor per call: the mean over distributions of the best of some calls, sorting included."""
+    """Of the processor per call: the mean over distributions of the best of some calls, sorting
+    included.
+    """
     best = []
     for distribution in DISTRIBUTIONS:
-        case = Case(distribution=distribution, size=size, num_ranks=num_ranks, capacity_factor=1, multiple=1)
+        case = Case(
+            distribution=distribution, size=size, num_ranks=num_ranks, capacity_factor=1, multiple=1
+        )
         seconds = []
         for _ in range(_ROUNDS):
             request = request_of(case, model, seed)
@@ -69,8 +74,12 @@ def milliseconds(model: StepModel, size: int, num_ranks: int, seed: int) -> floa
 
 
 def main() -> None:
-    """Write a dict: by mode and case the ranks, microbatches and their number; or by mode and size milliseconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Write a dict: by mode and case the ranks, microbatches and their number; or by mode and size
+    milliseconds.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")

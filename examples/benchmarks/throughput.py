@@ -1,12 +1,14 @@
 """pure. Speed on one GPU, beside transformers and beside what the device's matrix products allow:
 
-    python -m examples.benchmarks.throughput --profile --output examples/benchmarks/results/throughput.md
-    python -m examples.benchmarks.throughput --device cpu --tiny        # a dry run: no figure of it means anything
+    python -m examples.benchmarks.throughput --profile --output
+    examples/benchmarks/results/throughput.md python -m examples.benchmarks.throughput --device cpu
+    --tiny        # a dry run: no figure of it means anything
 
-Each case is a process of its own (throughput_case.py), so that one that fails or has too little memory costs no other.
-The most wanted come first, and what no longer fits into --minutes is left out and named. MFU is of real FLOPs (real
-tokens, causal attention as L^2 / 2), against the 989 TFLOP/s that NVIDIA gives for an H200 in bfloat16, and against 790
-that its matrix products were measured to reach.
+Each case is a process of its own (throughput_case.py), so that one that fails or has too little
+memory costs no other. The most wanted come first, and what no longer fits into --minutes is left
+out and named. MFU is of real FLOPs (real tokens, causal attention as L^2 / 2), against the 989
+TFLOP/s that NVIDIA gives for an H200 in bfloat16, and against 790 that its matrix products were
+measured to reach.
 """
 
 from __future__ import annotations
@@ -28,17 +30,23 @@ ROOT = Path(__file__).parents[2]
 SPECIFIED, MEASURED = 989, 790
 CASE_SECONDS = 150
 LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000 --disable-bias-linear "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000 "
+    "--disable-bias-linear "
     "--group-query-attention --num-query-groups 8 --mock-data"
 )
 LARGE_VOCABULARY = "--vocab-size 128256 --bf16"
 SHAPES = {
-    "1B": "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 " + LARGE_VOCABULARY,
-    "3B": "--num-layers 28 --hidden-size 3072 --num-attention-heads 24 --ffn-hidden-size 8192 " + LARGE_VOCABULARY,
-    "8B, 12 of 32 layers": "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 "
+    "1B": "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 "
+    + LARGE_VOCABULARY,
+    "3B": "--num-layers 28 --hidden-size 3072 --num-attention-heads 24 --ffn-hidden-size 8192 "
+    + LARGE_VOCABULARY,
+    "8B, 12 of 32 layers": "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 "
+    "--ffn-hidden-size 14336 "
     "--untie-embeddings-and-output-weights " + LARGE_VOCABULARY,
 }
-TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --vocab-size 512"
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 96 --vocab-size 512"
+)
 CHATS = '{"mode":"distribution","type":"empirical","preset":"chat","max_seq_len":%d}'
 TAIL = (
     '{"mode":"distribution","type":"lognormal","min_seq_len":16,"max_seq_len":%d,"mean_seq_len":%d,'
@@ -66,9 +74,15 @@ class Case:
         scale = 128 if is_tiny else 1
         pack, longest = self.pack // scale, (8192 if self.data == "chats" else self.pack) // scale
         lengths = CHATS % longest if self.data == "chats" else TAIL % (longest, longest // 16)
-        flags = f"{LLAMA} {TINY if is_tiny else SHAPES[self.shape]} --seq-length {longest} --lr 1e-5 --eval-iters 0 "
+        flags = (
+            f"{LLAMA} {TINY if is_tiny else SHAPES[self.shape]} --seq-length {longest} --lr "
+            "1e-5 --eval-iters 0 "
+        )
         flags += f"--global-batch-size {8 if is_tiny or self.data != 'chats' else 4 * pack // 512} "
-        flags += f"--sft-mock-dataset-config-json {lengths} --over-length-policy truncate --log-interval 100 "
+        flags += (
+            f"--sft-mock-dataset-config-json {lengths} --over-length-policy truncate "
+            "--log-interval 100 "
+        )
         if self.data != "chats":
             flags += "--recompute-granularity full "
         if self.way == "padded":
@@ -79,8 +93,14 @@ class Case:
 def cases(is_profiled: bool, is_tiny: bool) -> list[Case]:
     """Returns all of them, in the order in which they are worth their time."""
     kernels = ["scaled_dot_product"] if is_tiny else []
-    if find_spec("flash_attn") is not None and not is_tiny:  # else torch's is what the product takes by itself
-        kernels = ["varlen_attn", "flash-attn-4"] if find_spec("transformer_engine") is not None else ["varlen_attn"]
+    if (
+        find_spec("flash_attn") is not None and not is_tiny
+    ):  # else torch's is what the product takes by itself
+        kernels = (
+            ["varlen_attn", "flash-attn-4"]
+            if find_spec("transformer_engine") is not None
+            else ["varlen_attn"]
+        )
     first = [
         case
         for shape in SHAPES
@@ -111,20 +131,34 @@ def run(case: Case, device: str, is_tiny: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "examples.benchmarks.throughput_case", asked]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CASE_SECONDS, check=False
+                command,
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=CASE_SECONDS,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return {"failed": f"not over after {CASE_SECONDS} s"}
         if done.returncode == 0:
             return json.loads((Path(folder) / "result.json").read_text())  # type: ignore[no-any-return]
         print(done.stderr[-4000:], file=sys.stderr)
-        lines = [line for line in done.stderr.splitlines() if "Error" in line] or ["no reason given"]
+        lines = [line for line in done.stderr.splitlines() if "Error" in line] or [
+            "no reason given"
+        ]
         return {"failed": "out of memory" if "OutOfMemoryError" in lines[-1] else lines[-1][:120]}
 
 
 def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> list[str]:
     """One of the table; FLOPs of a token are those of the same data, packed."""
-    names = [case.shape, case.data, f"{case.pack:,}", case.way, case.kernel or found.get("kernel", "")]
+    names = [
+        case.shape,
+        case.data,
+        f"{case.pack:,}",
+        case.way,
+        case.kernel or found.get("kernel", ""),
+    ]
     if "failed" in found:
         return [*names, found["failed"], *[""] * 6]
     speed = found["tokens_per_second"]
@@ -137,17 +171,31 @@ def row(case: Case, found: dict[str, Any], packed: dict[str, Any] | None) -> lis
 
 
 COLUMNS = (
-    *("model", "lengths", "pack", "way", "attention", "tokens/s", "TFLOP/s", "MFU of 989", "of 790"),
+    *(
+        "model",
+        "lengths",
+        "pack",
+        "way",
+        "attention",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU of 989",
+        "of 790",
+    ),
     *("peak GiB", "data wait", "padding"),
 )
 
 
 def main() -> None:
     """Print the table row by row, then write all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models and lengths of a dry run")
-    parser.add_argument("--profile", action="store_true", help="the ten costliest kernels of each model, packed")
+    parser.add_argument(
+        "--profile", action="store_true", help="the ten costliest kernels of each model, packed"
+    )
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--cases", type=int, help="only so many, the first")
     parser.add_argument("--output", type=Path, help="a Markdown file")
@@ -164,7 +212,11 @@ def main() -> None:
     packed: dict[tuple[str, str], dict[str, Any]] = {}
     for case in cases(arguments.profile, arguments.tiny)[: arguments.cases]:
         if time.monotonic() - start > 60 * arguments.minutes - CASE_SECONDS / 3:
-            left_out.append(f"{case.shape} {case.way} {case.kernel} {case.data} {case.pack:,}".replace("  ", " "))
+            left_out.append(
+                f"{case.shape} {case.way} {case.kernel} {case.data} {case.pack:,}".replace(
+                    "  ", " "
+                )
+            )
             continue
         found = run(case, arguments.device, arguments.tiny)
         if "flops_per_token" in found:
@@ -191,23 +243,34 @@ def document(
 ) -> str:
     """The results file."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
     text = "# Speed on one GPU\n\n"
     if arguments.device == "cpu":
         text += (
-            "**This is a dry run on CPU with tiny models and lengths. It shows that every case runs; its figures mean\n"
+            "**This is a dry run on CPU with tiny models and lengths. It shows that every case "
+            "runs; its figures mean\n"
             "nothing, and nothing here has run on a GPU yet.**\n\n"
         )
-    flags = f"--device {arguments.device}{' --tiny' * arguments.tiny}{' --profile' * arguments.profile}"
+    flags = (
+        f"--device {arguments.device}{' --tiny' * arguments.tiny}{' --profile' * arguments.profile}"
+    )
     text += f"{date.today()}, commit {commit}, {machine}, {seconds / 60:.1f} minutes.\n\n"
     text += f"```\npython -m examples.benchmarks.throughput {flags}\n```\n\n"
     text += __doc__[__doc__.index("Each case is") :] + "\n"
     text += (
-        "`transformers` is its Llama without padding, on the same packs and by the same attention kernel, with\n"
-        "weights, gradients and the state of a fused AdamW all in bfloat16: less work than the float32 ones of the\n"
-        "other rows. `matrix products` is the time of a pack's matrix products alone, of layers and output layer,\n"
-        "forward and backward: a limit. Padded rows are two at a time, padded to the longer of them.\n\n"
+        "`transformers` is its Llama without padding, on the same packs and by the same attention "
+        "kernel, with\n"
+        "weights, gradients and the state of a fused AdamW all in bfloat16: less work than the "
+        "float32 ones of the\n"
+        "other rows. `matrix products` is the time of a pack's matrix products alone, of layers "
+        "and output layer,\n"
+        "forward and backward: a limit. Padded rows are two at a time, padded to the longer of "
+        "them.\n\n"
     )
     text += "\n".join(lines) + "\n"
     if left_out:
@@ -216,7 +279,10 @@ def document(
         text += f"\n## The ten costliest kernels: {shape}, packed\n\n"
         text += "| kernel | share | ms per step | calls |\n|---|---|---|---|\n"
         for name, share, milliseconds, calls in kernels:
-            text += f"| `{name[:90].replace('|', ' ')}` | {share:.1%} | {milliseconds:.2f} | {calls:,.0f} |\n"
+            text += (
+                f"| `{name[:90].replace('|', ' ')}` | {share:.1%} | {milliseconds:.2f} | "
+                f"{calls:,.0f} |\n"
+            )
     return text
 
 

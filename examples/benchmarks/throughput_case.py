@@ -40,9 +40,13 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     case, folder = SimpleNamespace(**asked["case"]), Path(asked["folder"])
     num_steps = WARM_UPS + case.num_steps + PROFILED * case.is_profiled
-    config = parse_config([*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1)
+    config = parse_config(
+        [*asked["flags"].split(), "--train-iters", str(num_steps), "--run-dir", str(folder)], 1
+    )
     with attention_by(case.kernel) as kernel, process_groups(config) as (device, _):
-        measure = {"transformers": by_transformers, "matrix products": by_matrix_products}.get(case.way, by_trainer)
+        measure = {"transformers": by_transformers, "matrix products": by_matrix_products}.get(
+            case.way, by_trainer
+        )
         result = measure(config, device, case, folder)
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -53,7 +57,9 @@ def main() -> None:
 
 @contextmanager
 def attention_by(kernel: str) -> Iterator[str]:
-    """Let attention be by `kernel`, if one is named, instead of what the product takes; yields its name."""
+    """Let attention be by `kernel`, if one is named, instead of what the product takes; yields its
+    name.
+    """
     if not kernel:
         installed = "flash-attn-4" if find_spec("flash_attn") is not None else "varlen_attn"
         other = installed if torch.cuda.is_available() else "scaled_dot_product"
@@ -62,7 +68,9 @@ def attention_by(kernel: str) -> Iterator[str]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(attention, "causal_attention", KERNELS[kernel]()))
         for module in (architecture, get_batch, layer_spec):
-            patches.enter_context(mock.patch.object(module, "transformer_engine_installed", return_value=False))
+            patches.enter_context(
+                mock.patch.object(module, "transformer_engine_installed", return_value=False)
+            )
         yield kernel
 
 
@@ -81,7 +89,9 @@ def machine() -> str:
             versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    )
     return ", ".join([device, *versions])
 
 
@@ -100,9 +110,12 @@ def by_trainer(config: SFTConfig, device: torch.device, case: Any, folder: Path)
     trainer.train(StopSignals())
     result: dict[str, Any] = {"profile": profiler.costliest(PROFILED)} if case.is_profiled else {}
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    steps = [line for line in lines if line["kind"] == "train"][WARM_UPS : WARM_UPS + case.num_steps]
+    steps = [line for line in lines if line["kind"] == "train"][
+        WARM_UPS : WARM_UPS + case.num_steps
+    ]
     total = {
-        name: sum(step[name] for step in steps) for name in ("tokens", "padded_tokens", "step_seconds", "data_seconds")
+        name: sum(step[name] for step in steps)
+        for name in ("tokens", "padded_tokens", "step_seconds", "data_seconds")
     }
     if case.way == "packed":
         flops = sum(step["tflops_per_device"] * step["step_seconds"] for step in steps) * 1e12
@@ -119,7 +132,9 @@ class Profiler:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda])
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._is_cuda]
+        )
         self._is_started = False
 
     def start(self) -> None:
@@ -134,13 +149,20 @@ class Profiler:
             torch.cuda.synchronize()
         self._profile.stop()
         times = [
-            (event.key, event.self_device_time_total if self._is_cuda else event.self_cpu_time_total, event.count)
+            (
+                event.key,
+                event.self_device_time_total if self._is_cuda else event.self_cpu_time_total,
+                event.count,
+            )
             for event in self._profile.key_averages()
             if not self._is_cuda or event.device_type == torch.autograd.DeviceType.CUDA
         ]
         whole = sum(microseconds for _, microseconds, _ in times)
         first = sorted(times, key=lambda event: -event[1])[:10]
-        return [(name, spent / whole, spent / 1000 / num_steps, calls / num_steps) for name, spent, calls in first]
+        return [
+            (name, spent / whole, spent / 1000 / num_steps, calls / num_steps)
+            for name, spent, calls in first
+        ]
 
 
 def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
@@ -176,7 +198,9 @@ def by_transformers(config: SFTConfig, device: torch.device, case: Any, _: Path)
         micro_batch_size=config.training.micro_batch_size,
     )
     num_steps = WARM_UPS + case.num_steps
-    batches = StepBatches(config, build_transformer_config(config, device), datasets.train, share, num_steps)
+    batches = StepBatches(
+        config, build_transformer_config(config, device), datasets.train, share, num_steps
+    )
     seconds, tokens = 0.0, 0
     for number in range(num_steps):
         start = time.perf_counter()
@@ -217,13 +241,19 @@ def attend(
     lengths: tuple[int, ...],
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: query [1, heads, t, d], key and value [1, groups, t, d] -> [1, t, heads, d]."""
+    """transformers' interface: query [1, heads, t, d], key and value [1, groups, t, d] -> [1, t,
+    heads, d].
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention.causal_attention(q, k, v, lengths, lengths, scaling)[None], None
 
 
-def by_matrix_products(config: SFTConfig, device: torch.device, case: Any, _: Path) -> dict[str, Any]:
-    """Those of a pack: of each layer and of the output layer, forward, and backward for inputs and for weights."""
+def by_matrix_products(
+    config: SFTConfig, device: torch.device, case: Any, _: Path
+) -> dict[str, Any]:
+    """Those of a pack: of each layer and of the output layer, forward, and backward for inputs and
+    for weights.
+    """
     model, num_tokens = config.model, config.capacity_per_rank
     assert config.data.vocab_size is not None
     width, of_heads = model.hidden_size, model.num_attention_heads * model.resolved_kv_channels

@@ -1,7 +1,9 @@
-"""mcore. A plain megatron-core training loop. The lines marked `plug-in` are all that it takes to train it packed.
+"""mcore. A plain megatron-core training loop. The lines marked `plug-in` are all that it takes to
+train it packed.
 
     torchrun --nproc-per-node 2 examples/plugin/train.py
-    torchrun --nproc-per-node 2 examples/plugin/train.py --sequence-packing --max-seqlen-per-dp-cp-rank 512
+    torchrun --nproc-per-node 2 examples/plugin/train.py --sequence-packing
+    --max-seqlen-per-dp-cp-rank 512
 
 Both print the same losses; the second computes a fifth of the tokens.
 """
@@ -17,7 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -46,8 +52,15 @@ def samples(seed: int) -> Iterator[dict[str, Tensor]]:
 
 def padded(sample: dict[str, Tensor]) -> dict[str, Any]:
     """A microbatch of one row."""
-    rows = {name: torch.nn.functional.pad(x, (0, LONGEST - len(x)))[None].to(DEVICE) for name, x in sample.items()}
-    return {**rows, "position_ids": torch.arange(LONGEST, device=DEVICE)[None], "packed_seq_params": None}
+    rows = {
+        name: torch.nn.functional.pad(x, (0, LONGEST - len(x)))[None].to(DEVICE)
+        for name, x in sample.items()
+    }
+    return {
+        **rows,
+        "position_ids": torch.arange(LONGEST, device=DEVICE)[None],
+        "packed_seq_params": None,
+    }
 
 
 def forward_step(data_iterator: Any, model: Any, packing: bool) -> tuple[Tensor, Any]:
@@ -56,7 +69,9 @@ def forward_step(data_iterator: Any, model: Any, packing: bool) -> tuple[Tensor,
     else:
         batch = padded(next(data_iterator))
     inputs = {name: batch[name] for name in ("position_ids", "labels", "packed_seq_params")}
-    return model(batch["tokens"], attention_mask=None, **inputs), partial(loss_func, batch["loss_mask"])
+    return model(batch["tokens"], attention_mask=None, **inputs), partial(
+        loss_func, batch["loss_mask"]
+    )
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -67,7 +82,9 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-iters", type=int, default=10)
-    parser.add_argument("--lora", action="store_true", help="train adapters beside the weights, which stay")
+    parser.add_argument(
+        "--lora", action="store_true", help="train adapters beside the weights, which stay"
+    )
     plugin.add_arguments(parser)  # plug-in 2
     arguments = parser.parse_args()
     cpu_support.install()  # changes nothing where CUDA is
@@ -90,14 +107,18 @@ def main() -> None:
     plugin.install(config, arguments)  # plug-in 3
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=packed_block_spec(config),  # plug-in 4: unless it is Transformer Engine's already
+        transformer_layer_spec=packed_block_spec(
+            config
+        ),  # plug-in 4: unless it is Transformer Engine's already
         vocab_size=VOCAB_SIZE,
         max_sequence_length=LONGEST,
         position_embedding_type="rope",
     ).to(DEVICE)
     if arguments.lora:
         add_adapters(gpt, LoraConfig(lora=True, lora_rank=8))
-    model = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=gpt)
+    model = DistributedDataParallel(
+        config=config, ddp_config=DistributedDataParallelConfig(), module=gpt
+    )
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, min_lr=0.0), [model])
     config.grad_scale_func = optimizer.scale_loss
     data = samples(seed=dist.get_rank())
@@ -116,8 +137,12 @@ def main() -> None:
         total = torch.stack([loss["lm loss"] for loss in losses]).sum(0)
         dist.all_reduce(total)
         if dist.get_rank() == 0:
-            print(f"step {iteration} loss {total[0] / total[1]:.6f} microbatches {len(losses)}", flush=True)
-    plugin.uninstall()  # plug-in 5: ends what prepares batches ahead, with --prefetch-global-batches
+            print(
+                f"step {iteration} loss {total[0] / total[1]:.6f} microbatches {len(losses)}",
+                flush=True,
+            )
+    # plug-in 5: ends what prepares batches ahead, with --prefetch-global-batches
+    plugin.uninstall()
     dist.destroy_process_group()
 
 

@@ -2,11 +2,14 @@
 
     python examples/tiny_chat/make_data.py --output-dir data/tiny_chat
 
-One sample per documented public module, class, function and method: a question, and its docstring as the answer. The
-lengths are those of real documentation, so heavy-tailed. Every choice (phrase, split, order) is a hash of the object's
-name: two runs on one Python write identical bytes, and another release of Python changes little more than its own news.
+One sample per documented public module, class, function and method: a question, and its docstring
+as the answer. The lengths are those of real documentation, so heavy-tailed. Every choice (phrase,
+split, order) is a hash of the object's
+name: two runs on one Python write identical bytes, and another release of Python changes little
+more than its own news.
 
-Nothing is downloaded, nothing but the standard library is imported, nothing of the user's environment gets in.
+Nothing is downloaded, nothing but the standard library is imported, nothing of the user's
+environment gets in.
 """
 
 import argparse
@@ -25,10 +28,21 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import NamedTuple
 
-# Some act when imported (a browser opens, a poem is printed, a window system is asked for); some are tests, or hold no
-# documentation. `genericpath`, `ntpath` and `posixpath` come as `os.path`, the name that people know.
+# Some act when imported (a browser opens, a poem is printed, a window system is asked for); some
+# are tests, or hold no documentation. `genericpath`, `ntpath` and `posixpath` come as `os.path`,
+# the name that people know.
 SKIPPED_MODULES = {
-    *("antigravity", "distutils", "encodings", "ensurepip", "genericpath", "idlelib", "lib2to3", "msilib", "ntpath"),
+    *(
+        "antigravity",
+        "distutils",
+        "encodings",
+        "ensurepip",
+        "genericpath",
+        "idlelib",
+        "lib2to3",
+        "msilib",
+        "ntpath",
+    ),
     *("posixpath", "pydoc_data", "test", "tests", "this", "tkinter", "turtle", "turtledemo"),
 }
 
@@ -67,7 +81,13 @@ SOURCES = {"overviews": ("module", "class"), "calls": ("function", "method")}
 """File of a part of the training data -> the kinds in it."""
 
 HELD_OUT_ONE_IN = 20
-LENGTH_QUANTILES = (("5 %", 0.05), ("median", 0.5), ("95 %", 0.95), ("99 %", 0.99), ("longest", 1.0))
+LENGTH_QUANTILES = (
+    ("5 %", 0.05),
+    ("median", 0.5),
+    ("95 %", 0.95),
+    ("99 %", 0.99),
+    ("longest", 1.0),
+)
 
 
 class Documented(NamedTuple):
@@ -84,7 +104,9 @@ class Documented(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """By the name's first part, `json`: what is held out has no near-duplicate beside it in the training data."""
+        """By the name's first part, `json`: what is held out has no near-duplicate beside it in the
+        training data.
+        """
         return digest(f"held out {self.name.partition('.')[0]}") % HELD_OUT_ONE_IN == 0
 
 
@@ -107,7 +129,9 @@ def standard_modules() -> list[str]:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Hides what modules print and warn about (many are deprecated) while they are imported and looked at."""
+    """Hides what modules print and warn about (many are deprecated) while they are imported and
+    looked at.
+    """
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -118,28 +142,38 @@ def silenced() -> Iterator[None]:
 
 
 def walk_modules(names: Iterable[str]) -> Iterator[tuple[str, ModuleType]]:
-    """Imports the modules and their submodules in order, leaving out private ones and those this platform lacks."""
+    """Imports the modules and their submodules in order, leaving out private ones and those this
+    platform lacks.
+    """
     for name in names:
         last = name.rpartition(".")[2]
         if last.startswith("_") or last in SKIPPED_MODULES:
             continue
         try:
             module = importlib.import_module(name)
-        except Exception:  # whatever a module for another platform raises, it has no documentation here
+        except (
+            Exception
+        ):  # whatever a module for another platform raises, it has no documentation here
             continue
         yield name, module
-        submodules = sorted(found.name for found in pkgutil.iter_modules(getattr(module, "__path__", [])))
+        submodules = sorted(
+            found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))
+        )
         yield from walk_modules(f"{name}.{submodule}" for submodule in submodules)
 
 
 def public_members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
-    """What the module offers as its own: `__all__`, or else the public names that it did not import from another."""
+    """What the module offers as its own: `__all__`, or else the public names that it did not import
+    from another.
+    """
     exported = getattr(module, "__all__", None)
     for member in sorted(exported if exported is not None else vars(module)):
         value = getattr(module, member, None)
         # `_functools.partial` belongs to `functools`, `asyncio.events.Handle` to `asyncio`.
         origin = str(getattr(value, "__module__", "")).lstrip("_").partition(".")[0]
-        if not member.startswith("_") and (exported is not None or origin == name.partition(".")[0]):
+        if not member.startswith("_") and (
+            exported is not None or origin == name.partition(".")[0]
+        ):
             yield member, value
 
 
@@ -153,20 +187,26 @@ class Elided:
 def is_shown(default: object) -> bool:
     """Whether the text of a default is a plain constant: the same in every run and for every user.
 
-    `<object at 0x7f8e>` is not; nor are `cgi.parse(environ=os.environ)` and `platform.architecture(sys.executable)`.
+    `<object at 0x7f8e>` is not; nor are `cgi.parse(environ=os.environ)` and
+    `platform.architecture(sys.executable)`.
     """
     if isinstance(default, str):
         return not os.path.isabs(default)
-    return isinstance(default, (NoneType, bool, int, float, bytes, type))  # `Parameter.empty` is a type
+    return isinstance(
+        default, (NoneType, bool, int, float, bytes, type)
+    )  # `Parameter.empty` is a type
 
 
 def signature_of(name: str, value: object) -> str:
-    """The line to call `name` by; empty if there is none, as for modules and for many functions written in C."""
+    """The line to call `name` by; empty if there is none, as for modules and for many functions
+    written in C.
+    """
     if not callable(value):
         return ""
     try:
         signature = inspect.signature(value)
-    except Exception:  # ValueError where there is none, but `curses` shows that anything may come of parsing C's text
+    # ValueError where there is none, but `curses` shows that anything may come of parsing C's text
+    except Exception:
         return ""
     parameters = [
         parameter if is_shown(parameter.default) else parameter.replace(default=Elided())
@@ -192,7 +232,9 @@ def documented_objects(name: str, module: ModuleType) -> Iterator[Documented | N
         if inspect.isclass(value):
             yield describe("class", path, value)
             for method, attribute in sorted(vars(value).items()):
-                function = getattr(attribute, "__func__", attribute)  # inside classmethod and staticmethod
+                function = getattr(
+                    attribute, "__func__", attribute
+                )  # inside classmethod and staticmethod
                 if not method.startswith("_") and inspect.isroutine(function):
                     yield describe("method", f"{path}.{method}", function)
         elif inspect.isroutine(value):
@@ -200,7 +242,9 @@ def documented_objects(name: str, module: ModuleType) -> Iterator[Documented | N
 
 
 def build(module_names: Iterable[str]) -> Split:
-    """Documents the modules and splits them: each docstring once, under the first name that it is met with."""
+    """Documents the modules and splits them: each docstring once, under the first name that it is
+    met with.
+    """
     samples: dict[str, Documented] = {}
     with silenced():
         for name, module in walk_modules(module_names):
@@ -230,17 +274,31 @@ def write_jsonl(path: Path, chats: Iterable[list[dict[str, str]]]) -> None:
 
 
 def write(split: Split, output_dir: Path) -> str:
-    """Writes `train.jsonl`, its two parts, and `valid.jsonl`, and gives the line that says what they hold."""
+    """Writes `train.jsonl`, its two parts, and `valid.jsonl`, and gives the line that says what
+    they hold.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
-    train, valid = [messages(sample) for sample in split.train], [messages(sample) for sample in split.valid]
+    train, valid = (
+        [messages(sample) for sample in split.train],
+        [messages(sample) for sample in split.valid],
+    )
     write_jsonl(output_dir / "train.jsonl", train)
     write_jsonl(output_dir / "valid.jsonl", valid)
-    for name, kinds in SOURCES.items():  # the training data again, in two parts: what blend.yaml mixes
-        write_jsonl(output_dir / f"{name}.jsonl", [messages(sample) for sample in split.train if sample.kind in kinds])
+    for (
+        name,
+        kinds,
+    ) in SOURCES.items():  # the training data again, in two parts: what blend.yaml mixes
+        write_jsonl(
+            output_dir / f"{name}.jsonl",
+            [messages(sample) for sample in split.train if sample.kind in kinds],
+        )
     lengths = sorted(sum(len(turn["content"].encode()) for turn in chat) for chat in train + valid)
-    quantiles = ", ".join(f"{label} {lengths[round(at * (len(lengths) - 1))]:,}" for label, at in LENGTH_QUANTILES)
+    quantiles = ", ".join(
+        f"{label} {lengths[round(at * (len(lengths) - 1))]:,}" for label, at in LENGTH_QUANTILES
+    )
     return (
-        f"{output_dir}: {len(train):,} training and {len(valid):,} held-out chats, {sum(lengths):,} bytes of text; "
+        f"{output_dir}: {len(train):,} training and {len(valid):,} held-out chats, "
+        f"{sum(lengths):,} bytes of text; "
         f"bytes per chat: {quantiles}"
     )
 
@@ -250,7 +308,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Builds chat data from the documentation of Python's standard library."
     )
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder for train.jsonl and valid.jsonl")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, help="folder for train.jsonl and valid.jsonl"
+    )
     output_dir = parser.parse_args().output_dir
     print(write(build(standard_modules()), output_dir))
 

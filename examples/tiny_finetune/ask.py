@@ -1,4 +1,5 @@
-"""pure. Asks a HuggingFace folder held-out questions through transformers, and counts the right answers.
+"""pure. Asks a HuggingFace folder held-out questions through transformers, and counts the right
+answers.
 
 python examples/tiny_finetune/ask.py runs/tiny_finetune/chat data/tiny_finetune/held_out.jsonl
 """
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_SHOWN = 5
-MOST_TOKENS = 20
+MAX_TOKENS = 20
 
 
 def answers(folder: Path, questions: list[dict[str, str]]) -> list[str]:
@@ -26,22 +27,30 @@ def answers(folder: Path, questions: list[dict[str, str]]) -> list[str]:
         prompt = tokenizer.apply_chat_template(
             [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        tokens = model.generate(**prompt, max_new_tokens=MOST_TOKENS, do_sample=False)[0]
-        said.append(tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+        tokens = model.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False)[0]
+        said.append(
+            tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
     return said
 
 
 def main() -> None:
-    """Reads the command line; prints some questions, what was said, and how much of it was right."""
+    """Reads the command line; prints some questions, what was said, and how much of it was
+    right."""
     parser = argparse.ArgumentParser(description="Asks a HuggingFace folder held-out questions.")
     parser.add_argument("folder", type=Path, help="folder of the model")
     parser.add_argument("questions", type=Path, help="held_out.jsonl, as make_data.py writes it")
     arguments = parser.parse_args()
-    chats = [json.loads(line)["messages"] for line in arguments.questions.read_text(encoding="utf-8").splitlines()]
+    chats = [
+        json.loads(line)["messages"]
+        for line in arguments.questions.read_text(encoding="utf-8").splitlines()
+    ]
     said = answers(arguments.folder, [question for question, _ in chats])
     rights = [answer == wanted["content"] for answer, (_, wanted) in zip(said, chats, strict=True)]
     print(f"{arguments.folder}, asked about pairs that no text and no chat had:")
-    for (question, _), answer, is_right in list(zip(chats, said, rights))[:: -(-len(chats) // NUM_SHOWN)]:
+    for (question, _), answer, is_right in list(zip(chats, said, rights))[
+        :: -(-len(chats) // NUM_SHOWN)
+    ]:
         print(f"  {question['content']}   {answer.strip():.40}{'' if is_right else '   (wrong)'}")
     print(f"  {sum(rights)} of {len(rights)} answers are right")
 

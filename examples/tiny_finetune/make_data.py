@@ -2,8 +2,10 @@
 
     python examples/tiny_finetune/make_data.py --output-dir data/tiny_finetune
 
-One in ten pairs of animals is held out: no text (`texts.jsonl`) and no chat (`chats.jsonl`) compares the two, and
-`held_out.jsonl` asks about just those, so whoever answers has learned the order and not the sentences. The chats
+One in ten pairs of animals is held out: no text (`texts.jsonl`) and no chat (`chats.jsonl`)
+compares the two, and
+`held_out.jsonl` asks about just those, so whoever answers has learned the order and not the
+sentences. The chats
 compare two fifths of all pairs only: they show how to answer. What to answer stands in the texts.
 
 Everything follows from one seed: two runs write identical bytes.
@@ -21,14 +23,17 @@ from typing import Any, NamedTuple
 
 # From light to heavy, about as in nature.
 ANIMALS = tuple(
-    "ant fly bee beetle hummingbird wren mouse sparrow hamster squirrel crow hedgehog duck rabbit goose cat fox otter "
-    "badger beaver lynx wolf leopard kangaroo sheep panda pig gorilla tiger bear moose horse cow bison giraffe hippo "
+    "ant fly bee beetle hummingbird wren mouse sparrow hamster squirrel crow hedgehog duck rabbit "
+    "goose cat fox otter "
+    "badger beaver lynx wolf leopard kangaroo sheep panda pig gorilla tiger bear moose horse cow "
+    "bison giraffe hippo "
     "rhino orca elephant whale".split()
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% "
+    "endgeneration %}"
     "{% else %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -50,7 +55,9 @@ class Pair(NamedTuple):
 
     def sentence(self, kind: str) -> str:
         """What is true of them."""
-        first, second = (self.heavier, self.lighter) if kind == "heavier" else (self.lighter, self.heavier)
+        first, second = (
+            (self.heavier, self.lighter) if kind == "heavier" else (self.lighter, self.heavier)
+        )
         return f"The {first} is {kind} than the {second}."
 
     def choice(self, kind: str, random: Random) -> str:
@@ -109,7 +116,9 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
         "eos_token": SPECIAL_TOKENS[0],
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -124,7 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Makes texts, chats and a tokenizer to try pretraining and fine-tuning."
     )
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder for the three files and tokenizer/")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, help="folder for the three files and tokenizer/"
+    )
     output_dir = parser.parse_args().output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
     random = Random(1)
@@ -139,7 +150,10 @@ def main() -> None:
     write_jsonl(output_dir / "held_out.jsonl", questions)
     write_jsonl(output_dir / "texts.jsonl", texts)
     write_jsonl(output_dir / "chats.jsonl", chats)
-    print(f"{output_dir}: {len(texts):,} texts, {len(chats):,} chats, {len(questions)} held-out questions, tokenizer/")
+    print(
+        f"{output_dir}: {len(texts):,} texts, {len(chats):,} chats, {len(questions)} held-out "
+        "questions, tokenizer/"
+    )
 
 
 if __name__ == "__main__":

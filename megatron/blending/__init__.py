@@ -2,13 +2,14 @@
 
     formats        bytes on disk <-> records: files, prepared folders, media apart
     metadatasets   YAML -> a tree of frozen values
-    order          pure: (seed, node, epoch, position) -> which source, which record; proportions of blends
-    streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs and groups in sequence
-    encoding       record -> sample -> batch: task encoders, cookers
+    order          pure: (seed, node, epoch, position) -> which source, which record; proportions of
+    blends streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs
+    and groups in sequence encoding       record -> sample -> batch: task encoders, cookers
     loading        open by path; loaders over ranks and worker processes, their state
     python -m megatron.blending prepare   writes the index files beside data
 
-Each folder knows those above it only; README.md beside this file is the map. Names are imported when they are used:
+Each folder knows those above it only; README.md beside this file is the map. Names are imported
+when they are used:
 `import megatron.blending` costs nothing.
 """
 
@@ -17,7 +18,8 @@ from typing import Any
 
 _MODULES = {
     "loading.load": "get_train_dataset get_val_dataset get_val_datasets",
-    "loading.dataset_loader": """DatasetBlendMode DatasetLoader DatasetLoaderInterface LoadedDataset LoadedDatasetList
+    "loading.dataset_loader": """DatasetBlendMode DatasetLoader DatasetLoaderInterface LoadedDataset
+    LoadedDatasetList
         Metadataset MetadatasetV2 load_dataset""",
     "streams.batching": "BatchDataset MixBatchDataset",
     "streams.choice": "BlendDataset ConcatDataset",
@@ -26,7 +28,7 @@ _MODULES = {
     "streams.packing_buffer": "PackingDataset",
     "streams.positions": "EpochizeDataset LimitDataset RepeatDataset ShuffleBufferDataset",
     "streams.source": "SourceDataset",
-    "streams.window": "LeftOut WindowDataset",
+    "streams.window": "LeftOut SkippedSample WindowDataset",
     "streams.node": "SavableDataset",
     "loading.loader": "WorkerConfig get_loader get_savable_loader",
     "streams.failures": "FatalSampleError SkipSample log_exception reraise_exception",
@@ -36,11 +38,13 @@ _MODULES = {
     "encoding.cooking": "Cooker cooker",
     "streams.seeding": "stateless",
     "formats.decode": "SampleDecoder",
-    "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample InterleavedSample
-        MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample TextSample VQASample VidQASample
+    "encoding.samples": """Batch CaptioningSample CrudeSample ImageClassificationSample ImageSample
+        InterleavedSample MultiChoiceVQASample OCRSample Sample SimilarityInterleavedSample
+        TextSample VQASample VidQASample
         basic_sample_keys edataclass""",
     "encoding.source_info": "SourceInfo",
-    "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch generic_concat
+    "encoding.collate": """batch_list batch_pad_stack batch_stack concat_pad generic_batch
+    generic_concat
         homogeneous_concat_mix""",
     "formats.sources": "RecordError RecordSource open_source",
     "formats.prepared.webdataset": "open_webdataset",

@@ -1,4 +1,6 @@
-"""pure. `python -m megatron.blending prepare DIR|FILE`: the options are energon's; nothing is ever asked for."""
+"""pure. `python -m megatron.blending prepare DIR|FILE`: the options are energon's; nothing is ever
+asked for.
+"""
 
 import argparse
 import json
@@ -10,7 +12,11 @@ from typing import Any
 
 from megatron.blending.formats.jsonl import Progress
 from megatron.blending.formats.prepared.nv_meta import FOLDER
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import (
+    Preparation,
+    prepare_jsonl,
+    prepare_webdataset,
+)
 
 _LISTED_PARTS = 10
 
@@ -39,9 +45,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="8,1,1",
         help="shares of the shards for train, val and test; default: all for train",
     )
-    add("--split-parts", action="append", default=[], metavar="PART:REGEX", help="shards of a part, instead of shares")
+    add(
+        "--split-parts",
+        action="append",
+        default=[],
+        metavar="PART:REGEX",
+        help="shards of a part, instead of shares",
+    )
     add("--exclude", metavar="REGEX", help="leave out shards in whose name this is found")
-    add("--shuffle-tars", action="store_true", help="deal the shards to the parts in a random order")
+    add(
+        "--shuffle-tars", action="store_true", help="deal the shards to the parts in a random order"
+    )
     add("--sample-type", help="class of the samples, such as TextSample, or CrudeWebdataset")
     add(
         "--field-map",
@@ -51,10 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dataset-yaml-name", default="dataset.yaml")
     add("--skip-dataset-yaml", action="store_true", help="leave dataset.yaml as it is")
-    add("--tar-index-only", action="store_true", help="write the indexes of a prepared folder anew, and nothing else")
-    add("--force-overwrite", action="store_true", help="prepare a prepared folder anew")
-    add("--num-workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that read shards")
-    add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    add(
+        "--tar-index-only",
+        action="store_true",
+        help="write the indexes of a prepared folder again, and nothing else",
+    )
+    add("--force-overwrite", action="store_true", help="prepare a prepared folder again")
+    add(
+        "--num-workers",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="processes that read shards",
+    )
+    add(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show a progress bar",
+    )
     add("--non-interactive", action="store_true", help="accepted; nothing is ever asked")
     return parser
 
@@ -63,25 +91,43 @@ def _prepare(options: argparse.Namespace) -> str:
     path = options.path
     if path.endswith((".jsonl", ".ndjson")) and os.path.isfile(path):
         return (
-            f"{path}: {prepare_jsonl(path, _progress_bar(options.progress, ' blocks'))} records indexed in {path}.idx"
+            f"{path}: {prepare_jsonl(path, _progress_bar(options.progress, ' blocks'))} "
+            "records "
+            f"indexed in {path}.idx"
         )
     if not os.path.isdir(path):
-        fault = "needs no preparation" if os.path.isfile(path) else "no such file or folder; check the path"
+        fault = (
+            "needs no preparation"
+            if os.path.isfile(path)
+            else "no such file or folder; check the path"
+        )
         raise ValueError(f"{path}: {fault}")
-    done = prepare_webdataset(path, _preparation(options), _progress_bar(options.progress, " shards"))
+    done = prepare_webdataset(
+        path, _preparation(options), _progress_bar(options.progress, " shards")
+    )
     lines = [f"{path}: {sum(done.counts.values())} samples in {len(done.counts)} shards"]
     lines += [f"  {part}: {len(shards)} shards" for part, shards in done.split_parts.items()]
     lines += [f"  left out, as it has no samples: {shard}" for shard in done.empty_shards]
     more = len(done.part_names) - _LISTED_PARTS
-    lines.append(f"  parts: {', '.join(done.part_names[:_LISTED_PARTS])}" + (f" and {more} more" if more > 0 else ""))
+    lines.append(
+        f"  parts: {', '.join(done.part_names[:_LISTED_PARTS])}"
+        + (f" and {more} more" if more > 0 else "")
+    )
     config = os.path.join(path, FOLDER, options.dataset_yaml_name)
     if not os.path.isfile(config):
-        lines.append(f"  {config} is to be written: pass --sample-type and --field-map, with --force-overwrite")
+        lines.append(
+            f"  {config} is to be written: pass --sample-type and --field-map, with "
+            "--force-overwrite"
+        )
     return "\n".join(lines)
 
 
 def _preparation(options: argparse.Namespace) -> Preparation:
-    asked = {field.name: getattr(options, field.name) for field in fields(Preparation) if hasattr(options, field.name)}
+    asked = {
+        field.name: getattr(options, field.name)
+        for field in fields(Preparation)
+        if hasattr(options, field.name)
+    }
     try:
         asked["field_map"] = json.loads(options.field_map)
     except json.JSONDecodeError as error:
@@ -93,8 +139,12 @@ def _preparation(options: argparse.Namespace) -> Preparation:
     try:
         asked["split_ratio"] = tuple(float(share) for share in options.split_ratio.split(","))
     except ValueError:
-        raise ValueError(f"--split-ratio must be 3 shares like 8,1,1, but is {options.split_ratio}") from None
-    return Preparation(**{**asked, **({"sample_type": None, "field_map": {}} if options.skip_dataset_yaml else {})})
+        raise ValueError(
+            f"--split-ratio must be 3 shares like 8,1,1, but is {options.split_ratio}"
+        ) from None
+    return Preparation(
+        **{**asked, **({"sample_type": None, "field_map": {}} if options.skip_dataset_yaml else {})}
+    )
 
 
 def _progress_bar(is_shown: bool, unit: str) -> Progress:

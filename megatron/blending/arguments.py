@@ -1,21 +1,23 @@
-"""pure. What users pass is checked here as it comes: errors name who was given what, and what was probably meant."""
+"""pure. What users pass is checked here as it comes: errors name who was given what, and what was
+probably meant.
+"""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral
 
-_MOST_LISTED = 50
-_MOST_COMPARED = 100
+_MAX_LISTED = 50
+_MAX_COMPARED = 100
 
 
 def nearest(word: str, words: Iterable[str], kind: str = "they") -> str:
     """Say which of `words` was probably meant, or else what there is: the first 50."""
     words = list(words)
-    close = difflib.get_close_matches(word[:_MOST_COMPARED], words, 1, 0.6)
+    close = difflib.get_close_matches(word[:_MAX_COMPARED], words, 1, 0.6)
     if close:
         return f"did you mean {close[0]!r}?"
-    more = f" and {len(words) - _MOST_LISTED} more" if len(words) > _MOST_LISTED else ""
-    return f"{kind} are {', '.join(words[:_MOST_LISTED]) or 'none':.1000}{more}"
+    more = f" and {len(words) - _MAX_LISTED} more" if len(words) > _MAX_LISTED else ""
+    return f"{kind} are {', '.join(words[:_MAX_LISTED]) or 'none':.1000}{more}"
 
 
 def check_whole(name: str, value: object, least: float = 1, *, may_be_none: bool = False) -> None:

@@ -1,8 +1,10 @@
-"""pure. This has the names of megatron-energon 7.4.1 at the places where its users import them from.
+"""pure. This has the names of megatron-energon 7.4.1 at the places where its users import them
+from.
 
-`from megatron.energon.X import name` becomes `from megatron.blending.energon.X import name`, for any X. `NAMES` says of
-each public name whether it is the same here, differs, or is absent; docs/energon.md is that table. What is here and
-nowhere else only forwards to the rest of `megatron.blending`.
+`from megatron.energon.X import name` becomes `from megatron.blending.energon.X import name`, for
+any X. `NAMES` says of each public name whether it is the same here, differs, or is absent;
+docs/energon.md is that table. What is here and nowhere else only forwards to the rest of
+`megatron.blending`.
 """
 
 import importlib
@@ -18,7 +20,11 @@ from megatron.blending.encoding import cooking, file_store
 from megatron.blending.encoding.task_encoder import TaskEncoder, check_encoder
 from megatron.blending.formats.decode import keep_bytes
 from megatron.blending.formats.files import read_text
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import (
+    Preparation,
+    prepare_jsonl,
+    prepare_webdataset,
+)
 from megatron.blending.formats.yaml_reader import read_yaml
 from megatron.blending.loading.rank_loader import Loader
 from megatron.blending.metadatasets.metadataset import Join, load_metadataset, source_entries
@@ -31,7 +37,9 @@ _STEPS = (
 
 
 class AugmentTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """It is a task encoder that does what another one does, but for the methods that are overridden."""
+    """It is a task encoder that does what another one does, but for the methods that are
+    overridden.
+    """
 
     def __init__(self, task_encoder: TaskEncoder[Any, Any, Any, Any]) -> None:
         check_encoder(task_encoder)
@@ -61,16 +69,23 @@ for _step in _STEPS:
 
 
 class _Factory:
-    """Folders and files are opened by their paths; of energon's classes for that, `prepare_dataset` is left."""
+    """Folders and files are opened by their paths; of energon's classes for that, `prepare_dataset`
+    is left.
+    """
 
     __sample_type__: Any = None
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError(f"{type(self).__name__} is not made by hand here; get_train_dataset(path) opens the data")
+        raise TypeError(
+            f"{type(self).__name__} is not made by hand here; get_train_dataset(path) opens the "
+            "data"
+        )
 
     def __init_subclass__(cls) -> None:
         if cls.__module__ != __name__:
-            warnings.warn(f"{cls.__name__}: only prepare_dataset of such a class is used here", stacklevel=2)
+            warnings.warn(
+                f"{cls.__name__}: only prepare_dataset of such a class is used here", stacklevel=2
+            )
 
     def __class_getitem__(cls, _: object) -> type:
         return cls
@@ -93,7 +108,9 @@ class BaseWebdatasetFactory(_Factory):
         tar_index_only: bool = False,
         **ignored: object,
     ) -> set[str]:
-        """Write `.nv-meta` and the indexes of shards, whose names may have braces; return the names of their parts."""
+        """Write `.nv-meta` and the indexes of shards, whose names may have braces; return the names
+        of their parts.
+        """
         for name in ignored.keys() - {"progress_fn"}:
             if ignored[name]:
                 raise ValueError(f"prepare_dataset: {name} is not supported; prepare without it")
@@ -131,17 +148,25 @@ class TraversedDatasetReference(NamedTuple):
     subflavors: Mapping[str, Any]
 
 
-def traverse_metadataset(path: str | os.PathLike[str], *, split_part: str) -> list[TraversedDatasetReference]:
-    """Return the sources of a split of a metadataset, and of those that it names, in order; nothing is opened."""
+def traverse_metadataset(
+    path: str | os.PathLike[str], *, split_part: str
+) -> list[TraversedDatasetReference]:
+    """Return the sources of a split of a metadataset, and of those that it names, in order; nothing
+    is opened.
+    """
     found: list[TraversedDatasetReference] = []
     for one in source_entries(load_metadataset(path, split_part)):
         for entry in [leg.entry for leg in one.legs] if isinstance(one, Join) else [one]:
-            found.append(TraversedDatasetReference(entry.path, entry.split_part, entry.aux, entry.subflavors))
+            found.append(
+                TraversedDatasetReference(entry.path, entry.split_part, entry.aux, entry.subflavors)
+            )
     return found
 
 
 def prepare_metadataset(path: str | os.PathLike[str]) -> None:
-    """Check all splits of a metadataset; nothing is written, as joins find partners by the indexes of their folders."""
+    """Check all splits of a metadataset; nothing is written, as joins find partners by the indexes
+    of their folders.
+    """
     name = os.fspath(path)
     for split in parse_metadataset(name, read_yaml(name, read_text(name, ""))):
         load_metadataset(name, split)
@@ -181,8 +206,10 @@ CachePool = FileStoreCachePool = NoCachePool
 DirectLazy = FileCacheLazy = Lazy
 
 _WEBDATASETS = (
-    "CaptioningWebdataset CrudeWebdataset ImageClassificationWebdataset ImageWebdataset InterleavedWebdataset "
-    "MultiChoiceVQAWebdataset OCRWebdataset SimilarityInterleavedWebdataset TextWebdataset VQAOCRWebdataset "
+    "CaptioningWebdataset CrudeWebdataset ImageClassificationWebdataset ImageWebdataset "
+    "InterleavedWebdataset "
+    "MultiChoiceVQAWebdataset OCRWebdataset SimilarityInterleavedWebdataset TextWebdataset "
+    "VQAOCRWebdataset "
     "VQAWebdataset VidQAWebdataset DefaultDecoderWebdatasetFactory DefaultGenericWebdatasetFactory "
     "JoinedWebdatasetFactory StandardWebdatasetFactory"
 ).split()
@@ -191,53 +218,77 @@ DefaultCrudeJsonlDatasetFactory = CrudeJsonlDatasetFactory
 for _name in _WEBDATASETS:
     globals()[_name] = type(_name, (BaseWebdatasetFactory,), {"__module__": __name__})
 
-_ONLY_PREPARES = "a base class with `prepare_dataset`; data is opened by its path, and by its name in dataset.yaml"
+_ONLY_PREPARES = (
+    "a base class with `prepare_dataset`; data is opened by its path, and by its "
+    "name "
+    "in dataset.yaml"
+)
 _DIFFERS = {
-    **dict.fromkeys(["BaseCoreDatasetFactory", "BaseWebdatasetFactory", *_WEBDATASETS], _ONLY_PREPARES),
-    **dict.fromkeys(["CrudeJsonlDatasetFactory", "DefaultCrudeJsonlDatasetFactory"], _ONLY_PREPARES),
-    **dict.fromkeys(["CachePool", "FileStoreCachePool", "NoCachePool"], "keeps nothing: the operating system does"),
+    **dict.fromkeys(
+        ["BaseCoreDatasetFactory", "BaseWebdatasetFactory", *_WEBDATASETS], _ONLY_PREPARES
+    ),
+    **dict.fromkeys(
+        ["CrudeJsonlDatasetFactory", "DefaultCrudeJsonlDatasetFactory"], _ONLY_PREPARES
+    ),
+    **dict.fromkeys(
+        ["CachePool", "FileStoreCachePool", "NoCachePool"],
+        "keeps nothing: the operating system does",
+    ),
     **dict.fromkeys(
         ["BatchDataset", "GroupBatchDataset", "MapDataset"],
         "failures are tolerated as `@stateless(failure_tolerance=)` or the WorkerConfig says",
     ),
-    **dict.fromkeys(["DirectLazy", "FileCacheLazy", "Lazy"], "one class, which reads when it is asked"),
+    **dict.fromkeys(
+        ["DirectLazy", "FileCacheLazy", "Lazy"], "one class, which reads when it is asked"
+    ),
     "AugmentTaskEncoder": "forwards all steps and the cookers, not three methods alone",
-    "Batch": "`from_samples` stacks tensors; compared by identity; `__key__` and `__restore_key__` may be left out",
-    "BlendDataset": "within one output of the weights at every moment; draws them with `mode='random'`",
+    "Batch": "`from_samples` stacks tensors; compared by identity; `__key__` and `__restore_key__` "
+    "may be left out",
+    "BlendDataset": "within one output of the weights at every moment; draws them with "
+    "`mode='random'`",
     "EpochizeDataset": "of finite data, too, in which energon's dries up",
     "FileStore": "no media metadata",
     "LimitDataset": "counts outputs of each rank where it is outermost, else of the whole stream",
     "MixBatchDataset": "within one of the weights at every moment; draws them with `mode='random'`",
-    "PackingDataset": "a sample in no pack is offered again; what fits in none is dropped, logged and counted",
+    "PackingDataset": "a sample in no pack is offered again; what fits in none is dropped, logged "
+    "and counted",
     "RepeatDataset": "no `restart`",
     "Sample": "compared by identity; `__restore_key__` may be left out",
-    "SampleDecoder": "called with the name and the bytes of a part; no `guess_content`; pickles need `allow_code`",
-    "SavableDataLoader": "its state fits any number of ranks and workers, and is refused by name for other data",
+    "SampleDecoder": "called with the name and the bytes of a part; no `guess_content`; pickles "
+    "need `allow_code`",
+    "SavableDataLoader": "its state fits any number of ranks and workers, and is refused by name "
+    "for other data",
     "SavableDataset": "has no state: a loader has",
     "ShuffleBufferDataset": "mixes within windows, and holds nothing back",
     "SourceInfo": "paths are strings",
     "SystemFileStore": "no media metadata; refuses names that lead out of the folder",
-    "TaskEncoder": "`current_sample_index` in methods with `@stateless(restore_seeds=True)` alone, per source; no "
+    "TaskEncoder": "`current_sample_index` in methods with `@stateless(restore_seeds=True)` alone, "
+    "per source; no "
     "`cache`, no `cook_crude_sample`",
-    "WorkerConfig": "frozen; `worker_debug_path`, `worker_log_level` and `restore_error_handler` have no effect",
+    "WorkerConfig": "frozen; `worker_debug_path`, `worker_log_level` and `restore_error_handler` "
+    "have no effect",
     **dict.fromkeys(
-        ["get_loader", "get_savable_loader"], "options of caches, checkpoints, collection and watchdogs have no effect"
+        ["get_loader", "get_savable_loader"],
+        "options of caches, checkpoints, collection and watchdogs have no effect",
     ),
     **dict.fromkeys(
         ["get_train_dataset", "get_val_dataset", "get_val_datasets"],
-        "code that data name needs `allow_code=True`; `parallel_shard_iters` and `handler` have no effect",
+        "code that data name needs `allow_code=True`; `parallel_shard_iters` and `handler` have no "
+        "effect",
     ),
     "load_dataset": "takes no dict: `MetadatasetV2(path, splits=...)` does",
     "log_exception": "logs to `megatron.blending`",
     "prepare_metadataset": "checks all splits; nothing needs to be written for joins",
-    "stateless": "may be missing; seeds come from where a sample stands, not from how many calls there were",
+    "stateless": "may be missing; seeds come from where a sample stands, not from how many calls "
+    "there were",
     "traverse_metadataset": "paths are strings",
 }
 _ABSENT = {
     "DecodeFileStore": "stores that cookers get decode already",
     "FileStoreDecoder": "a decoder is any function of name and bytes",
     "GcDataset": "workers collect as Python does; leave it out",
-    "IterMapDataset": "what runs over an iterator cannot be continued; use a generator as `map_fn`, or PackingDataset",
+    "IterMapDataset": "what runs over an iterator cannot be continued; use a generator as "
+    "`map_fn`, or PackingDataset",
     "LogSampleDataset": "use MapDataset with a function that logs",
     "PrimaryFileStore": "`@cooker(need_primary=True)` gives the store of the source",
 }
@@ -245,8 +296,10 @@ _SAME = (
     "CaptioningSample ConcatDataset Cooker CrudeSample DatasetLoader DatasetLoaderInterface "
     "DefaultTaskEncoder FilterDataset ImageClassificationSample ImageSample InterleavedSample "
     "Metadataset MetadatasetV2 MockLazy MultiChoiceVQASample OCRSample SimilarityInterleavedSample "
-    "SkipSample TextSample VQASample VidQASample __version__ basic_sample_keys batch_list batch_pad_stack batch_stack "
-    "concat_pad cooker edataclass generic_batch generic_concat homogeneous_concat_mix reraise_exception"
+    "SkipSample TextSample VQASample VidQASample __version__ basic_sample_keys batch_list "
+    "batch_pad_stack batch_stack "
+    "concat_pad cooker edataclass generic_batch generic_concat homogeneous_concat_mix "
+    "reraise_exception"
 ).split()
 NAMES: Mapping[str, tuple[str, str]] = dict(
     sorted(
@@ -259,23 +312,38 @@ NAMES: Mapping[str, tuple[str, str]] = dict(
     )
 )
 """Public name of energon's -> (same, differs or absent; how or why)."""
-_OTHERS = ("AVDecoder", "DatasetBlendMode", "FatalSampleError", "LoadedDataset", "LoadedDatasetList")
+_OTHERS = (
+    "AVDecoder",
+    "DatasetBlendMode",
+    "FatalSampleError",
+    "LoadedDataset",
+    "LoadedDatasetList",
+)
 """Names that users take from places within energon."""
 
 _PLACES = (
-    "av cache cache.base cache.file_cache_pool cache.file_store cache.no_cache edataclass errors flavors "
-    "flavors.base_dataset flavors.captioning flavors.crude flavors.image flavors.image_classification "
-    "flavors.interleaved flavors.jsonl flavors.jsonl.crude_jsonl_dataset flavors.multichoice_vqa flavors.ocr "
-    "flavors.similarity_interleaved flavors.text flavors.vid_qa flavors.vqa flavors.vqa_and_ocr flavors.webdataset "
+    "av cache cache.base cache.file_cache_pool cache.file_store cache.no_cache edataclass errors "
+    "flavors "
+    "flavors.base_dataset flavors.captioning flavors.crude flavors.image "
+    "flavors.image_classification "
+    "flavors.interleaved flavors.jsonl flavors.jsonl.crude_jsonl_dataset flavors.multichoice_vqa "
+    "flavors.ocr "
+    "flavors.similarity_interleaved flavors.text flavors.vid_qa flavors.vqa flavors.vqa_and_ocr "
+    "flavors.webdataset "
     "flavors.webdataset.base_webdataset flavors.webdataset.default_decoder_webdataset "
     "flavors.webdataset.default_generic_webdataset flavors.webdataset.joined_webdataset "
     "flavors.webdataset.sample_decoder flavors.webdataset.standard_webdataset loader metadataset "
-    "metadataset.dataset_loader metadataset.loader metadataset.loader_interface metadataset.metadataset "
-    "metadataset.metadataset_v2 savable_loader source_info task_encoder task_encoder.base task_encoder.cooking "
-    "task_encoder.loader worker wrappers wrappers.base wrappers.batch_dataset wrappers.blend_dataset "
+    "metadataset.dataset_loader metadataset.loader metadataset.loader_interface "
+    "metadataset.metadataset "
+    "metadataset.metadataset_v2 savable_loader source_info task_encoder task_encoder.base "
+    "task_encoder.cooking "
+    "task_encoder.loader worker wrappers wrappers.base wrappers.batch_dataset "
+    "wrappers.blend_dataset "
     "wrappers.concat_dataset wrappers.epochize_dataset wrappers.filter_dataset wrappers.gc_dataset "
-    "wrappers.group_batch_dataset wrappers.iter_map_dataset wrappers.limit_dataset wrappers.log_sample_dataset "
-    "wrappers.map_dataset wrappers.mix_batch_dataset wrappers.packing_dataset wrappers.repeat_dataset "
+    "wrappers.group_batch_dataset wrappers.iter_map_dataset wrappers.limit_dataset "
+    "wrappers.log_sample_dataset "
+    "wrappers.map_dataset wrappers.mix_batch_dataset wrappers.packing_dataset "
+    "wrappers.repeat_dataset "
     "wrappers.shuffle_buffer_dataset wrappers.skip"
 ).split()
 
@@ -300,7 +368,10 @@ class _Place(types.ModuleType):
 
 
 for _name in _PLACES:
-    # The import system asks here for `megatron.blending.energon.X` once it has imported this module.
-    sys.modules[f"{__name__}.{_name}"] = _Place(f"{__name__}.{_name}", "The names of megatron.blending.energon.")
+    # The import system asks here for `megatron.blending.energon.X` once it has imported this
+    # module.
+    sys.modules[f"{__name__}.{_name}"] = _Place(
+        f"{__name__}.{_name}", "The names of megatron.blending.energon."
+    )
     if "." not in _name and _name not in __all__:
         globals()[_name] = sys.modules[f"{__name__}.{_name}"]

@@ -1,15 +1,19 @@
-"""mcore. Megatron-LM's own way of calling, as its scripts and its packing tests of 2026-08 have it; to be opted into.
+"""mcore. Megatron-LM's own way of calling, as its scripts and its packing tests of 2026-08 have it;
+to be opted into.
 
-    from megatron.packing.conventions import get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator
+    from megatron.packing.conventions import get_batch_on_this_rank_for_sequence_packing,
+    wrap_data_iterator
 
 or `plugin.install(config, arguments, megatron_lm_calls=True)`, which has them appear in
 `megatron.core.datasets.data_schedule`. Beside what `data_schedule` does:
 
-- tensor-parallel ranks other than 0 give and get None for an iterator (a list of them with virtual stages), and hear
+- tensor-parallel ranks other than 0 give and get None for an iterator (a list of them with virtual
+  stages), and hear
   each microbatch from rank 0: one object and up to five tensors are broadcast for each;
-- an iterator may be over microbatches of the script's own, as Megatron-LM builds them, without a `padding_mask`;
-- `cu_seqlens` are on the device of the tokens, and the padded ones under all four names of PackedSeqParams, as there;
-  our own attention has a copy on the host;
+- an iterator may be over microbatches of the script's own, as Megatron-LM builds them, without a
+  `padding_mask`;
+- `cu_seqlens` are on the device of the tokens, and the padded ones under all four names of
+  PackedSeqParams, as there; our own attention has a copy on the host;
 - `num_microbatches` may be left out where one `next` gives the whole share of a rank;
 - a scheduler may be a subclass of `BasePackingScheduler`.
 
@@ -31,7 +35,9 @@ from torch import Tensor
 from megatron.packing import data_schedule
 from megatron.packing.data_schedule import WrappedDataLoader
 from megatron.packing.model.get_batch import Batch, packed_seq_params
-from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing as get_own_batch
+from megatron.packing.model.get_batch import (
+    get_batch_on_this_rank_for_sequence_packing as get_own_batch,
+)
 from megatron.packing.scheduling.problem import Schedule, Scheduler, ScheduleRequest
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.packing.step.groups import device_of
@@ -56,22 +62,32 @@ def wrap_dataloader(
     *,
     installed: Any = None,
 ) -> WrappedDataLoader:
-    """`data_schedule.wrap_dataloader`, whose `data_iterator` is None where the tensor-parallel rank is not 0.
+    """`data_schedule.wrap_dataloader`, whose `data_iterator` is None where the tensor-parallel rank
+    is not 0.
 
-    Also as `wrap_dataloader(data_iterator, config, scheduler_type, pg_collection)` and `wrap_dataloader(data_iterator,
-    scheduler_type)`, which call `next` once. installed: the config where none is given; `plugin.install` knows it.
+    Also as `wrap_dataloader(data_iterator, config, scheduler_type, pg_collection)` and
+    `wrap_dataloader(data_iterator, scheduler_type)`, which call `next` once. installed: the config
+    where none is given; `plugin.install` knows it.
     """
     if isinstance(config, (str, Enum)):
         config, num_microbatches = installed, config
     if config is None:
         raise ValueError(
-            "wrap_dataloader(data_iterator, scheduler_type) needs a config: call plugin.install(config, "
-            "megatron_lm_calls=True) before, or wrap_dataloader(data_iterator, config, scheduler_type)"
+            "wrap_dataloader(data_iterator, scheduler_type) needs a config: call "
+            "plugin.install(config, "
+            "megatron_lm_calls=True) before, or wrap_dataloader(data_iterator, config, "
+            "scheduler_type)"
         )
     if isinstance(num_microbatches, (str, Enum)):
-        num_microbatches, scheduler_type, pg_collection = 1, num_microbatches, pg_collection or scheduler_type
+        num_microbatches, scheduler_type, pg_collection = (
+            1,
+            num_microbatches,
+            pg_collection or scheduler_type,
+        )
     name = scheduler_type.value if isinstance(scheduler_type, Enum) else scheduler_type
-    wrapped = data_schedule.wrap_dataloader(data_iterator, config, num_microbatches, name, pg_collection)
+    wrapped = data_schedule.wrap_dataloader(
+        data_iterator, config, num_microbatches, name, pg_collection
+    )
     if _groups(pg_collection).tp.rank() == 0:
         return wrapped
     stages = wrapped.data_iterator
@@ -80,7 +96,10 @@ def wrap_dataloader(
 
 
 def wrap_data_iterator(
-    data_iterator: object, config: object, num_microbatches: int, pg_collection: ProcessGroupCollection | None = None
+    data_iterator: object,
+    config: object,
+    num_microbatches: int,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader:
     """`wrap_dataloader` under the name that later Megatron-LM uses."""
     return wrap_dataloader(data_iterator, config, num_microbatches, pg_collection=pg_collection)
@@ -92,10 +111,14 @@ def wrap_iterator_helper(
     num_microbatches: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int | None, None, None]:
-    """`wrap_dataloader` where packing is on; where it is off, the arguments as they came and None for both sums."""
+    """`wrap_dataloader` where packing is on; where it is off, the arguments as they came and None
+    for both sums.
+    """
     if getattr(config, "sequence_packing_scheduler", None) is None:
         return data_iterator, num_microbatches, None, None
-    return wrap_dataloader(data_iterator, config, num_microbatches or 1, pg_collection=pg_collection)
+    return wrap_dataloader(
+        data_iterator, config, num_microbatches or 1, pg_collection=pg_collection
+    )
 
 
 def get_batch_on_this_rank_for_sequence_packing(
@@ -108,10 +131,11 @@ def get_batch_on_this_rank_for_sequence_packing(
     dynamic_cp: bool = False,
     config: object = None,
 ) -> Batch:
-    """`model.get_batch`'s, of which tensor-parallel rank 0 alone has an iterator; the others hear it from there.
+    """`model.get_batch`'s, of which tensor-parallel rank 0 alone has an iterator; the others hear
+    it from there.
 
-    Collective over the tensor-parallel group. What fails on rank 0 is raised on all: the end of the iterator as
-    StopIteration, anything else as RuntimeError on the others.
+    Collective over the tensor-parallel group. What fails on rank 0 is raised on all: the end of the
+    iterator as StopIteration, anything else as RuntimeError on the others.
     """
     groups = _groups(pg_collection)
     batch, failure = None, None
@@ -119,7 +143,13 @@ def get_batch_on_this_rank_for_sequence_packing(
         try:
             microbatches = None if data_iterator is None else map(_completed, data_iterator)
             batch = get_own_batch(
-                microbatches, vpp_size, mtp_on_this_rank, vp_stage, groups, dynamic_cp=dynamic_cp, config=config
+                microbatches,
+                vpp_size,
+                mtp_on_this_rank,
+                vp_stage,
+                groups,
+                dynamic_cp=dynamic_cp,
+                config=config,
             )
         except Exception as error:  # the others are waiting
             failure = error
@@ -140,14 +170,21 @@ def _groups(pg_collection: ProcessGroupCollection | None) -> Any:
 
 
 def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
-    """A microbatch as Megatron-LM builds it, with zeros and a mask where its sequences are padded."""
+    """A microbatch as Megatron-LM builds it, with zeros and a mask where its sequences are
+    padded."""
     if "padding_mask" in microbatch:
         return microbatch
-    cu_seqlens, padded = (microbatch[name].reshape(-1).cpu() for name in ("cu_seqlens", "cu_seqlens_padded"))
+    cu_seqlens, padded = (
+        microbatch[name].reshape(-1).cpu() for name in ("cu_seqlens", "cu_seqlens_padded")
+    )
     lengths = cu_seqlens.diff().long()
     in_turn = torch.stack((lengths, padded.diff() - lengths), dim=1).view(-1)
     padding_mask = torch.tensor([False, True]).repeat(lengths.numel()).repeat_interleave(in_turn)
-    completed = {**microbatch, "cu_seqlens_padded": padded, "max_seqlen": int(microbatch["max_seqlen"])}
+    completed = {
+        **microbatch,
+        "cu_seqlens_padded": padded,
+        "max_seqlen": int(microbatch["max_seqlen"]),
+    }
     padding_mask = padding_mask.to(microbatch["cu_seqlens"].device)  # where all of a microbatch is
     for name in _DTYPES:
         values: Tensor | None = microbatch.get(name)
@@ -157,9 +194,13 @@ def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heard(batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup) -> Batch | None:
-    """`batch` of tensor-parallel rank 0 on all ranks; which fields it has and their size travel first."""
+    """`batch` of tensor-parallel rank 0 on all ranks; which fields it has and their size travel
+    first.
+    """
     source, device = dist.get_global_rank(tp, 0), device_of(tp)
-    header: list[Any] = [failure and (isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}")]
+    header: list[Any] = [
+        failure and (isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}")
+    ]
     if batch is not None:
         names = [name for name in _DTYPES if getattr(batch, name) is not None]
         params = batch.packed_seq_params
@@ -195,8 +236,8 @@ def _told(value: T, tp: dist.ProcessGroup) -> T:
 class BasePackingScheduler:
     """A scheduler as Megatron-LM's users write one; `register_scheduler` gives it a name.
 
-    It is made anew for each global batch, on the rank that decides. A data-parallel replica counts as one rank of it,
-    whatever its context-parallel size.
+    It is made again for each global batch, on the rank that decides. A data-parallel replica counts
+    as one rank of it, whatever its context-parallel size.
     """
 
     def __init__(
@@ -206,39 +247,56 @@ class BasePackingScheduler:
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None,
     ) -> None:
-        """max_seqlen_per_dp_cp_rank: tokens that a pack may hold; cp_size: 1; dp_size: data-parallel ranks;
-        microbatch_group_size_per_vp_stage: of which the number of microbatches must be a multiple; None for any.
+        """max_seqlen_per_dp_cp_rank: tokens that a pack may hold; cp_size: 1; dp_size:
+        data-parallel ranks;
+        microbatch_group_size_per_vp_stage: of which the number of microbatches must be a multiple;
+        None for any.
         """
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         self.cp_size = cp_size
         self.dp_size = dp_size
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
 
-    def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
-        """Return [microbatch][rank] -> ids of the samples in that pack, for samples given as (id, padded length)."""
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: list[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """Return [microbatch][rank] -> ids of the samples in that pack, for samples given as (id,
+        padded length).
+        """
         raise NotImplementedError
 
 
 def register_scheduler(name: str, scheduler: type[BasePackingScheduler]) -> Scheduler:
-    """Let `name`, in any case, stand for `scheduler` in `sequence_packing_scheduler`, before it is used; return it as a
-    function, which `--sequence-packing-scheduler module:function` takes.
+    """Let `name`, in any case, stand for `scheduler` in `sequence_packing_scheduler`, before it is
+    used; return it as a function, which `--sequence-packing-scheduler module:function` takes.
 
     ValueError for a name that is taken.
     """
     if name.lower() in SCHEDULERS:
-        raise ValueError(f"there is a packing scheduler {name.lower()!r}; register {scheduler.__name__} as another")
+        raise ValueError(
+            f"there is a packing scheduler {name.lower()!r}; register {scheduler.__name__} as "
+            "another"
+        )
 
     def schedule(request: ScheduleRequest) -> Schedule:
         multiple = request.microbatch_multiple
         made = scheduler(request.capacity, 1, request.num_ranks, multiple if multiple > 1 else None)
         groups = made.get_groups_and_subsamples(list(enumerate(request.lengths.tolist())))
         if any(len(ranks) != request.num_ranks for ranks in groups):
-            raise ValueError(f"each microbatch must have a list of ids for each of {request.num_ranks} ranks")
-        placed = [(i, rank, m) for m, ranks in enumerate(groups) for rank, ids in enumerate(ranks) for i in ids]
+            raise ValueError(
+                f"each microbatch must have a list of ids for each of {request.num_ranks} ranks"
+            )
+        placed = [
+            (i, rank, m)
+            for m, ranks in enumerate(groups)
+            for rank, ids in enumerate(ranks)
+            for i in ids
+        ]
         ids, rank, microbatch = np.array(sorted(placed), np.int64).reshape(-1, 3).T
         if not np.array_equal(ids, np.arange(request.lengths.size)):
             raise ValueError(
-                f"each of {request.lengths.size} samples must be in one pack, but those in packs are {ids}"
+                f"each of {request.lengths.size} samples must be in one pack, but those in packs "
+                f"are {ids}"
             )
         return Schedule(rank, microbatch, request.num_ranks, len(groups))
 

@@ -1,9 +1,12 @@
-"""pure. Frozen dataclasses <-> command line and YAML: a field is a flag, the docstring under it is the help.
+"""pure. Frozen dataclasses <-> command line and YAML: a field is a flag, the docstring under it is
+the help.
 
-`hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take back what a YAML
-file says); a field without default is required; one with metadata `{"positional": True}` has no dashes, a list with
-`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config FILE` gives options in
-YAML under the same names; flags on the command line win. Where the help says NAMES, metadata `{"names": ...}` has them.
+`hidden_size: int` is `--hidden-size N`; `bf16: bool = False` is `--bf16` (and `--no-bf16`, to take
+back what a YAML file says); a field without default is required; one with metadata `{"positional":
+True}` has no dashes, a list with
+`{"repeatable": True}` gathers what its repeated flag gives (else the last one counts). `--config
+FILE` gives options in YAML under the same names; flags on the command line win. Where the help says
+NAMES, metadata `{"names": ...}` has them.
 """
 
 from __future__ import annotations
@@ -49,15 +52,19 @@ def parse_flags(
     passes_over_unknown: bool = False,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> list[Any]:
-    """Returns one instance of each dataclass in `groups`, from command-line `arguments` of `program`.
+    """Returns one instance of each dataclass in `groups`, from command-line `arguments` of
+    `program`.
 
-    passes_over_unknown: whether the YAML file may have other options, as that of another program does; imply: is told
-    the options that the user gave, by field name, and returns values for others, in place of their defaults.
+    passes_over_unknown: whether the YAML file may have other options, as that of another program
+    does; imply: is told the options that the user gave, by field name, and returns values for
+    others, in place of their defaults.
 
-    Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones, and what the
-    dataclasses' own `__post_init__` refuse.
+    Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones,
+    and what the dataclasses' own `__post_init__` refuse.
     """
-    parser = _build_parser(groups, description, program, tells_help=not {"-h", "--help"}.isdisjoint(arguments))
+    parser = _build_parser(
+        groups, description, program, tells_help=not {"-h", "--help"}.isdisjoint(arguments)
+    )
     config_file, rest = _take_config(arguments)
     given: set[str] = set()
     if config_file is not None:
@@ -74,7 +81,9 @@ def parse_flags(
         if imply is not None:
             _take_implied(parser, imply, given, rest)
         values = _values(parser, rest)
-        return [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
+        return [
+            group(**{field.name: values[field.name] for field in fields(group)}) for group in groups
+        ]
     except ValueError as failure:
         raise FlagError(str(failure)) from None
 
@@ -85,11 +94,16 @@ def _values(parser: _Parser, arguments: Sequence[str]) -> dict[str, Any]:
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, int) and not -(2**63) <= number < 2**63:
                 raise FlagError(f"{flag_of(name)} must fit 64 bits, but is {shown(number)}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
 
 
 def _take_implied(
-    parser: _Parser, imply: Callable[[Mapping[str, Any]], Mapping[str, Any]], given: set[str], rest: Sequence[str]
+    parser: _Parser,
+    imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    given: set[str],
+    rest: Sequence[str],
 ) -> None:
     """Make what `imply` answers the defaults; what the user gave stays."""
     required = [action for action in parser._actions if action.required]
@@ -108,7 +122,10 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        print(*(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")), sep=", ")
+        print(
+            *(f"{name} {version(name)}" for name in ("megatron-sft", "megatron-core", "torch")),
+            sep=", ",
+        )
         parser.exit()
 
 
@@ -116,19 +133,32 @@ class _Extend(argparse.Action):
     """A list whose flag may be repeated; the first one replaces what a YAML file says."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
     ) -> None:
         given = getattr(namespace, self.dest)
         setattr(namespace, self.dest, list(values) if given is self.default else [*given, *values])
 
 
-def _build_parser(groups: Sequence[type], description: str, program: str | None, tells_help: bool) -> _Parser:
+def _build_parser(
+    groups: Sequence[type], description: str, program: str | None, tells_help: bool
+) -> _Parser:
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the installed versions and exit")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the same options; flags win")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the installed versions and exit"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the same options; flags win"
+    )
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
-        helps, hints = _field_docstrings(group) if tells_help else {}, _type_hints(group)  # to read sources takes 0.1 s
+        helps, hints = (
+            _field_docstrings(group) if tells_help else {},
+            _type_hints(group),
+        )  # to read sources takes 0.1 s
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")
@@ -152,7 +182,9 @@ def _build_parser(groups: Sequence[type], description: str, program: str | None,
 
 
 def _argument_kind(hint: Any) -> dict[str, Any]:
-    """argparse's keywords for a type: bool, int, float, str, Literal, tuple[str, ...], or one of these or None."""
+    """argparse's keywords for a type: bool, int, float, str, Literal, tuple[str, ...], or one of
+    these or None.
+    """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     if hint is bool:
@@ -165,7 +197,9 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
-    """Returns the string expression under each field of a dataclass; one that it inherits may be documented there."""
+    """Returns the string expression under each field of a dataclass; one that it inherits may be
+    documented there.
+    """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         found |= _own_docstrings(base)
@@ -197,7 +231,9 @@ def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(found.config[0]), rest
 
 
-def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> Iterator[tuple[argparse.Action, Any]]:
+def _values_of_yaml(
+    path: Path, parser: _Parser, passes_over_unknown: bool
+) -> Iterator[tuple[argparse.Action, Any]]:
     """Each option that a YAML file gives, with its value as the command line would make it."""
     try:
         options = read_yaml(path)
@@ -205,20 +241,30 @@ def _values_of_yaml(path: Path, parser: _Parser, passes_over_unknown: bool) -> I
         told = str(failure)
         raise FlagError(f"--config {path}{told if told.startswith(':') else f': {told}'}") from None
     if not isinstance(options, dict):
-        raise FlagError(f"--config {path} must map options to values, but holds {type(options).__name__}")
-    actions = {action.dest.replace("_", "-"): action for action in parser._actions if action.dest not in _NOT_IN_YAML}
+        raise FlagError(
+            f"--config {path} must map options to values, but holds {type(options).__name__}"
+        )
+    actions = {
+        action.dest.replace("_", "-"): action
+        for action in parser._actions
+        if action.dest not in _NOT_IN_YAML
+    }
     for key, value in options.items():
         name = str(key).replace("_", "-")
         if name not in actions and passes_over_unknown:
             continue
         if name not in actions:
-            raise FlagError(f"--config {path}: unknown option {shown(str(key))}{_nearest(name, actions)}")
+            raise FlagError(
+                f"--config {path}: unknown option {shown(str(key))}{_nearest(name, actions)}"
+            )
         if value is not None:
             try:
                 yield actions[name], _value_of_yaml(actions[name], value)
             except (TypeError, ValueError):
                 wanted = _wanted(actions[name])
-                raise FlagError(f"--config {path}: '{key}' must be {wanted}, but is {shown(value)}") from None
+                raise FlagError(
+                    f"--config {path}: '{key}' must be {wanted}, but is {shown(value)}"
+                ) from None
 
 
 def _value_of_yaml(action: argparse.Action, value: object) -> Any:
@@ -258,8 +304,8 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def given_flags(options: Any, arguments: Sequence[str]) -> list[str]:
-    """The flags of `options`, an instance of `parse_flags`, that the user gave: those in `arguments`, and those that
-    are not at their default, as YAML may have them.
+    """The flags of `options`, an instance of `parse_flags`, that the user gave: those in
+    `arguments`, and those that are not at their default, as YAML may have them.
     """
     named = {argument.split("=", 1)[0].replace("--no-", "--", 1) for argument in arguments}
     return [
@@ -276,7 +322,8 @@ def flag_of(name: str) -> str:
 
 
 def check_range(options: object, low: float, high: float | None, *names: str) -> None:
-    """Raises ValueError unless each of these options is absent, or finite and from `low` to `high`."""
+    """Raises ValueError unless each of these options is absent, or finite and from `low` to
+    `high`."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not low <= value <= (sys.float_info.max if high is None else high):

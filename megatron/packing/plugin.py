@@ -3,15 +3,17 @@
 
     plugin.add_arguments(parser)               # --sequence-packing and its companions
     plugin.install(config, arguments)          # before the model is built
-    batch = get_batch_on_this_rank_for_sequence_packing(data_iterator)      # in the script's forward step
+    batch = get_batch_on_this_rank_for_sequence_packing(data_iterator)      # in the script's
+    forward step
 
-The three forward-backward functions of `megatron.core.pipeline_parallel.schedules` are replaced by ones that pack for
-models whose config asks for it and pass all others through. `wrap_dataloader` and what belongs to it also appear in
-`megatron.core.datasets.data_schedule`, where Megatron-LM's users look; a data iterator that a script wrapped itself is
-not packed again. `uninstall` takes back both.
+The three forward-backward functions of `megatron.core.pipeline_parallel.schedules` are replaced by
+ones that pack for models whose config asks for it and pass all others through. `wrap_dataloader`
+and what belongs to it also appear in
+`megatron.core.datasets.data_schedule`, where Megatron-LM's users look; a data iterator that a
+script wrapped itself is not packed again. `uninstall` takes back both.
 
-What cannot work is refused (see `plugin_checks`): at once where the config tells, else when a forward-backward function
-first sees the model.
+What cannot work is refused (see `plugin_checks`): at once where the config tells, else when a
+forward-backward function first sees the model.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ from megatron.packing.step.delay import DelayQueue
 if TYPE_CHECKING:
     from megatron.packing.model.pipeline import PackedPasses
 
-# The other files of this room are imported when they are needed: older megatron-cores lack names that they import, and
-# would end in an ImportError instead of the refusal below.
+# The other files of this room are imported when they are needed: older megatron-cores lack names
+# that they import, and would end in an ImportError instead of the refusal below.
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -60,7 +62,9 @@ SCHEDULES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of packing that `parser` does not have yet; those that it has stay as they are."""
+    """Add the options of packing that `parser` does not have yet; those that it has stay as they
+    are.
+    """
     section = parser.add_argument_group("sequence packing")
     options: dict[str, dict[str, Any]] = {
         "--sequence-packing": {
@@ -69,10 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--sequence-packing-scheduler": {
             "metavar": "NAME",
-            "help": f"how sequences are given to ranks and microbatches: {', '.join(SCHEDULERS)}, or a function of "
+            "help": f"how sequences are given to ranks and microbatches: {', '.join(SCHEDULERS)}, "
+            "or a function of "
             "yours as module:function (default: default, the least modelled step time)",
         },
-        "--max-seqlen-per-dp-cp-rank": {"type": int, "metavar": "N", "help": "tokens that one rank holds of a pack"},
+        "--max-seqlen-per-dp-cp-rank": {
+            "type": int,
+            "metavar": "N",
+            "help": "tokens that one rank holds of a pack",
+        },
         "--over-length-policy": {
             "choices": get_args(OverLengthPolicy),
             "default": "error",
@@ -80,24 +89,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--pack-cost": {
             "metavar": "FILE",
-            "help": "what python -m megatron.packing.calibrate wrote: schedule by measured times (default: by FLOPs)",
+            "help": "what python -m megatron.packing.calibrate wrote: schedule by measured times "
+            "(default: by FLOPs)",
         },
         "--outlier-delay-steps": {
             "type": int,
             "default": 0,
             "metavar": "K",
-            "help": "steps that a sequence may wait which alone costs more than a fair share (default: 0, none waits)",
+            "help": "steps that a sequence may wait which alone costs more than a fair share "
+            "(default: 0, none waits)",
         },
         "--prefetch-global-batches": {
             "type": int,
             "default": 0,
             "metavar": "K",
-            "help": "global batches that a thread draws, schedules and packs before training asks for them; the "
+            "help": "global batches that a thread draws, schedules and packs before training asks "
+            "for them; the "
             "script's iterator then stands K batches ahead of the step (default: 0, none)",
         },
         "--logits-of-masked-tokens": {
             "action": "store_true",
-            "help": "compute the output layer and the loss of masked tokens, too (to compare; losses are equal)",
+            "help": "compute the output layer and the loss of masked tokens, too (to compare; "
+            "losses are equal)",
         },
     }
     for flag, settings in options.items():
@@ -107,16 +120,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def install(
-    config: TransformerConfig, arguments: argparse.Namespace | None = None, *, megatron_lm_calls: bool = False
+    config: TransformerConfig,
+    arguments: argparse.Namespace | None = None,
+    *,
+    megatron_lm_calls: bool = False,
 ) -> ExitStack:
-    """Let models of `config` train packed: as `arguments` (see `add_arguments`) say, or with what `config` says itself.
+    """Let models of `config` train packed: as `arguments` (see `add_arguments`) say, or with what
+    `config` says itself.
 
-    Call it before the model is built and before `get_forward_backward_func()`; that name may have been imported
-    earlier. Without --sequence-packing `config` is left alone, and its models train as ever. Idempotent; call it once
-    per config. The result may be used in a `with`, at whose end a first installation is taken back. With
-    --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose state belongs in the
-    script's checkpoints. megatron_lm_calls: calls are as Megatron-LM has them (see `conventions`), and what the
-    forward-backward function returns ends in two more entries: the sums of lengths and of their squares.
+    Call it before the model is built and before `get_forward_backward_func()`; that name may have
+    been imported earlier. Without --sequence-packing `config` is left alone, and its models train
+    as ever. Idempotent; call it once per config. The result may be used in a `with`, at whose end a
+    first installation is taken back. With
+    --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose
+    state belongs in the
+    script's checkpoints. megatron_lm_calls: calls are as Megatron-LM has them (see `conventions`),
+    and what the forward-backward function returns ends in two more entries: the sums of lengths and
+    of their squares.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
@@ -126,11 +146,17 @@ def install(
         check_config(config)
     taken_back = ExitStack()
     plain = {name: getattr(schedules, name) for name in SCHEDULES}
-    plain = {name: function for name, function in plain.items() if not isinstance(function, PackingSchedule)}
+    plain = {
+        name: function
+        for name, function in plain.items()
+        if not isinstance(function, PackingSchedule)
+    }
     for name, function in plain.items():
         setattr(schedules, name, PackingSchedule(function))
     for name, value in _exposed(config if megatron_lm_calls else None).items():
-        if not hasattr(exposed_in, name) or (megatron_lm_calls and _is_ours(getattr(exposed_in, name))):
+        if not hasattr(exposed_in, name) or (
+            megatron_lm_calls and _is_ours(getattr(exposed_in, name))
+        ):
             setattr(exposed_in, name, value)
     if plain:
         taken_back.callback(uninstall)
@@ -138,7 +164,8 @@ def install(
 
 
 def uninstall() -> None:
-    """Leave megatron-core as it was before `install`; nothing to do where it was not installed. With
+    """Leave megatron-core as it was before `install`; nothing to do where it was not installed.
+    With
     --prefetch-global-batches call it, on all ranks, before the process groups are destroyed.
 
     Raises RuntimeError if somebody replaced the forward-backward functions since.
@@ -147,7 +174,9 @@ def uninstall() -> None:
     ours = [name for name, value in vars(exposed_in).items() if _is_ours(value)]
     for name, function in found.items():
         if ours and not isinstance(function, PackingSchedule):
-            raise RuntimeError(f"{schedules.__name__}.{name} was replaced after install; take that back first")
+            raise RuntimeError(
+                f"{schedules.__name__}.{name} was replaced after install; take that back first"
+            )
     for name, function in found.items():
         if isinstance(function, PackingSchedule):
             function.close()
@@ -157,7 +186,8 @@ def uninstall() -> None:
 
 
 class PackingSchedule:
-    """One of megatron-core's forward-backward functions, which packs for models whose config asks for it.
+    """One of megatron-core's forward-backward functions, which packs for models whose config asks
+    for it.
 
     What such a model's call returns is a `pipeline.PackedLosses`.
     """
@@ -169,14 +199,22 @@ class PackingSchedule:
         self._checked: WeakSet[torch.nn.Module] = WeakSet()
 
     def __call__(
-        self, *, data_iterator: object, model: Any, forward_step_func: Callable[..., Any], **arguments: object
+        self,
+        *,
+        data_iterator: object,
+        model: Any,
+        forward_step_func: Callable[..., Any],
+        **arguments: object,
     ) -> list[Any]:
         """See megatron-core's `get_forward_backward_func`."""
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         if getattr(config, "sequence_packing_scheduler", None) is None:
             return self.plain(
-                data_iterator=data_iterator, model=model, forward_step_func=forward_step_func, **arguments
+                data_iterator=data_iterator,
+                model=model,
+                forward_step_func=forward_step_func,
+                **arguments,
             )
         for chunk in chunks:
             self._check_once(chunk)
@@ -234,7 +272,9 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
 
 
 def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_calls: bool) -> None:
-    """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as `PackingOptions`."""
+    """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as
+    `PackingOptions`.
+    """
     from megatron.packing.step.settings import PackingOptions, measured_cost
 
     for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
@@ -245,7 +285,9 @@ def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_ca
         config.sequence_packing_scheduler = "default"
     options = PackingOptions.of(config)
     options = replace(options, megatron_lm_calls=megatron_lm_calls or options.megatron_lm_calls)
-    policy, pack_cost = (getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost"))
+    policy, pack_cost = (
+        getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost")
+    )
     if policy is not None:
         options = replace(options, over_length_policy=policy)
     if pack_cost is not None:
@@ -264,16 +306,24 @@ def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_ca
 
 
 def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
-    """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then has its iterator, or
-    with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
+    """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then
+    has its iterator, or with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
     """
     from megatron.packing.conventions import heard_from_first
     from megatron.packing.data_schedule import PackedIterator
     from megatron.packing.step.settings import PackingOptions
 
-    first = data_iterator[0] if isinstance(data_iterator, (list, tuple)) and data_iterator else data_iterator
+    first = (
+        data_iterator[0]
+        if isinstance(data_iterator, (list, tuple)) and data_iterator
+        else data_iterator
+    )
     is_packed = isinstance(first, PackedIterator)
-    return heard_from_first(is_packed, groups) if PackingOptions.of(config).megatron_lm_calls else is_packed
+    return (
+        heard_from_first(is_packed, groups)
+        if PackingOptions.of(config).megatron_lm_calls
+        else is_packed
+    )
 
 
 def _with_sums(losses: list[Any], config: object) -> list[Any]:
@@ -286,16 +336,27 @@ def _with_sums(losses: list[Any], config: object) -> list[Any]:
 
 
 def _exposed(config_of_calls: TransformerConfig | None) -> dict[str, Any]:
-    """What appears in `exposed_in`, by name: Megatron-LM's own calls where a config is given for them."""
+    """What appears in `exposed_in`, by name: Megatron-LM's own calls where a config is given for
+    them.
+    """
     from megatron.packing import conventions, data_schedule
 
-    names = ["wrap_data_iterator", "wrap_iterator_helper", "get_batch_on_this_rank_for_sequence_packing"]
+    names = [
+        "wrap_data_iterator",
+        "wrap_iterator_helper",
+        "get_batch_on_this_rank_for_sequence_packing",
+    ]
     if config_of_calls is None:
         return {name: getattr(data_schedule, name) for name in ["wrap_dataloader", *names]}
     names += ["BasePackingScheduler", "register_scheduler"]
     calls = {name: getattr(conventions, name) for name in names}
-    return {**calls, "wrap_dataloader": partial(conventions.wrap_dataloader, installed=config_of_calls)}
+    return {
+        **calls,
+        "wrap_dataloader": partial(conventions.wrap_dataloader, installed=config_of_calls),
+    }
 
 
 def _is_ours(value: object) -> bool:
-    return str(getattr(getattr(value, "func", value), "__module__", None)).startswith("megatron.packing.")
+    return str(getattr(getattr(value, "func", value), "__module__", None)).startswith(
+        "megatron.packing."
+    )

@@ -1,4 +1,6 @@
-"""mcore. What the plug-in refuses: what would be weighted wrongly, mixed up, or read beyond a sequence's end."""
+"""mcore. What the plug-in refuses: what would be weighted wrongly, mixed up, or read beyond a
+sequence's end.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.packing.scheduling.registry import get_scheduler
 
-# `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older megatron-cores lack names that
-# they import.
+# `pipeline` and `data_schedule` are imported when they are needed, as in `plugin`: older
+# megatron-cores lack names that they import.
 
 
 def check_config(config: Any) -> None:
@@ -26,19 +30,25 @@ def check_config(config: Any) -> None:
     from megatron.packing.step.settings import PackingOptions
 
     get_scheduler(config.sequence_packing_scheduler)
-    if PackingOptions.of(config).delay_queue is not None and config.sequence_packing_scheduler == "empty":
+    if (
+        PackingOptions.of(config).delay_queue is not None
+        and config.sequence_packing_scheduler == "empty"
+    ):
         raise ValueError(
             "--outlier-delay-steps needs a scheduler that mixes what was drawn; "
             "pass --sequence-packing-scheduler default"
         )
     if getattr(config, "max_seqlen_per_dp_cp_rank", None) is None:
         raise ValueError(
-            "sequence packing needs the tokens that one rank may hold of a pack; pass --max-seqlen-per-dp-cp-rank N"
+            "sequence packing needs the tokens that one rank may hold of a pack; pass "
+            "--max-seqlen-per-dp-cp-rank N"
         )
     demands = [
         (config.fp4 is None, "fp4=None: it was not checked with packs"),
         (
-            config.cuda_graph_impl == "none" and not config.enable_cuda_graph and not config.external_cuda_graph,
+            config.cuda_graph_impl == "none"
+            and not config.enable_cuda_graph
+            and not config.external_cuda_graph,
             'cuda_graph_impl="none": packs differ in length from step to step',
         ),
         (
@@ -56,19 +66,24 @@ def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tup
     return [
         (
             not config.multi_latent_attention or has_transformer_engine,
-            "multi_latent_attention=False without Transformer Engine: megatron-core's other layers cannot be built so",
+            "multi_latent_attention=False without Transformer Engine: megatron-core's other layers "
+            "cannot be built so",
         ),
         (
             not config.multi_latent_attention or config.context_parallel_size == 1,
-            "context_parallel_size=1 with multi_latent_attention: the two were not checked together with packs",
+            "context_parallel_size=1 with multi_latent_attention: the two were not checked "
+            "together with packs",
         ),
         (
-            not config.apply_rope_fusion or _yarn_get_concentration_factor_from_config(config) == 1.0,
-            "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of attention scores",
+            not config.apply_rope_fusion
+            or _yarn_get_concentration_factor_from_config(config) == 1.0,
+            "apply_rope_fusion=False with YaRN: the fused kernel for packs leaves out its scale of "
+            "attention scores",
         ),
         (
             config.fp8 is None or (has_transformer_engine and not config.fp8_dot_product_attention),
-            "fp8=None without Transformer Engine, which alone computes in it, and fp8_dot_product_attention=False: it "
+            "fp8=None without Transformer Engine, which alone computes in it, and "
+            "fp8_dot_product_attention=False: it "
             "takes no packs",
         ),
     ]
@@ -79,46 +94,59 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
     return [
         (
             config.moe_token_dispatcher_type == "alltoall",
-            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which "allgather" cannot '
+            'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which '
+            '"allgather" cannot '
             'take, and "flex" was not checked with',
         ),
         (
             config.moe_expert_capacity_factor is None,
-            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who shares their pack",
+            "moe_expert_capacity_factor=None: which tokens an expert drops would depend on who "
+            "shares their pack",
         ),
         (
             not {"seq_aux_loss", "sinkhorn"} & ({types} if isinstance(types, str) else set(types)),
-            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it were one sequence',
+            'moe_router_load_balancing_type="aux_loss" or "none": others balance a pack as if it '
+            "were one sequence",
         ),
         (
-            config.mtp_num_layers is None or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
-            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are not told what is "
+            config.mtp_num_layers is None
+            or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
+            "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are "
+            "not told what is "
             "padding",
         ),
     ]
 
 
 def check_training(config: Any) -> None:
-    """ValueError for a config whose gradients nobody would add up over ranks and divide by the number of tokens."""
+    """ValueError for a config whose gradients nobody would add up over ranks and divide by the
+    number of tokens.
+    """
     if config.finalize_model_grads_func is None:
         raise ValueError(
-            "sequence packing needs TransformerConfig finalize_model_grads_func, or gradients stay sums of this rank; "
+            "sequence packing needs TransformerConfig finalize_model_grads_func, or gradients stay "
+            "sums of this rank; "
             "set it to megatron.core.distributed.finalize_model_grads"
         )
 
 
 @contextmanager
 def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """ValueError for a forward step that gives the model's attention no `packed_seq_params`, inside the `with`."""
+    """ValueError for a forward step that gives the model's attention no `packed_seq_params`, inside
+    the `with`.
+    """
 
     def check(module: torch.nn.Module, arguments: object, options: dict[str, Any]) -> None:
         if options.get("packed_seq_params") is None:
             raise ValueError(
-                "the model was called without packed_seq_params, and sequences of a pack would attend to one another; "
+                "the model was called without packed_seq_params, and sequences of a pack would "
+                "attend to one another; "
                 "pass packed_seq_params=batch.packed_seq_params in the forward step"
             )
 
-    found = [next((m for m in chunk.modules() if isinstance(m, Attention)), None) for chunk in chunks]
+    found = [
+        next((m for m in chunk.modules() if isinstance(m, Attention)), None) for chunk in chunks
+    ]
     hooks = [m.register_forward_pre_hook(check, with_kwargs=True) for m in found if m is not None]
     try:
         yield
@@ -128,18 +156,27 @@ def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def check_modules(chunk: torch.nn.Module) -> None:
-    """ValueError for a model whose attention takes no packs, or whose gradients would be divided twice."""
-    if any(getattr(module.forward, "__func__", None) is DotProductAttention.forward for module in chunk.modules()):
+    """ValueError for a model whose attention takes no packs, or whose gradients would be divided
+    twice.
+    """
+    if any(
+        getattr(module.forward, "__func__", None) is DotProductAttention.forward
+        for module in chunk.modules()
+    ):
         raise ValueError(
-            "the model was built with megatron-core's DotProductAttention, which refuses packs; build it with "
-            "transformer_layer_spec=packed_block_spec(config) of megatron.packing.model.layer_spec, or with "
+            "the model was built with megatron-core's DotProductAttention, which refuses packs; "
+            "build it with "
+            "transformer_layer_spec=packed_block_spec(config) of "
+            "megatron.packing.model.layer_spec, or with "
             "Transformer Engine"
         )
     if isinstance(chunk, DistributedDataParallel) and any(
-        buffer.gradient_scaling_factor != 1.0 for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        buffer.gradient_scaling_factor != 1.0
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
     ):
         raise ValueError(
-            "DistributedDataParallel was built without calculate_per_token_loss and would divide gradients a second "
+            "DistributedDataParallel was built without calculate_per_token_loss and would divide "
+            "gradients a second "
             "time; set it in the config before the model is wrapped"
         )
 
@@ -148,16 +185,23 @@ def check_groups(pg_collection: object) -> None:
     """ValueError for a collection given that lacks a group that packing needs."""
     from megatron.packing.step.global_batch import GROUPS
 
-    missing = [name for name in GROUPS if pg_collection is not None and getattr(pg_collection, name, None) is None]
+    missing = [
+        name
+        for name in GROUPS
+        if pg_collection is not None and getattr(pg_collection, name, None) is None
+    ]
     if missing:
         raise ValueError(
-            f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but {', '.join(missing)} is missing; "
+            f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but "
+            f"{', '.join(missing)} is missing; "
             "set it, or leave pg_collection out"
         )
 
 
 def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot be undone."""
+    """`forward_step_func`, whose loss function must not have divided: a mean per microbatch cannot
+    be undone.
+    """
 
     @wraps(forward_step_func)
     def forward_step(*arguments: object, **options: object) -> tuple[Any, Any]:
@@ -167,8 +211,10 @@ def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
             loss = loss_func(output_tensor, **loss_options)
             if len(loss) != 3 and not loss_options.get("non_loss_data"):
                 raise ValueError(
-                    "sequence packing needs a loss function that returns (sum of losses, integer number of tokens, "
-                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by their pack"
+                    "sequence packing needs a loss function that returns (sum of losses, integer "
+                    "number of tokens, "
+                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by "
+                    "their pack"
                 )
             return loss
 

@@ -1,7 +1,9 @@
-"""pure. This reads the small files that a user names: text, JSON and YAML of bounded size and depth.
+"""pure. This reads the small files that a user names: text, JSON and YAML of bounded size and
+depth.
 
-Each fault is a ValueError that says what is the matter, without the path: whoever asked names the file or flag. A pipe
-or a device is refused and not waited for, and what would take more than a second or 100 MB to understand is not begun.
+Each fault is a ValueError that says what is the matter, without the path: whoever asked names the
+file or flag. A pipe or a device is refused and not waited for, and what would take more than a
+second or 100 MB to understand is not begun.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from typing import Any
 
 import yaml
 
-MOST_BYTES = 1 << 24
-_MOST_VALUES = 1_000_000
-_MOST_DEPTH = 64
-_MOST_DIGITS = 20
-_MOST_DIGITS_KEPT = 4000
-_MOST_YAML_EVENTS = 50_000
-_MOST_YAML_DEPTH = 8
+MAX_BYTES = 1 << 24
+_MAX_VALUES = 1_000_000
+_MAX_DEPTH = 64
+_MAX_DIGITS = 20
+_MAX_DIGITS_KEPT = 4000
+_MAX_YAML_EVENTS = 50_000
+_MAX_YAML_DEPTH = 8
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 100
@@ -32,15 +34,18 @@ def shown(value: object) -> str:
 
 
 def shortened(message: str, most: int = 1000) -> str:
-    """Return a message without its middle if it is longer: where and the way out stand at its ends."""
+    """Return a message without its middle if it is longer: where and the way out stand at its
+    ends."""
     half = most // 2
     return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
 
 
-def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:
     """Return the content of a UTF-8 file, without a byte-order mark."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, not waiting for a writer
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # of a pipe, not waiting for a writer
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("it is no regular file")
@@ -58,7 +63,9 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
         raise ValueError(f"not UTF-8 at byte {error.start + 1}") from None
 
 
-def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, any_integer: bool = False) -> Any:
+def read_json(
+    path: str | os.PathLike[str], most_bytes: int = MAX_BYTES, *, any_integer: bool = False
+) -> Any:
     """Return what a JSON file holds; see `parse_json`."""
     return parse_json(read_text(path, most_bytes), any_integer=any_integer)
 
@@ -66,26 +73,28 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, any
 def parse_json(text: str, *, any_integer: bool = False) -> Any:
     """Return what JSON stands for. Integers fit 64 bits, so that arithmetic with them cannot fail.
 
-    any_integer: accept longer ones too, for files of other libraries that are written again as they are: transformers
-    writes a `model_max_length` of 1000000000000000019884624838656. Whoever computes with one checks `fits_64_bits`.
+    any_integer: accept longer ones too, for files of other libraries that are written again as they
+    are: transformers writes a `model_max_length` of 1000000000000000019884624838656. Whoever
+    computes with one checks `fits_64_bits`.
     """
-    if sum(map(text.count, "[{,")) > _MOST_VALUES:
-        raise ValueError(f"not JSON that can be read: more than {_MOST_VALUES:,} values")
+    if sum(map(text.count, "[{,")) > _MAX_VALUES:
+        raise ValueError(f"not JSON that can be read: more than {_MAX_VALUES:,} values")
     try:
         value = (_decode_any if any_integer else _decode)(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column {error.colno}"
+            f"not JSON: {error.msg.removesuffix(' at')} in line {error.lineno}, column "
+            f"{error.colno}"
         ) from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deep") from None
     level = [value]
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MAX_DEPTH):
         inner = (part for part in level if isinstance(part, (dict, list)))
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
         if not level:
             return value
-    raise ValueError(f"not JSON that can be read: nested more than {_MOST_DEPTH} deep")
+    raise ValueError(f"not JSON that can be read: nested more than {_MAX_DEPTH} deep")
 
 
 def fits_64_bits(number: int) -> bool:
@@ -94,15 +103,21 @@ def fits_64_bits(number: int) -> bool:
 
 
 def _integer(digits: str) -> int:
-    number = int(digits[:_MOST_DIGITS])
-    if len(digits) > _MOST_DIGITS or not fits_64_bits(number):
-        raise ValueError(f"not JSON that can be read: the number {digits[:20]}... does not fit 64 bits")
+    number = int(digits[:_MAX_DIGITS])
+    if len(digits) > _MAX_DIGITS or not fits_64_bits(number):
+        raise ValueError(
+            f"not JSON that can be read: the number {digits[:20]}... does not fit 64 bits"
+        )
     return number
 
 
 def _any_integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS_KEPT:  # Python converts no more than 4300, which takes quadratic time
-        raise ValueError(f"not JSON that can be read: the number {digits[:20]}... has {len(digits):,} digits")
+    if (
+        len(digits) > _MAX_DIGITS_KEPT
+    ):  # Python converts no more than 4300, which takes quadratic time
+        raise ValueError(
+            f"not JSON that can be read: the number {digits[:20]}... has {len(digits):,} digits"
+        )
     return int(digits)
 
 
@@ -120,13 +135,17 @@ class _Loader(_SafeLoader):
         for key, _ in node.value:
             name = str(self.construct_object(key)).replace("_", "-")
             if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"'{key.value}' is given twice", problem_mark=key.start_mark
+                )
             seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Return what a YAML file of options holds. Messages begin with ":7: ", the line, where there is one."""
+    """Return what a YAML file of options holds. Messages begin with ":7: ", the line, where there
+    is one.
+    """
     text = read_text(path)
     try:
         _check_events(text)
@@ -136,12 +155,18 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{line}{error.problem}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # scalars that look like numbers and dates, too
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # scalars that look like numbers and dates, too
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def _check_events(text: str) -> None:
-    """Raise before anything is built of YAML that is deep, long, or grows by aliases of collections."""
+    """Raise before anything is built of YAML that is deep, long, or grows by aliases of
+    collections.
+    """
     depth, collections = 0, set[str]()
     event: Any
     for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
@@ -150,8 +175,8 @@ def _check_events(text: str) -> None:
         depth += begins - isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent))
         if begins and anchor is not None:
             collections.add(anchor)
-        fault = f"more than {_MOST_YAML_EVENTS:,} values" if number > _MOST_YAML_EVENTS else ""
-        fault = f"nested more than {_MOST_YAML_DEPTH} deep" if depth > _MOST_YAML_DEPTH else fault
+        fault = f"more than {_MAX_YAML_EVENTS:,} values" if number > _MAX_YAML_EVENTS else ""
+        fault = f"nested more than {_MAX_YAML_DEPTH} deep" if depth > _MAX_YAML_DEPTH else fault
         if isinstance(event, yaml.AliasEvent) and anchor in collections:
             fault = f"*{anchor} stands for a list or mapping; write it out"
         if fault:

@@ -1,6 +1,7 @@
-"""pure. What another capacity, layout or size of the global batch would change, in sentences with a figure each.
+"""pure. What another capacity, layout or size of the global batch would change, in sentences with a
+figure each.
 
-Every figure is a global batch scheduled anew by `default` and modelled, not a rule of thumb.
+Every figure is a global batch scheduled again by `default` and modelled, not a rule of thumb.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from megatron.planner.step_record import StepLayout
 
 IntArray = npt.NDArray[np.int64]
 
-_LEAST_SAID = 0.01
+_MIN_SAID = 0.01
 """Share of the step's time."""
 _MANY_SEQUENCES = 30_000
-"""As many are scheduled anew for each figure, but at least one global batch."""
+"""As many are scheduled again for each figure, but at least one global batch."""
 
 
 class Beside(NamedTuple):
@@ -33,9 +34,10 @@ class Beside(NamedTuple):
     context_parallel_size: int
     num_layers: int | None = None
     """None where it isn't known."""
-    meet_below: int | None = None
-    """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do not meet; None where
-    it isn't known."""
+    sync_below: int | None = None
+    """Context-parallel size from which experts lie within a data-parallel rank, so that ranks do
+    not meet; None where it isn't known.
+    """
 
 
 class Adviser:
@@ -49,7 +51,9 @@ class Adviser:
         self._now = modelled_cost(self._batches, layout, default)
 
     def advice(self, comparison: Comparison) -> list[str]:
-        """Returns sentences on the schedulers, the capacity, the layout and the batch, those that say something."""
+        """Returns sentences on the schedulers, the capacity, the layout and the batch, those that
+        say something.
+        """
         best = next((outcome for outcome in comparison.outcomes if outcome.name == "default"), None)
         sentences = self._on_schedulers(comparison, best)
         sentences += self._on_capacity(best)
@@ -66,10 +70,17 @@ class Adviser:
         if best is None:
             return []
         sentences = []
-        padded = next(outcome for outcome in comparison.outcomes if outcome.name == PADDED_TO_LONGEST)
-        others = [each for each in comparison.outcomes if each.schedule_seconds is not None and each is not best]
+        padded = next(
+            outcome for outcome in comparison.outcomes if outcome.name == PADDED_TO_LONGEST
+        )
+        others = [
+            each
+            for each in comparison.outcomes
+            if each.schedule_seconds is not None and each is not best
+        ]
         gain = (
-            f"default trains {padded.step_cost / best.step_cost:.2f}x the tokens per second of padding to the longest"
+            f"default trains {padded.step_cost / best.step_cost:.2f}x the tokens per second of "
+            "padding to the longest"
         )
         if others:  # of packing
             next_best = min(others, key=lambda each: each.step_cost)
@@ -78,12 +89,14 @@ class Adviser:
         sentences.append(gain + ".")
         if best.balance < 1:
             sentences.append(
-                f"Its modelled time is {best.balance:.3f} of what any schedule of even packs takes: small packs first "
+                f"Its modelled time is {best.balance:.3f} of what any schedule of even packs "
+                "takes: small packs first "
                 "and last fill the bubbles of the pipeline."
             )
-        elif best.balance < 1 + _LEAST_SAID:
+        elif best.balance < 1 + _MIN_SAID:
             sentences.append(
-                f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more than that."
+                f"It is {best.balance - 1:.2%} above the lower bound: no schedule can gain more "
+                "than that."
             )
         return sentences
 
@@ -92,29 +105,38 @@ class Adviser:
         needed = int(layout.alignment.padded_length(np.int64(longest)))
         found = {}
         for factor in (0.5, 0.75, 1.5, 2.0):
-            capacity = int(layout.capacity * factor) // layout.alignment.pack * layout.alignment.pack
+            capacity = (
+                int(layout.capacity * factor) // layout.alignment.pack * layout.alignment.pack
+            )
             if capacity >= needed:
                 found[capacity] = self._change(replace(layout, capacity=capacity))
         sentences = []
         more = {capacity: saved for capacity, saved in found.items() if capacity > layout.capacity}
         less = {capacity: saved for capacity, saved in found.items() if capacity < layout.capacity}
-        if more and max(more.values()) < _LEAST_SAID:
+        if more and max(more.values()) < _MIN_SAID:
             largest = max(more) // self._context
             sentences.append(
                 f"More capacity does not pay for its memory: up to {largest:,} tokens per rank "
-                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the time."
+                f"(--max-seqlen-per-dp-cp-rank) would save {max(0.0, *more.values()):.1%} of the "
+                "time."
             )
         elif more:
-            each = ", ".join(f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items())
+            each = ", ".join(
+                f"{self._per_rank(capacity)} {_percent(saved)}" for capacity, saved in more.items()
+            )
             sentences.append(f"More capacity (--max-seqlen-per-dp-cp-rank): {each}.")
         if less:
             smallest, saved = min(less.items())
             fill = "" if best is None else f"packs are {best.fill:.0%} filled; "
             each = f"{self._per_rank(smallest)} {_percent(saved)}"
-            sentences.append(f"Less capacity: {fill}{each}, and activations take {smallest / layout.capacity:.0%}.")
+            sentences.append(
+                f"Less capacity: {fill}{each}, and activations take "
+                f"{smallest / layout.capacity:.0%}."
+            )
         elif best is not None and best.fill < 0.8:
             sentences.append(
-                f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, needs the capacity: "
+                f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, "
+                "needs the capacity: "
                 f"a smaller one would take more context parallel, or cutting sequences."
             )
         return sentences
@@ -127,12 +149,19 @@ class Adviser:
         layout = self._layout
         _, length, cost = layout.request(self._batches[0]).sorted
         share = float(cost[0] / (cost.sum() / layout.num_ranks))
-        longest = f"the longest sequence, {int(length[0]):,} tokens, costs {share:.1f}x a rank's fair share"
+        longest = (
+            f"the longest sequence, {int(length[0]):,} tokens, costs {share:.1f}x a rank's "
+            "fair share"
+        )
         if layout.num_ranks % 2:
-            return [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."] if share > 1 else []
+            return (
+                [f"{longest[0].upper()}{longest[1:]}: more context parallel would share it."]
+                if share > 1
+                else []
+            )
         other = _with_twice_the_context(layout, self._beside)
         saved = self._change(other)
-        if share <= 1 and saved < _LEAST_SAID:
+        if share <= 1 and saved < _MIN_SAID:
             return []
         dp, cp = layout.num_ranks // 2, self._context * 2
         reason = f"{longest[0].upper()}{longest[1:]}, which bounds the step: " if share > 1 else ""
@@ -142,17 +171,27 @@ class Adviser:
     def _on_bubble(self, best: Outcome) -> list[str]:
         """Says what helps devices that wait."""
         layout, model = self._layout, self._layout.model
-        size = -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks  # as training needs it
+        size = (
+            -(-2 * self._batches[0].size // layout.num_ranks) * layout.num_ranks
+        )  # as training needs it
         stream = np.concatenate(self._pairs)  # batches joined two by two; a lone one, with itself
-        larger = np.split(np.resize(stream, max(1, stream.size // size) * size), max(1, stream.size // size))
+        larger = np.split(
+            np.resize(stream, max(1, stream.size // size) * size), max(1, stream.size // size)
+        )
         saved = 1 - _cost_per_token(larger, layout) / _cost_per_token(self._pairs, layout)
         remedies = [f"--global-batch-size {size} would {_percent(saved)} per token"]
         virtual = _more_virtual_stages(model, self._beside.num_layers)
         if virtual is not None:
             interleaved = replace(model, num_virtual_stages=virtual, stage_group=model.num_stages)
-            saved = self._change(replace(layout, model=interleaved, microbatch_multiple=model.num_stages))
+            saved = self._change(
+                replace(layout, model=interleaved, microbatch_multiple=model.num_stages)
+            )
             needs = model.num_stages * virtual
-            unsure = f", if the layers are a multiple of {needs}," if self._beside.num_layers is None else ""
+            unsure = (
+                f", if the layers are a multiple of {needs},"
+                if self._beside.num_layers is None
+                else ""
+            )
             remedies.append(f"--vpp {virtual}{unsure} would {_percent(saved)}")
         return [f"Devices wait for {best.bubble:.0%} of the step: {'; '.join(remedies)}."]
 
@@ -162,24 +201,35 @@ def _cost_per_token(batches: Sequence[IntArray], layout: StepLayout) -> float:
 
 
 def _more_virtual_stages(model: StepModel, num_layers: int | None) -> int | None:
-    """Returns the next larger number of virtual stages that the layers of a stage divide into; None without one."""
+    """Returns the next larger number of virtual stages that the layers of a stage divide into; None
+    without one.
+    """
     if model.num_stages == 1 or model.sync_every_microbatch:
         return None
     if num_layers is None:
         return model.num_virtual_stages * 2
     per_stage = num_layers // model.num_stages
-    return next((more for more in range(model.num_virtual_stages + 1, per_stage + 1) if per_stage % more == 0), None)
+    return next(
+        (
+            more
+            for more in range(model.num_virtual_stages + 1, per_stage + 1)
+            if per_stage % more == 0
+        ),
+        None,
+    )
 
 
 def _with_twice_the_context(layout: StepLayout, beside: Beside) -> StepLayout:
-    """Returns half the ranks, each with twice the devices for a sequence; a microbatch moves the weights as before."""
+    """Returns half the ranks, each with twice the devices for a sequence; a microbatch moves the
+    weights as before.
+    """
     alignment, num_ranks = layout.alignment, layout.num_ranks // 2
     context = 2 * beside.context_parallel_size
     sequence = 2 * context
     meet = (
         layout.model.sync_every_microbatch
         and num_ranks > 1
-        and (beside.meet_below is None or context < beside.meet_below)
+        and (beside.sync_below is None or context < beside.sync_below)
     )
     alignment = Alignment(sequence=sequence, pack=int(np.lcm(sequence, 2 * alignment.pack)))
     cost = PackCost(layout.cost.linear / 2, layout.cost.quadratic / 2, layout.cost.fixed)

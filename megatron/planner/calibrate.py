@@ -1,13 +1,15 @@
-"""mcore. Measures how long packs of a model take on the device at hand, and fits the pack cost in seconds to it:
+"""mcore. Measures how long packs of a model take on the device at hand, and fits the pack cost in
+seconds to it:
 
-    python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output pack_cost.json
-    torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
+    python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output
+    pack_cost.json torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
 
-One process, the whole width of the model, forward and backward passes: of GPTModel with one layer (embedding, output
-layer and loss besides) and of one layer alone, which counts for all layers but one. Packs of one long sequence and of
-several short ones, at several total lengths, tell linear, quadratic and fixed cost apart. Each time is the median of
-several, taken in turns, so that what else the machine does touches all packs alike. Gradients are added up as in
-training, but in the parameters' own precision. The optimizer's step and what ranks say to one another are not in it.
+One process, the whole width of the model, forward and backward passes: of GPTModel with one layer
+(embedding, output layer and loss besides) and of one layer alone, which counts for all layers but
+one. Packs of one long sequence and of several short ones, at several total lengths, tell linear,
+quadratic and fixed cost apart. Each time is the median of several, taken in turns, so that what
+else the machine does touches all packs alike. Gradients are added up as in training, but in the
+parameters' own precision. The optimizer's step and what ranks say to one another are not in it.
 """
 
 from __future__ import annotations
@@ -70,10 +72,16 @@ class CalibrateOptions(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, 1, None, "vocab_size", "seq_length", "max_seqlen_per_dp_cp_rank", "repeats")
+        check_range(
+            self, 1, None, "vocab_size", "seq_length", "max_seqlen_per_dp_cp_rank", "repeats"
+        )
         path = Path(self.output)
-        if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-            raise ValueError(f"--output {path} must be a file that can be written to; give another place")
+        if path.is_dir() or not os.access(
+            path if path.exists() else path.resolve().parent, os.W_OK
+        ):
+            raise ValueError(
+                f"--output {path} must be a file that can be written to; give another place"
+            )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -83,8 +91,8 @@ class CalibrateOptions(Architecture):
 
 
 def parse_arguments(arguments: Sequence[str]) -> CalibrateOptions:
-    """Returns the options; those of the model may also stand in the YAML of a training run, whose others are passed
-    over. Raises FlagError for anything wrong in them.
+    """Returns the options; those of the model may also stand in the YAML of a training run, whose
+    others are passed over. Raises FlagError for anything wrong in them.
     """
     (options,) = parse_flags(
         (CalibrateOptions,),
@@ -97,7 +105,9 @@ def parse_arguments(arguments: Sequence[str]) -> CalibrateOptions:
 
 
 def packs_to_measure(largest: int) -> list[tuple[int, ...]]:
-    """Returns lengths of each pack: of up to `largest` tokens and down by halves, of one sequence and of several."""
+    """Returns lengths of each pack: of up to `largest` tokens and down by halves, of one sequence
+    and of several.
+    """
     packs = dict.fromkeys(
         (total // num_sequences,) * num_sequences
         for total in (largest >> halving for halving in range(_HALVINGS))
@@ -105,11 +115,16 @@ def packs_to_measure(largest: int) -> list[tuple[int, ...]]:
         if total // num_sequences >= _SHORTEST
     )
     if len(packs) < 2 * len(_SEQUENCES_PER_PACK):
-        raise ValueError(f"packs must hold at least 256 tokens to be measured, but hold {largest}; raise --seq-length")
+        raise ValueError(
+            f"packs must hold at least 256 tokens to be measured, but hold {largest}; raise "
+            "--seq-length"
+        )
     return list(packs)
 
 
-def transformer_config(options: CalibrateOptions, num_layers: int, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    options: CalibrateOptions, num_layers: int, device: torch.device
+) -> TransformerConfig:
     """Returns megatron-core's config of the model as training builds it, on one rank."""
     is_bf16 = device.type == "cuda" if options.bf16 is None else options.bf16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
@@ -160,26 +175,43 @@ def measure(options: CalibrateOptions, device: torch.device) -> list[Point]:
 def _passes(
     model: GPTModel, layer: TransformerBlock, lengths: Sequence[int], device: torch.device
 ) -> tuple[Pass, Pass]:
-    """Returns forward and backward of one pack through the model of one layer, and through a layer alone."""
+    """Returns forward and backward of one pack through the model of one layer, and through a layer
+    alone.
+    """
     layout = PackLayout.of(lengths, Alignment())
     microbatch = layout_microbatches([layout])[0]
-    params = packed_seq_params(microbatch, device)  # with what the first of several layers found out for all
+    params = packed_seq_params(
+        microbatch, device
+    )  # with what the first of several layers found out for all
     tokens = torch.randint(model.vocab_size, (1, layout.num_tokens), device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     mask = torch.ones(1, layout.num_tokens, device=device)
-    hidden = torch.randn(layout.num_tokens, 1, model.config.hidden_size, device=device, dtype=model.config.params_dtype)
+    hidden = torch.randn(
+        layout.num_tokens,
+        1,
+        model.config.hidden_size,
+        device=device,
+        dtype=model.config.params_dtype,
+    )
     rotary = None
     if model.position_embedding_type == "rope":
         rotary = model.rotary_pos_emb(layout.max_seqlen, packed_seq=True)
 
     def whole() -> None:
         fresh = packed_seq_params(microbatch, device)
-        losses = model(tokens, positions, None, labels=tokens, packed_seq_params=fresh, loss_mask=mask)
+        losses = model(
+            tokens, positions, None, labels=tokens, packed_seq_params=fresh, loss_mask=mask
+        )
         (losses.float() * mask).sum().backward()
 
     def alone() -> None:
         inputs = hidden.detach().requires_grad_()
-        outputs = layer(hidden_states=inputs, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=params)
+        outputs = layer(
+            hidden_states=inputs,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            packed_seq_params=params,
+        )
         outputs.backward(hidden)
 
     return whole, alone
@@ -200,8 +232,12 @@ def _seconds(run: Pass, device: torch.device) -> float:
 
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
-    """Makes groups of one rank. Without CUDA, the one question to it that dense layers ask is answered with the CPU."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    """Makes groups of one rank. Without CUDA, the one question to it that dense layers ask is
+    answered with the CPU.
+    """
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore()
+    )
     parallel_state.initialize_model_parallel()
     try:
         if device.type == "cuda":
@@ -232,20 +268,30 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def calibrate(options: CalibrateOptions, device: torch.device) -> None:
-    """Measures, fits, writes `options.output` and prints what was found; ValueError for what cannot be measured."""
+    """Measures, fits, writes `options.output` and prints what was found; ValueError for what cannot
+    be measured.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "calibrate measures the whole model in one process; start it with python -m, without torchrun: training "
+            "calibrate measures the whole model in one process; start it with python -m, without "
+            "torchrun: training "
             "divides by its tensor and context parallel sizes"
         )
     if options.num_dense_layers:
-        raise ValueError("--moe-layer-freq must be alike for all layers, as one stands for all; leave --pack-cost out")
+        raise ValueError(
+            "--moe-layer-freq must be alike for all layers, as one stands for all; leave "
+            "--pack-cost out"
+        )
     if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
-        raise ValueError("experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU")
+        raise ValueError(
+            "experts and recomputation are measured on a GPU only; leave --pack-cost out on a CPU"
+        )
     with one_process(device):
         *points, dummy = measure(options, device)
     fit = fit_pack_cost(points, dummy)
-    model = model_of(transformer_config(options, options.num_layers, device), options.padded_vocab_size)
+    model = model_of(
+        transformer_config(options, options.num_layers, device), options.padded_vocab_size
+    )
     write_fitted_cost(Path(options.output), fit, points, model, circumstances(device))
     print("sequences  tokens each   measured     fitted  (forward and backward, all layers)")
     for point in points:
@@ -255,13 +301,24 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
             f"{point.num_sequences:>9}  {point.sequence_length:>11}  {point.seconds * 1e3:>8.2f} ms"
             f"  {fitted * 1e3:>6.2f} ms"
         )
-    print(f"a pack takes {fit.cost.linear:.3g} s * L + {fit.cost.quadratic:.3g} s * L^2 + {fit.cost.fixed:.3g} s")
-    print(f"relative error {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst; written to {options.output}")
+    print(
+        f"a pack takes {fit.cost.linear:.3g} s * L + {fit.cost.quadratic:.3g} s * L^2 + "
+        f"{fit.cost.fixed:.3g} s"
+    )
+    print(
+        f"relative error {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst; written to "
+        f"{options.output}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `python -m megatron.packing.calibrate`; status 2 and one line for what cannot be done."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Runs `python -m megatron.packing.calibrate`; status 2 and one line for what cannot be
+    done."""
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     try:
         calibrate(parse_arguments(sys.argv[1:] if arguments is None else arguments), device)
     except (ValueError, OSError, torch.OutOfMemoryError) as failure:

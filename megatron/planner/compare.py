@@ -3,7 +3,8 @@
 The baselines are what training without packing would compute, modelled like any schedule:
 
     padding, to the longest          one sequence per microbatch, each padded to the longest of all
-    padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of its microbatch, as
+    padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of
+    its microbatch, as
                                      many as then fit the capacity
 """
 
@@ -86,19 +87,28 @@ class _Account(NamedTuple):
 
 
 def compare(
-    batches: Sequence[IntArray], layout: StepLayout, schedulers: Mapping[str, Scheduler], longest: int
+    batches: Sequence[IntArray],
+    layout: StepLayout,
+    schedulers: Mapping[str, Scheduler],
+    longest: int,
 ) -> Comparison:
-    """Schedules each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what padding pads to."""
+    """Schedules each of `batches` (real lengths, int64) by each of `schedulers`; `longest` is what
+    padding pads to.
+    """
     asked = [
         _Asked(_title_of(number, len(batches), batch.size), batch, layout.request(batch))
         for number, batch in enumerate(batches, start=1)
     ]
     padded = {
         PADDED_TO_LONGEST: [
-            _padded_to(np.full((layout.num_ranks, request.num_draws), longest), 1, request, batch, layout)
+            _padded_to(
+                np.full((layout.num_ranks, request.num_draws), longest), 1, request, batch, layout
+            )
             for _, batch, request in asked
         ],
-        PADDED_PER_MICROBATCH: [_padded_per_microbatch(request, batch, layout) for _, batch, request in asked],
+        PADDED_PER_MICROBATCH: [
+            _padded_per_microbatch(request, batch, layout) for _, batch, request in asked
+        ],
     }
     outcomes = [_outcome(name, accounts) for name, accounts in padded.items()]
     failed, records = [], []
@@ -128,12 +138,16 @@ def modelled_cost(batches: Sequence[IntArray], layout: StepLayout, scheduler: Sc
 
 
 def _title_of(number: int, count: int, size: int) -> str:
-    """Returns the title of a batch in pictures: it may be one of several that the table's figures are means of."""
+    """Returns the title of a batch in pictures: it may be one of several that the table's figures
+    are means of.
+    """
     sequences = "1 sequence" if size == 1 else f"{size:,} sequences"
     return sequences if count == 1 else f"batch {number} of {count:,}, {sequences}"
 
 
-def _run(name: str, scheduler: Scheduler, layout: StepLayout, asked: _Asked) -> tuple[_Account, StepRecord]:
+def _run(
+    name: str, scheduler: Scheduler, layout: StepLayout, asked: _Asked
+) -> tuple[_Account, StepRecord]:
     start = time.perf_counter()
     schedule = scheduler(asked.request)
     seconds = time.perf_counter() - start
@@ -171,8 +185,12 @@ def _outcome(name: str, accounts: Sequence[_Account]) -> Outcome:
     )
 
 
-def _padded_per_microbatch(request: ScheduleRequest, batch: IntArray, layout: StepLayout) -> _Account:
-    """Pads each rank's sequences in the order drawn, as many to a microbatch as fit padded to the longest of them."""
+def _padded_per_microbatch(
+    request: ScheduleRequest, batch: IntArray, layout: StepLayout
+) -> _Account:
+    """Pads each rank's sequences in the order drawn, as many to a microbatch as fit padded to the
+    longest of them.
+    """
     shapes_of = [
         padded_rows(request.lengths[request.source_rank == rank].tolist(), layout.capacity)
         for rank in range(layout.num_ranks)
@@ -183,13 +201,21 @@ def _padded_per_microbatch(request: ScheduleRequest, batch: IntArray, layout: St
 
 
 def _padded_to(
-    longest: IntArray, count: IntArray | int, request: ScheduleRequest, batch: IntArray, layout: StepLayout
+    longest: IntArray,
+    count: IntArray | int,
+    request: ScheduleRequest,
+    batch: IntArray,
+    layout: StepLayout,
 ) -> _Account:
-    """Accounts for microbatches [ranks, microbatches] of `count` sequences, each padded to `longest`."""
+    """Accounts for microbatches [ranks, microbatches] of `count` sequences, each padded to
+    `longest`.
+    """
     pack = layout.alignment.pack
     longest = -(-longest // pack) * pack
     more = -longest.shape[1] % layout.microbatch_multiple
-    costs = np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
+    costs = (
+        np.pad(layout.cost.of_sequences(longest) * count, ((0, 0), (0, more))) + layout.cost.fixed
+    )
     spent = _time_of(costs, layout)
     return _Account(
         microbatches=costs.shape[1],
@@ -212,4 +238,6 @@ def _time_of(costs: npt.NDArray[np.float64], layout: StepLayout) -> float:
     few = 4 * model.num_stages * layout.microbatch_multiple
     if model.num_stages == 1 or costs.shape[1] <= few or costs.min() != costs.max():
         return model.time_of(costs)
-    return model.time_of(costs[:1, :few]) + float(costs[0, 0]) / model.num_stages * (costs.shape[1] - few)
+    return model.time_of(costs[:1, :few]) + float(costs[0, 0]) / model.num_stages * (
+        costs.shape[1] - few
+    )

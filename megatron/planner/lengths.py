@@ -1,4 +1,6 @@
-"""pure. Lengths that a plan is made for, and the options that name them; `sft.data.length_sources` reads them."""
+"""pure. Lengths that a plan is made for, and the options that name them; `sft.data.length_sources`
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ class LengthOptions:
     """Lengths."""
 
     source: str | None = field(default=None, metadata={"positional": True})
-    """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its file; the folder of a
-    run, which also tells model and layout; a schedule that --dump-schedule wrote."""
+    """Lengths, one per line; or chats (.jsonl, .json, .parquet); a mock config, as JSON or its
+    file; the folder of a run, which also tells model and layout; a schedule that --dump-schedule
+    wrote.
+    """
     tokenizer_type: TokenizerType | None = None
     """For chats; default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer."""
     tokenizer_model: str | None = None
@@ -69,13 +73,16 @@ class LengthOptions:
     def __post_init__(self) -> None:
         if self.source is None:
             raise ValueError(
-                "lengths are missing; name a file of lengths or chats, before the options: plan FILE --dp 8"
+                "lengths are missing; name a file of lengths or chats, before the options: plan "
+                "FILE --dp 8"
             )
         check_range(self, 0, None, "seed")
         check_range(self, 1, None, "seq_length")
 
 
 class LengthReader(Protocol):
-    """Reads the lengths that are asked for; mock data gives `needed` of them. ValueError for what cannot be read."""
+    """Reads the lengths that are asked for; mock data gives `needed` of them. ValueError for what
+    cannot be read.
+    """
 
     def __call__(self, options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths: ...

@@ -1,4 +1,6 @@
-"""pure. The planner's story: options -> lengths -> global batches -> schedulers side by side -> advice -> pictures."""
+"""pure. The planner's story: options -> lengths -> global batches -> schedulers side by side ->
+advice -> pictures.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,25 @@ class Plan(NamedTuple):
 
 
 def plan(arguments: Sequence[str], lengths_from: LengthReader) -> None:
-    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in arguments and the files they name."""
+    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in arguments and the
+    files they name.
+    """
     lengths, model, layout, options = parse_flags(
         (LengthOptions, ModelOptions, LayoutOptions, PlanOptions),
         arguments,
         "Compare packing schedulers on your lengths and layout, without a GPU.",
         program="python -m megatron.packing.plan",
     )
-    given = [flag for group in (lengths, model, layout, options) for flag in given_flags(group, arguments)]
+    given = [
+        flag
+        for group in (lengths, model, layout, options)
+        for flag in given_flags(group, arguments)
+    ]
     found = _plan(lengths, model, layout, options, given, lengths_from)
     schedulers = {name: scheduler_of(name) for name in options.names}
-    comparison = compare(found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches))
+    comparison = compare(
+        found.batches, found.layout, schedulers, max(int(each.max()) for each in found.batches)
+    )
     if found.lengths.record is not None:
         comparison = _with_record(comparison, found.lengths.record)
     advice = Adviser(found.batches, found.layout, found.beside).advice(comparison)
@@ -81,23 +91,40 @@ def _plan(
         record = found.record
         if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
             raise ValueError(
-                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the run's layout and model; "
+                f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the "
+                "run's layout and model; "
                 "leave out, or plan the run's folder instead"
             )
-        lead = [f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are the run's"]
-        return Plan(found, [record.lengths], record.layout, Beside(max(record.layout.alignment.sequence // 2, 1)), lead)
+        lead = [
+            f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are "
+            "the run's"
+        ]
+        return Plan(
+            found,
+            [record.lengths],
+            record.layout,
+            Beside(max(record.layout.alignment.sequence // 2, 1)),
+            lead,
+        )
     remarks: list[str] = []
     if found.run is not None:
         model, layout, remarks = as_in_run(found.run, model, layout, given)
     layout.check(model)
     found, notes = _fitted(found, lengths, layout)
-    cost, per_second = model.cost(), 1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12
-    cost = replace(cost, fixed=cost.fixed * layout.cp)  # context-parallel ranks share the work, but each moves weights
+    cost, per_second = (
+        model.cost(),
+        1.0 if model.pack_cost is not None else options.tflops_per_device * 1e12,
+    )
+    cost = replace(
+        cost, fixed=cost.fixed * layout.cp
+    )  # context-parallel ranks share the work, but each moves weights
     seconds = 1 / (per_second * layout.tp * layout.cp)
     capacity = layout.capacity(int(found.lengths.max()))
     count = _num_batches(options, layout)
     batches = list(drawn(found.lengths, layout.batch_size, count, lengths.seed))
-    beside = Beside(layout.cp, num_layers=model.shape().num_layers, meet_below=-(-layout.ep // layout.tp))
+    beside = Beside(
+        layout.cp, num_layers=model.shape().num_layers, sync_below=-(-layout.ep // layout.tp)
+    )
     lead = [*_lead(found, model, layout, options, capacity, count), *remarks, *notes]
     return Plan(found, batches, layout.step_layout(capacity, cost, seconds), beside, lead)
 
@@ -106,7 +133,9 @@ def _num_batches(options: PlanOptions, layout: LayoutOptions) -> int:
     return options.num_batches or max(1, min(8, _SEQUENCES // layout.batch_size))
 
 
-def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tuple[Lengths, list[str]]:
+def _fitted(
+    found: Lengths, options: LengthOptions, layout: LayoutOptions
+) -> tuple[Lengths, list[str]]:
     """Returns the sequences that a pack can hold, by --over-length-policy."""
     limit = options.seq_length or int(found.lengths.max())
     if layout.max_seqlen_per_dp_cp_rank is not None:
@@ -118,8 +147,10 @@ def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tu
     longest, policy = int(found.lengths.max()), options.over_length_policy
     if policy == "error":
         raise ValueError(
-            f"{over:,} of {found.lengths.size:,} sequences are longer than {limit:,} tokens, the longest {longest:,}; "
-            "raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass --over-length-policy truncate|drop"
+            f"{over:,} of {found.lengths.size:,} sequences are longer than {limit:,} tokens, the "
+            f"longest {longest:,}; "
+            "raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass --over-length-policy "
+            "truncate|drop"
         )
     if policy == "truncate":
         return replace(found, lengths=np.minimum(found.lengths, limit)), [
@@ -127,37 +158,60 @@ def _fitted(found: Lengths, options: LengthOptions, layout: LayoutOptions) -> tu
         ]
     kept = found.lengths[found.lengths <= limit]
     if not kept.size:
-        raise ValueError(f"all sequences are longer than {limit:,} tokens; raise --max-seqlen-per-dp-cp-rank")
-    return replace(found, lengths=kept), [f"dropped, as they are longer than {limit:,} tokens: {over:,} sequences"]
+        raise ValueError(
+            f"all sequences are longer than {limit:,} tokens; raise --max-seqlen-per-dp-cp-rank"
+        )
+    return replace(found, lengths=kept), [
+        f"dropped, as they are longer than {limit:,} tokens: {over:,} sequences"
+    ]
 
 
 def drawn(lengths: IntArray, size: int, count: int, seed: int) -> list[IntArray]:
     """Returns `count` global batches of `size` lengths, each epoch in an order of its own."""
     epochs = -(-size * count // lengths.size)
-    order = [np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)]
+    order = [
+        np.random.default_rng((seed, epoch)).permutation(lengths.size) for epoch in range(epochs)
+    ]
     stream = lengths[np.concatenate(order)]
     return [stream[start : start + size] for start in range(0, size * count, size)]
 
 
 def _lead(
-    found: Lengths, model: ModelOptions, layout: LayoutOptions, options: PlanOptions, capacity: int, count: int
+    found: Lengths,
+    model: ModelOptions,
+    layout: LayoutOptions,
+    options: PlanOptions,
+    capacity: int,
+    count: int,
 ) -> list[str]:
     lengths = found.lengths
     quantiles = np.quantile(lengths, (0.5, 0.9, 0.99)).astype(np.int64).tolist()
     devices = layout.dp * layout.tp * layout.pp * layout.cp
-    sizes = (("dp", layout.dp), ("tp", layout.tp), ("pp", layout.pp), ("vpp", layout.vpp), ("cp", layout.cp))
-    parts = [f"{name} {value}" for name, value in (*sizes, ("ep", layout.ep)) if value > 1] or ["one rank"]
+    sizes = (
+        ("dp", layout.dp),
+        ("tp", layout.tp),
+        ("pp", layout.pp),
+        ("vpp", layout.vpp),
+        ("cp", layout.cp),
+    )
+    parts = [f"{name} {value}" for name, value in (*sizes, ("ep", layout.ep)) if value > 1] or [
+        "one rank"
+    ]
     speed = "" if model.pack_cost else f", {options.tflops_per_device:g} TFLOP/s per device assumed"
     batches = "1 global batch" if count == 1 else f"{count:,} global batches"
     lines = [
-        f"lengths   {lengths.size:,} from {found.described}: mean {lengths.mean():,.0f}, median {quantiles[0]:,}, "
+        f"lengths   {lengths.size:,} from {found.described}: mean {lengths.mean():,.0f}, median "
+        f"{quantiles[0]:,}, "
         f"90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} tokens",
         f"model     {model.described()}{speed}",
-        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; {capacity // layout.cp:,} tokens per "
+        f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; "
+        f"{capacity // layout.cp:,} tokens per "
         f"rank and pack; {batches} of {layout.batch_size:,} sequences",
     ]
     if layout.batch_size % layout.dp:
-        lines.append(f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}")
+        lines.append(
+            f"note      training needs a --global-batch-size that is a multiple of --dp {layout.dp}"
+        )
     if count > 1:
         lines.append(f"table     means of the {batches}; pictures show the first")
     return [*lines, f"dropped   {found.dropped:,} records"] if found.dropped else lines
@@ -168,7 +222,9 @@ def _with_record(comparison: Comparison, record: StepRecord) -> Comparison:
     name = f"{AS_RUN} ({record.scheduler})"
     named = replace(record, scheduler=name)
     others = [each for each in comparison.records if each.scheduler != record.scheduler]
-    return Comparison([*comparison.outcomes, outcome_of(name, [record])], comparison.failed, [named, *others])
+    return Comparison(
+        [*comparison.outcomes, outcome_of(name, [record])], comparison.failed, [named, *others]
+    )
 
 
 def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
@@ -178,8 +234,20 @@ def table_of(comparison: Comparison, seconds_per_unit: float | None) -> Table:
     unit, scale = "time, units", 1.0
     if seconds_per_unit is not None:
         long = padded.step_cost * seconds_per_unit >= 60
-        unit, scale = ("time, s", seconds_per_unit) if long else ("time, ms", seconds_per_unit * 1000)
-    head = ("", "microbatches", "fill", "padding", "balance", "bubble", unit, "tokens/s", "to schedule")
+        unit, scale = (
+            ("time, s", seconds_per_unit) if long else ("time, ms", seconds_per_unit * 1000)
+        )
+    head = (
+        "",
+        "microbatches",
+        "fill",
+        "padding",
+        "balance",
+        "bubble",
+        unit,
+        "tokens/s",
+        "to schedule",
+    )
     rows = [_row(outcome, padded, scale) for outcome in outcomes]
     best = min(range(len(outcomes)), key=lambda place: outcomes[place].step_cost)
     return Table(head, rows, best)
@@ -214,7 +282,11 @@ def text_of(table: Table) -> list[str]:
 
 
 def _draw(
-    options: PlanOptions, comparison: Comparison, table: Table, advice: Sequence[str], lead: Sequence[str]
+    options: PlanOptions,
+    comparison: Comparison,
+    table: Table,
+    advice: Sequence[str],
+    lead: Sequence[str],
 ) -> None:
     records = comparison.records
     if not records or (options.html is None and options.png is None):
@@ -236,7 +308,9 @@ def _draw(
         try:
             figure.savefig(options.png)
         except (OSError, ValueError) as error:
-            raise ValueError(f"--png {options.png}: {error}; give the path of a .png file") from error
+            raise ValueError(
+                f"--png {options.png}: {error}; give the path of a .png file"
+            ) from error
         print(f"\npicture: {options.png}")
 
 

@@ -1,4 +1,5 @@
-"""pure. The planner's options: Megatron's names where Megatron has one, short ones for the layout."""
+"""pure. The planner's options: Megatron's names where Megatron has one, short ones for the
+layout."""
 
 from __future__ import annotations
 
@@ -26,45 +27,74 @@ DEFAULT_MODEL = ModelShape(
     swiglu=True,
 )
 DEFAULT_VOCABULARY = 128256
-DEFAULT_MODEL_IN_WORDS = "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
+DEFAULT_MODEL_IN_WORDS = (
+    "8B (32 layers, hidden 4096, 32 heads, 8 query groups, SwiGLU 14336, vocabulary 128256)"
+)
 _PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(ModelShape):
-    """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B parameters."""
+    """Model: what a token and a pair of tokens cost. Without any, the run's, or one of 8B
+    parameters.
+    """
 
     vocab_size: int | None = None
     """Vocabulary; without it the output layer is left out."""
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
     pack_cost: str | None = None
-    """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...}, instead of a shape."""
+    """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...},
+    instead of a shape.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, 1, None, "vocab_size")
         check_range(self, 0, 1, "loss_share")
-        shape = {name: getattr(self, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+        shape = {
+            name: getattr(self, name)
+            for name in ("num_layers", "hidden_size", "num_attention_heads")
+        }
         missing = [flag_of(name) for name, value in shape.items() if value is None]
-        others = [name for name in ("ffn_hidden_size", "kv_channels", "num_query_groups") if getattr(self, name)]
+        others = [
+            name
+            for name in ("ffn_hidden_size", "kv_channels", "num_query_groups")
+            if getattr(self, name)
+        ]
         if missing and (len(missing) < len(shape) or others or self.is_gated):
-            raise ValueError(f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B default")
+            raise ValueError(
+                f"a model's shape also needs {', '.join(missing)}; pass all, or none for the 8B "
+                "default"
+            )
         if self.pack_cost is not None and len(missing) < len(shape):
             raise ValueError("pass either --pack-cost or a model's shape")
         if self.pack_cost is not None and self.loss_share != 1:
-            raise ValueError("--loss-share needs a model's shape, as --pack-cost was measured; leave one of them out")
+            raise ValueError(
+                "--loss-share needs a model's shape, as --pack-cost was measured; leave one of "
+                "them out"
+            )
 
     def shape(self) -> ModelShape:
-        """Returns the default model's shape where none was given, a measured one's as far as its file says."""
+        """Returns the default model's shape where none was given, a measured one's as far as its
+        file says.
+        """
         if self.pack_cost is not None:
             said = read_pack_cost(self.pack_cost)[1]
-            names = {field.name for field in fields(ModelShape) if type(said.get(field.name)) is int}
+            names = {
+                field.name for field in fields(ModelShape) if type(said.get(field.name)) is int
+            }
             found = ModelShape(**{name: said[name] for name in names})
-            return found if self.num_experts is None else replace(found, num_experts=self.num_experts)
+            return (
+                found if self.num_experts is None else replace(found, num_experts=self.num_experts)
+            )
         if self.num_layers is not None:
             return self
-        names = {field.name for field in fields(ModelShape) if field.name.startswith(("num_experts", "moe_"))}
+        names = {
+            field.name
+            for field in fields(ModelShape)
+            if field.name.startswith(("num_experts", "moe_"))
+        }
         return replace(DEFAULT_MODEL, **{name: getattr(self, name) for name in names})
 
     @property
@@ -78,17 +108,26 @@ class ModelOptions(ModelShape):
         """Returns the model in words."""
         if self.pack_cost is not None:
             return f"cost of {self.pack_cost}"
-        experts = f", {self.num_experts} experts, {self.moe_router_topk} per token" if self.num_experts else ""
+        experts = (
+            f", {self.num_experts} experts, {self.moe_router_topk} per token"
+            if self.num_experts
+            else ""
+        )
         if self.num_layers is None:
             return f"{DEFAULT_MODEL_IN_WORDS}{experts}, the default"
-        return f"{self.num_layers} layers, hidden {self.hidden_size}, {self.num_attention_heads} heads{experts}"
+        return (
+            f"{self.num_layers} layers, hidden {self.hidden_size}, {self.num_attention_heads} "
+            f"heads{experts}"
+        )
 
     def cost(self) -> PackCost:
         """Returns the cost of a pack: in FLOPs, or in seconds of one device where it was fitted."""
         if self.pack_cost is not None:
             return read_pack_cost(self.pack_cost)[0]
         vocab_size = self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0)
-        return gpt_pack_cost(**self.shape().resolved(), vocab_size=vocab_size).at_loss_share(self.loss_share)
+        return gpt_pack_cost(**self.shape().resolved(), vocab_size=vocab_size).at_loss_share(
+            self.loss_share
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +145,9 @@ class LayoutOptions:
     cp: int = 1
     """Context-parallel size."""
     ep: int = 1
-    """Expert-parallel size: beyond --tp times --cp, data-parallel ranks wait for one another at every microbatch."""
+    """Expert-parallel size: beyond --tp times --cp, data-parallel ranks wait for one another at
+    every microbatch.
+    """
     sequence_parallel: bool = False
     """Packs are multiples of what tensor-parallel ranks then share."""
     global_batch_size: int | None = None
@@ -120,14 +161,22 @@ class LayoutOptions:
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"--vpp {self.vpp} needs --pp of at least 2")
         if self.dp * self.tp * self.cp % self.ep:
-            raise ValueError(f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}")
+            raise ValueError(
+                f"--ep {self.ep} must divide --dp x --tp x --cp, {self.dp * self.tp * self.cp}"
+            )
 
     def check(self, model: ModelOptions) -> None:
-        """Raises ValueError for a layout that the model cannot be trained in, with the flags and the way out."""
+        """Raises ValueError for a layout that the model cannot be trained in, with the flags and
+        the way out.
+        """
         shape = model.shape()
-        says_nothing = model.pack_cost is not None and "num_experts" not in read_pack_cost(model.pack_cost)[1]
+        says_nothing = (
+            model.pack_cost is not None and "num_experts" not in read_pack_cost(model.pack_cost)[1]
+        )
         if self.ep > 1 and shape.num_experts is None and not says_nothing:
-            raise ValueError(f"--ep {self.ep} needs a model of experts; pass --num-experts, or leave out --ep")
+            raise ValueError(
+                f"--ep {self.ep} needs a model of experts; pass --num-experts, or leave out --ep"
+            )
         check_splits(
             shape,
             stages=Split("--pp", self.pp),
@@ -147,23 +196,30 @@ class LayoutOptions:
     def alignment(self) -> Alignment:
         """What the layout demands of packs."""
         return Alignment.for_layout(
-            context_parallel_size=self.cp, tensor_parallel_size=self.tp, sequence_parallel=self.sequence_parallel
+            context_parallel_size=self.cp,
+            tensor_parallel_size=self.tp,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def capacity(self, longest: int) -> int:
-        """Returns the tokens of a pack, whole alignment units; by default what a sequence of `longest` tokens needs."""
+        """Returns the tokens of a pack, whole alignment units; by default what a sequence of
+        `longest` tokens needs.
+        """
         pack = self.alignment.pack
         if self.max_seqlen_per_dp_cp_rank is None:
             return -(-longest // pack) * pack
         capacity = self.max_seqlen_per_dp_cp_rank * self.cp // pack * pack
         if not capacity:
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank must be at least {-(-pack // self.cp)} in this layout, "
+                f"--max-seqlen-per-dp-cp-rank must be at least {-(-pack // self.cp)} in this "
+                "layout, "
                 f"but is {self.max_seqlen_per_dp_cp_rank}"
             )
         return capacity
 
-    def step_layout(self, capacity: int, cost: PackCost, seconds_per_unit: float | None) -> StepLayout:
+    def step_layout(
+        self, capacity: int, cost: PackCost, seconds_per_unit: float | None
+    ) -> StepLayout:
         """Returns what schedulers need to know of it."""
         multiple = self.pp if self.vpp > 1 else 1
         return StepLayout(
@@ -191,7 +247,8 @@ class PlanOptions:
     num_batches: int | None = None
     """Global batches to schedule (default: 8, or fewer where they are large)."""
     tflops_per_device: float = 400.0
-    """Speed at which a device computes, to tell times in milliseconds; ratios do not depend on it."""
+    """Speed at which a device computes, to tell times in milliseconds; ratios do not depend on it.
+    """
     png: str | None = None
     """File for a picture; needs matplotlib."""
     html: str | None = None
@@ -203,9 +260,13 @@ class PlanOptions:
         for name in self.names:
             scheduler_of(name)
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--png needs matplotlib; pip install matplotlib, or use --html, which needs nothing")
+            raise ValueError(
+                "--png needs matplotlib; pip install matplotlib, or use --html, which needs nothing"
+            )
         if self.png is not None and Path(self.png).suffix.lower() not in _PICTURES:
-            raise ValueError(f"--png {self.png}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
+            raise ValueError(
+                f"--png {self.png}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}"
+            )
         for name in ("png", "html"):
             value = getattr(self, name)
             if value is not None and not Path(value).resolve().parent.is_dir():
@@ -224,7 +285,9 @@ def scheduler_of(name: str) -> Scheduler:
     try:
         return get_scheduler(name)
     except ValueError as error:
-        raise ValueError(str(error).replace("--sequence-packing-scheduler", "--scheduler")) from error
+        raise ValueError(
+            str(error).replace("--sequence-packing-scheduler", "--scheduler")
+        ) from error
 
 
 def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
@@ -236,4 +299,6 @@ def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
         model = found.get("model")
         return read_cost(found), model if isinstance(model, dict) else {}
     except ValueError as error:
-        raise ValueError(f"--pack-cost {path}: {error}; give a file of megatron.planner.calibrate") from error
+        raise ValueError(
+            f"--pack-cost {path}: {error}; give a file of megatron.planner.calibrate"
+        ) from error

@@ -22,8 +22,11 @@ class Planned(NamedTuple):
     remarks: list[str]
 
 
-def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]) -> Planned:
-    """Returns `model` and `layout`, each by the run's options instead where none of its flags is among `given`.
+def as_in_run(
+    run: RunSource, model: ModelOptions, layout: LayoutOptions, given: Sequence[str]
+) -> Planned:
+    """Returns `model` and `layout`, each by the run's options instead where none of its flags is
+    among `given`.
 
     ValueError for a file that is not a run's options.
     """
@@ -35,32 +38,47 @@ def as_in_run(run: RunSource, model: ModelOptions, layout: LayoutOptions, given:
     if not any(takes.values()):
         return Planned(model, layout, [])
     if not path.is_file():
-        return Planned(model, layout, [f"note      there is no {path}: model and layout are those of the flags"])
+        return Planned(
+            model,
+            layout,
+            [f"note      there is no {path}: model and layout are those of the flags"],
+        )
     try:
         options = read_json(path)
         model = _model_of(options) if takes["model"] else model
         layout = _layout_of(options, run) if takes["layout"] else layout
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and layout by flags"
+            f"{path}: not the options of a run: {type(error).__name__}: {error}; give model and "
+            "layout by flags"
         ) from error
     taken = " and ".join(kind for kind, takes_it in takes.items() if takes_it)
     remarks = [f"run       {taken} of {path}; flags of either replace all of it"]
     if takes["model"] and model.pack_cost is None and model.vocab_size is None:
-        remarks.append("note      the run's options leave the vocabulary to its data: no output layer in the cost")
+        remarks.append(
+            "note      the run's options leave the vocabulary to its data: no output layer in the "
+            "cost"
+        )
     return Planned(model, layout, remarks)
 
 
 def _model_of(options: Mapping[str, Any]) -> ModelOptions:
-    """Returns the model by the cost that the run was scheduled by, where its file is still there, else by its shape."""
+    """Returns the model by the cost that the run was scheduled by, where its file is still there,
+    else by its shape.
+    """
     measured = options["packing"]["pack_cost"]
     if measured is not None and _is_readable(measured):
         return ModelOptions(pack_cost=measured)
     named = {field.name for field in fields(ModelOptions)}
     shape = {name: value for name, value in options["model"].items() if name in named}
     shape["moe_layer_freq"] = tuple(shape.get("moe_layer_freq", ()))  # JSON has lists
-    vocabulary, unit = options["data"]["vocab_size"], options["model"]["make_vocab_size_divisible_by"]
-    return ModelOptions(**shape, vocab_size=None if vocabulary is None else -(-vocabulary // unit) * unit)
+    vocabulary, unit = (
+        options["data"]["vocab_size"],
+        options["model"]["make_vocab_size_divisible_by"],
+    )
+    return ModelOptions(
+        **shape, vocab_size=None if vocabulary is None else -(-vocabulary // unit) * unit
+    )
 
 
 def _is_readable(path: str) -> bool:
@@ -73,7 +91,10 @@ def _is_readable(path: str) -> bool:
 
 def _layout_of(options: Mapping[str, Any], run: RunSource) -> LayoutOptions:
     parallel, stages = options["parallel"], options["parallel"]["pipeline_model_parallel_size"]
-    per_chunk, context = parallel["num_layers_per_virtual_pipeline_stage"], parallel["context_parallel_size"]
+    per_chunk, context = (
+        parallel["num_layers_per_virtual_pipeline_stage"],
+        parallel["context_parallel_size"],
+    )
     return LayoutOptions(
         dp=run.num_ranks,
         tp=parallel["tensor_model_parallel_size"],

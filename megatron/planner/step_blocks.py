@@ -1,4 +1,6 @@
-"""pure. Shapes of a step's picture: packs and operations in lines, and those too thin to see put together."""
+"""pure. Shapes of a step's picture: packs and operations in lines, and those too thin to see put
+together.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class Block(NamedTuple):
     end: float
     kind: Kind
     shade: float
-    """0 to 1: of a pack, the share of the capacity that it fills; of an operation, its cost over the costliest's."""
+    """0 to 1: of a pack, the share of the capacity that it fills; of an operation, its cost over
+    the costliest's.
+    """
     text: str
     cuts: tuple[float, ...] = ()
     """Where its sequences begin, but for the first."""
@@ -29,7 +33,9 @@ class Line(NamedTuple):
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
-    """Returns a pack's forward and backward pass as one block, where the one follows the other at once."""
+    """Returns a pack's forward and backward pass as one block, where the one follows the other at
+    once.
+    """
     joined: list[Block] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -41,7 +47,9 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def merged(blocks: Sequence[Block], finest: float) -> Iterator[Block]:
-    """Yields neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are left."""
+    """Yields neighbours thinner than `finest` as one block, so that at most about 2 / `finest` are
+    left.
+    """
     pending: list[Block] = []
     for block in blocks:
         is_full = pending and pending[-1].end - pending[0].start >= finest

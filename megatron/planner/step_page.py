@@ -1,4 +1,6 @@
-"""pure. Scheduled steps as one HTML page that needs nothing else: SVG, no script; each block tells by hovering."""
+"""pure. Scheduled steps as one HTML page that needs nothing else: SVG, no script; each block tells
+by hovering.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,35 @@ from megatron.planner.step_picture import StepPicture, ticks
 
 _LEFT, _WIDTH, _RIGHT = 74, 1000, 26
 """Of a drawing: labels, lines, margin; pixels."""
-_FILL_STOPS = ((0.0, (253, 231, 37)), (0.5, (53, 183, 121)), (0.75, (33, 145, 140)), (1.0, (49, 74, 125)))
+_FILL_STOPS = (
+    (0.0, (253, 231, 37)),
+    (0.5, (53, 183, 121)),
+    (0.75, (33, 145, 140)),
+    (1.0, (49, 74, 125)),
+)
 _FORWARD = ((0.0, (191, 215, 237)), (1.0, (28, 99, 168)))
 _BACKWARD = ((0.0, (250, 216, 180)), (1.0, (205, 98, 16)))
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1b2733; background: #f5f6f8;
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1b2733;
+  background: #f5f6f8;
   margin: 0; padding: 32px 24px 64px; }
 main { max-width: 1148px; margin: 0 auto; }
 h1 { font-size: 26px; margin: 0 0 4px; letter-spacing: -.01em; }
 h2 { font-size: 18px; margin: 0; }
 p { margin: 4px 0 12px; }
 .muted { color: #5b6875; }
-section { background: #fff; border: 1px solid #e1e5ea; border-radius: 10px; padding: 20px 24px; margin: 20px 0; }
+section { background: #fff; border: 1px solid #e1e5ea; border-radius: 10px;
+  padding: 20px 24px; margin: 20px 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid #edf0f3; white-space: nowrap; }
+th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid #edf0f3;
+  white-space: nowrap; }
 th { color: #5b6875; font-weight: 600; font-size: 13px; }
 th:first-child, td:first-child { text-align: left; }
 tr.best td { font-weight: 600; background: #eef6f1; }
 ul { margin: 8px 0 0; padding-left: 20px; }
-svg { display: block; width: 100%; height: auto; margin-top: 10px; font: 11px system-ui, sans-serif; }
+svg { display: block; width: 100%; height: auto; margin-top: 10px;
+  font: 11px system-ui, sans-serif; }
 svg text { fill: #5b6875; } svg text.head { fill: #1b2733; font-weight: 600; font-size: 12.5px; }
 rect:hover { stroke: #111; stroke-width: 1.2; }
 """
@@ -46,7 +57,13 @@ class Table(NamedTuple):
     best: int | None = None
 
 
-def page(title: str, lead: str, pictures: Sequence[StepPicture], table: Table | None, advice: Sequence[str]) -> str:
+def page(
+    title: str,
+    lead: str,
+    pictures: Sequence[StepPicture],
+    table: Table | None,
+    advice: Sequence[str],
+) -> str:
     """Returns the page; all pictures have the time scale of the longest step."""
     longest = max((picture.cost for picture in pictures), default=1.0) or 1.0
     body = [f"<h1>{escape(title)}</h1>", f'<p class="muted">{escape(lead)}</p>']
@@ -57,8 +74,11 @@ def page(title: str, lead: str, pictures: Sequence[StepPicture], table: Table | 
         body.append(f"<section><h2>Advice</h2><ul>{items}</ul></section>")
     body += [_section(picture, picture.cost / longest) for picture in pictures]
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        '<!DOCTYPE html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{escape(title)}</title>\n'
+        f"<style>{_STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
     )
 
 
@@ -71,8 +91,13 @@ def drawing(picture: StepPicture, scale: float = 1.0) -> str:
     shapes.head(f"Data-parallel ranks: packs{where}", _fill_legend())
     shapes.lines(picture.ranks, 420)
     if picture.stages:
-        legend = _legend([("forward", _colour(_FORWARD, 0.8)), ("backward", _colour(_BACKWARD, 0.8))])
-        shapes.head(f"Pipeline stages of rank {picture.slowest_rank}, the slowest (darker: costlier pack)", legend)
+        legend = _legend(
+            [("forward", _colour(_FORWARD, 0.8)), ("backward", _colour(_BACKWARD, 0.8))]
+        )
+        shapes.head(
+            f"Pipeline stages of rank {picture.slowest_rank}, the slowest (darker: costlier pack)",
+            legend,
+        )
         shapes.lines(picture.stages, 300)
     shapes.axis()
     return shapes.svg()
@@ -89,9 +114,13 @@ class _Shapes:
     def head(self, text: str, legend: str = "") -> None:
         """Writes a line of text over what follows."""
         self._y += 26
-        self._parts.append(f'<text class="head" x="{_LEFT}" y="{self._y:.0f}">{escape(text)}</text>')
+        self._parts.append(
+            f'<text class="head" x="{_LEFT}" y="{self._y:.0f}">{escape(text)}</text>'
+        )
         if legend:
-            self._parts.append(f'<g transform="translate({_LEFT + _WIDTH} {self._y:.0f})">{legend}</g>')
+            self._parts.append(
+                f'<g transform="translate({_LEFT + _WIDTH} {self._y:.0f})">{legend}</g>'
+            )
         self._y += 8
 
     def profile(self) -> None:
@@ -101,13 +130,18 @@ class _Shapes:
         points = [f"{_LEFT},{self._y + height:.1f}"]
         for place, share in enumerate(busy.tolist()):
             y = self._y + height * (1 - share)
-            points += [f"{_LEFT + place * step:.1f},{y:.1f}", f"{_LEFT + (place + 1) * step:.1f},{y:.1f}"]
+            points += [
+                f"{_LEFT + place * step:.1f},{y:.1f}",
+                f"{_LEFT + (place + 1) * step:.1f},{y:.1f}",
+            ]
         points.append(f"{_LEFT + busy.size * step:.1f},{self._y + height:.1f}")
         self._idle(self._y, height)
         self._parts.append(f'<polygon points="{" ".join(points)}" fill="#7fa8c9"/>')
         for share, label in ((1, "100%"), (0, "0%")):
             y = self._y + height * (1 - share) + (9 if share else 0)
-            self._parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{label}</text>')
+            self._parts.append(
+                f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{label}</text>'
+            )
         self._y += height
 
     def lines(self, lines: Sequence[Line], height: float) -> None:
@@ -119,7 +153,10 @@ class _Shapes:
             self._idle(self._y, row - gap)
             if index % every == 0:
                 y = self._y + (row - gap) / 2 + 4
-                self._parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{escape(line.name)}</text>')
+                self._parts.append(
+                    f'<text x="{_LEFT - 8}" y="{y:.1f}" '
+                    f'text-anchor="end">{escape(line.name)}</text>'
+                )
             self._parts += [self._block(block, row - gap) for block in line.blocks]
             self._cuts(line.blocks, row - gap)
             self._y += row
@@ -129,13 +166,19 @@ class _Shapes:
         top, self._y = 34.0, self._y + 4
         for share, label in ticks(self._picture, self._scale):
             x = _LEFT + _WIDTH * share * self._scale
-            self._parts.append(f'<text x="{x:.1f}" y="{self._y + 12:.1f}" text-anchor="middle">{label}</text>')
-        for share, colour, dash in ((self._picture.bound, "#c0392b", "4 3"), (1.0, "#1b2733", "none")):
+            self._parts.append(
+                f'<text x="{x:.1f}" y="{self._y + 12:.1f}" text-anchor="middle">{label}</text>'
+            )
+        for share, colour, dash in (
+            (self._picture.bound, "#c0392b", "4 3"),
+            (1.0, "#1b2733", "none"),
+        ):
             if share <= 1.0:
                 x = _LEFT + _WIDTH * share * self._scale
                 name = self._picture.bound_name if dash != "none" else "end"
                 self._parts.append(
-                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{self._y:.1f}" stroke="{colour}" '
+                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{self._y:.1f}" '
+                    f'stroke="{colour}" '
                     f'stroke-dasharray="{dash}" stroke-width="1.2"><title>{name}</title></line>'
                 )
         self._y += 18
@@ -145,19 +188,24 @@ class _Shapes:
         width, height = _LEFT + _WIDTH + _RIGHT, self._y + 6
         label = escape(self._picture.title, quote=True)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
+            'role="img" '
             f'aria-label="{label}">\n' + "\n".join(self._parts) + "\n</svg>"
         )
 
     def _idle(self, y: float, height: float) -> None:
         width = _WIDTH * self._scale
-        self._parts.append(f'<rect x="{_LEFT}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="#eceff2"/>')
+        self._parts.append(
+            f'<rect x="{_LEFT}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            'fill="#eceff2"/>'
+        )
 
     def _block(self, block: Block, height: float) -> str:
         stops = {"pack": _FILL_STOPS, "forward": _FORWARD, "backward": _BACKWARD}[block.kind]
         x, width = self._place(block)
         return (
-            f'<rect x="{x:.1f}" y="{self._y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}" '
+            f'<rect x="{x:.1f}" y="{self._y:.1f}" width="{max(width, 0.4):.1f}" '
+            f'height="{height:.1f}" '
             f'fill="{_colour(stops, block.shade)}"><title>{escape(block.text)}</title></rect>'
         )
 
@@ -178,7 +226,9 @@ class _Shapes:
                     path.append(f"M{at:.1f} {self._y:.1f}v{height:.1f}")
                     last = at
         if path:
-            self._parts.append(f'<path d="{"".join(path)}" stroke="#fff" stroke-opacity=".45" stroke-width=".6"/>')
+            self._parts.append(
+                f'<path d="{"".join(path)}" stroke="#fff" stroke-opacity=".45" stroke-width=".6"/>'
+            )
 
 
 def _section(picture: StepPicture, scale: float) -> str:
@@ -204,7 +254,8 @@ def _colour(stops: Sequence[tuple[float, tuple[int, int, int]]], share: float) -
     share = min(max(share, 0.0), 1.0)
     places = [place for place, _ in stops]
     return "#" + "".join(
-        f"{round(float(np.interp(share, places, [colour[part] for _, colour in stops]))):02x}" for part in range(3)
+        f"{round(float(np.interp(share, places, [colour[part] for _, colour in stops]))):02x}"
+        for part in range(3)
     )
 
 
@@ -218,5 +269,8 @@ def _legend(entries: Sequence[tuple[str, str]], name: str = "") -> str:
     x, parts = 0, []
     for label, colour in reversed(entries):
         x -= 7 * len(label) + 24
-        parts.append(f'<rect x="{x}" y="-9" width="11" height="11" fill="{colour}"/><text x="{x + 15}">{label}</text>')
+        parts.append(
+            f'<rect x="{x}" y="-9" width="11" height="11" fill="{colour}"/><text '
+            f'x="{x + 15}">{label}</text>'
+        )
     return "".join(parts) + (f'<text x="{x - 8}" text-anchor="end">{name}</text>' if name else "")

@@ -1,8 +1,9 @@
-"""pure. A scheduled step as shapes over modelled time: packs of ranks, operations of pipeline stages, and the share of
-all devices that computes. `step_page` and `step_plot` draw it.
+"""pure. A scheduled step as shapes over modelled time: packs of ranks, operations of pipeline
+stages, and the share of all devices that computes. `step_page` and `step_plot` draw it.
 
-Times are shares of the step, 0 to 1. What is too much to see is left out or drawn together, and `notes` say so: of many
-ranks those from the quickest to the slowest at even distances, and neighbours thinner than a pixel as one.
+Times are shares of the step, 0 to 1. What is too much to see is left out or drawn together, and
+`notes` say so: of many ranks those from the quickest to the slowest at even distances, and
+neighbours thinner than a pixel as one.
 """
 
 from __future__ import annotations
@@ -58,10 +59,16 @@ def picture_of(record: StepRecord) -> StepPicture:
     """Returns the step as it would run by the model of `step_time`, packs in their order."""
     costs = record.request.pack_costs(record.schedule)
     model, stats = record.layout.model, record.stats
-    paced = costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0) if model.sync_every_microbatch else costs
+    paced = (
+        costs.max(axis=0, keepdims=True).repeat(len(costs), axis=0)
+        if model.sync_every_microbatch
+        else costs
+    )
     ends = simulate(paced, model)
     total = float(ends.max()) or 1.0
-    per_rank = record.num_microbatches * (2 * model.num_virtual_stages if model.num_stages > 1 else 1)
+    per_rank = record.num_microbatches * (
+        2 * model.num_virtual_stages if model.num_stages > 1 else 1
+    )
     own_ends = costs.sum(axis=1) if model.sync_every_microbatch else ends
     drawn = _spread(own_ends, max(4, min(MAX_LINES, _MAX_OPERATIONS // per_rank)))
     slowest = int(own_ends.argmax())
@@ -83,30 +90,44 @@ def picture_of(record: StepRecord) -> StepPicture:
 
 
 def ticks(picture: StepPicture, scale: float) -> list[tuple[float, str]]:
-    """Returns round times (or percents, where times are not known) as shares of the step, and their labels.
+    """Returns round times (or percents, where times are not known) as shares of the step, and their
+    labels.
 
     scale: the share of the width that the step takes.
     """
     whole, unit = 100.0, "%"
     if picture.seconds is not None:
-        whole, unit = (picture.seconds, " s") if picture.seconds / scale >= 10 else (picture.seconds * 1000, " ms")
+        whole, unit = (
+            (picture.seconds, " s")
+            if picture.seconds / scale >= 10
+            else (picture.seconds * 1000, " ms")
+        )
     rough = whole / scale / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [(step * place / whole, f"{step * place:,.10g}{unit}") for place in range(int(whole / step + 1e-9) + 1)]
+    return [
+        (step * place / whole, f"{step * place:,.10g}{unit}")
+        for place in range(int(whole / step + 1e-9) + 1)
+    ]
 
 
 def facts_of(record: StepRecord) -> str:
     """Returns the step's account in one line."""
     stats, model = record.stats, record.layout.model
-    microbatches = "1 microbatch" if stats.microbatches == 1 else f"{stats.microbatches:,} microbatches"
+    microbatches = (
+        "1 microbatch" if stats.microbatches == 1 else f"{stats.microbatches:,} microbatches"
+    )
     ranks = "1 rank" if stats.num_ranks == 1 else f"{stats.num_ranks:,} ranks"
     stages = f" x {model.num_stages} stages" if model.num_stages > 1 else ""
     bound = "even packs" if model.num_stages > 1 else "the bound"
-    stages += f" x {model.num_virtual_stages} virtual stages each" if model.num_virtual_stages > 1 else ""
+    stages += (
+        f" x {model.num_virtual_stages} virtual stages each" if model.num_virtual_stages > 1 else ""
+    )
     return (
-        f"{stats.sequences:,} sequences, {stats.tokens:,} tokens on {ranks}{stages}; {microbatches}; "
-        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of {bound}, "
+        f"{stats.sequences:,} sequences, {stats.tokens:,} tokens on {ranks}{stages}; "
+        f"{microbatches}; "
+        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of "
+        f"{bound}, "
         f"bubble {stats.bubble:.1%}"
     )
 
@@ -114,7 +135,9 @@ def facts_of(record: StepRecord) -> str:
 class _Scene:
     """Knows the operations of a step, and what is told of them."""
 
-    def __init__(self, record: StepRecord, costs: FloatArray, paced: FloatArray, total: float) -> None:
+    def __init__(
+        self, record: StepRecord, costs: FloatArray, paced: FloatArray, total: float
+    ) -> None:
         self._record, self._costs, self._paced, self._total = record, costs, paced, total
         self._model: StepModel = record.layout.model
         self._merged = 0
@@ -125,13 +148,19 @@ class _Scene:
             starts = (np.cumsum(self._paced[drawn], axis=1) - self._paced[drawn]) / self._total
             ends = starts + self._costs[drawn] / self._total
             blocks_of = [
-                [self._block(rank, m, *times) for m, times in enumerate(zip(starts[row].tolist(), ends[row].tolist()))]
+                [
+                    self._block(rank, m, *times)
+                    for m, times in enumerate(zip(starts[row].tolist(), ends[row].tolist()))
+                ]
                 for row, rank in enumerate(drawn)
             ]
         else:
             blocks_of = self._at_last_stage(drawn)
         finest = self._finest(len(drawn))
-        return [Line(f"rank {rank}", self._together(blocks, finest)) for rank, blocks in zip(drawn, blocks_of)]
+        return [
+            Line(f"rank {rank}", self._together(blocks, finest))
+            for rank, blocks in zip(drawn, blocks_of)
+        ]
 
     def stages(self, rank: int) -> list[Line]:
         """Returns the operations of a rank's pipeline, stage by stage."""
@@ -161,7 +190,10 @@ class _Scene:
             _add_ramps(change, (starts + self._costs).ravel() / self._total, -1)
         else:
             for timed in timeline(self._paced, self._model):
-                share = self._costs[:, timed.operation.microbatch] / self._paced[:, timed.operation.microbatch]
+                share = (
+                    self._costs[:, timed.operation.microbatch]
+                    / self._paced[:, timed.operation.microbatch]
+                )
                 end = timed.start + (timed.end - timed.start) * share
                 _add_ramps(change, timed.start / self._total, 1)
                 _add_ramps(change, end / self._total, -1)
@@ -173,12 +205,15 @@ class _Scene:
         notes = []
         if num_drawn < num_ranks:
             notes.append(
-                f"{num_drawn} of {num_ranks:,} ranks are drawn, from the slowest to the quickest at even distances"
+                f"{num_drawn} of {num_ranks:,} ranks are drawn, from the slowest to the quickest "
+                "at even distances"
             )
         if model.num_stages > MAX_LINES:
             notes.append(f"{MAX_LINES} of {model.num_stages} stages are drawn")
         if self._merged:
-            notes.append(f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour")
+            notes.append(
+                f"{self._merged:,} blocks too thin to see are drawn as part of a neighbour"
+            )
         if model.sync_every_microbatch:
             notes.append("ranks wait for one another at every microbatch")
         return notes
@@ -194,7 +229,9 @@ class _Scene:
         return [joined(blocks) for blocks in blocks_of]
 
     def _times(self, timed: TimedOperation, rank: int, row: int) -> tuple[float, float]:
-        """Returns when the rank starts and ends, which may be before the others that it then waits for."""
+        """Returns when the rank starts and ends, which may be before the others that it then waits
+        for.
+        """
         start, end = float(timed.start[row]), float(timed.end[row])
         microbatch = timed.operation.microbatch
         share = float(self._costs[rank, microbatch]) / (float(self._paced[rank, microbatch]) or 1.0)
@@ -224,12 +261,20 @@ class _Scene:
 def _pack_in_words(lengths: Sequence[int], capacity: int) -> str:
     if not lengths:
         return "empty"
-    sequences, total = "1 sequence" if len(lengths) == 1 else f"{len(lengths):,} sequences", sum(lengths)
-    return f"{sequences}, {total:,} of {capacity:,} tokens ({total / capacity:.0%}), longest {max(lengths):,}"
+    sequences, total = (
+        "1 sequence" if len(lengths) == 1 else f"{len(lengths):,} sequences",
+        sum(lengths),
+    )
+    return (
+        f"{sequences}, {total:,} of {capacity:,} tokens ({total / capacity:.0%}), longest "
+        f"{max(lengths):,}"
+    )
 
 
 def _spread(ends: FloatArray, number: int) -> list[int]:
-    """Returns that many ranks from the slowest to the quickest at even distances; all in order where they are few."""
+    """Returns that many ranks from the slowest to the quickest at even distances; all in order
+    where they are few.
+    """
     if ends.size <= number:
         return list(range(ends.size))
     order = np.argsort(-ends, kind="stable")
@@ -243,7 +288,9 @@ def _even_places(size: int, number: int) -> list[int]:
 
 
 def _add_ramps(change: FloatArray, at: FloatArray, sign: int) -> None:
-    """Adds what begins (or ends) at each of `at`: bins after it change by one, its own by what is left of it."""
+    """Adds what begins (or ends) at each of `at`: bins after it change by one, its own by what is
+    left of it.
+    """
     places = at * _BINS
     whole = np.minimum(places.astype(np.int64), _BINS)
     part = places - whole

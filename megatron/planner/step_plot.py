@@ -1,4 +1,6 @@
-"""pure. Scheduled steps as a matplotlib figure: as `step_page`, without words on single blocks. Needs matplotlib."""
+"""pure. Scheduled steps as a matplotlib figure: as `step_page`, without words on single blocks.
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,19 @@ def figure_of(pictures: Sequence[StepPicture]) -> Figure:
             rows.append((picture, "stages", _height(picture.stages)))
     with rc_context(_STYLE):
         heights = [height for *_, height in rows]
-        figure = Figure(figsize=(11, sum(heights) + 0.75 * len(rows) + 0.3), dpi=130, layout="constrained")
+        figure = Figure(
+            figsize=(11, sum(heights) + 0.75 * len(rows) + 0.3), dpi=130, layout="constrained"
+        )
         figure.get_layout_engine().set(hspace=0.03)  # type: ignore[union-attr, call-arg]
-        grid = figure.add_gridspec(len(rows), 1, height_ratios=[height + 0.35 for height in heights])
+        grid = figure.add_gridspec(
+            len(rows), 1, height_ratios=[height + 0.35 for height in heights]
+        )
         for place, (picture, kind, _) in enumerate(rows):
             axes = figure.add_subplot(grid[place])
             _draw(axes, picture, kind)
-            _time_axis(axes, picture, longest, last=place == len(rows) - 1 or rows[place + 1][1] == "busy")
+            _time_axis(
+                axes, picture, longest, last=place == len(rows) - 1 or rows[place + 1][1] == "busy"
+            )
     return figure
 
 
@@ -68,15 +76,32 @@ def _draw(axes: Axes, picture: StepPicture, kind: str) -> None:
         where = ", as the last stage runs them" if picture.stages else ""
         axes.set_title(f"data-parallel ranks: packs{where}", fontsize=9)
         colour = colormaps["viridis_r"]
-        handles = [Patch(color=colour(0.9 * fill), label=f"{fill:.0%} filled") for fill in (0.25, 0.5, 0.75, 1.0)]
+        handles = [
+            Patch(color=colour(0.9 * fill), label=f"{fill:.0%} filled")
+            for fill in (0.25, 0.5, 0.75, 1.0)
+        ]
     else:
         axes.set_title(f"pipeline stages of rank {picture.slowest_rank}, the slowest", fontsize=9)
-        handles = [Patch(color="#1C63A8", label="forward"), Patch(color="#CD6210", label="backward")]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.1, fontsize=8)
+        handles = [
+            Patch(color="#1C63A8", label="forward"),
+            Patch(color="#CD6210", label="backward"),
+        ]
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=4,
+        borderaxespad=0.1,
+        fontsize=8,
+    )
 
 
 def _draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    colours = {"pack": colormaps["viridis_r"], "forward": colormaps["Blues"], "backward": colormaps["Oranges"]}
+    colours = {
+        "pack": colormaps["viridis_r"],
+        "forward": colormaps["Blues"],
+        "backward": colormaps["Oranges"],
+    }
     axes.barh(range(len(lines)), 1.0, height=0.85, color=_IDLE)
     corners, faces = [], []
     for row, line in enumerate(lines):
@@ -86,7 +111,9 @@ def _draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
             faces.append(colours[kind](0.9 * shade if kind == "pack" else 0.3 + 0.55 * shade))
     edge = 0.3 if len(corners) < 3000 else 0.0
     axes.add_collection(
-        PolyCollection(np.array(corners).tolist(), facecolors=faces, edgecolors="white", linewidths=edge)
+        PolyCollection(
+            np.array(corners).tolist(), facecolors=faces, edgecolors="white", linewidths=edge
+        )
     )
     every = max(1, len(lines) // 16)
     places = range(0, len(lines), every)

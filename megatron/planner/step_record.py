@@ -1,5 +1,6 @@
-"""pure. A scheduled step as one value: what was scheduled, under which layout, and where each sequence went. It can be
-written down, read again, accounted for and drawn, without the data or the model.
+"""pure. A scheduled step as one value: what was scheduled, under which layout, and where each
+sequence went. It can be written down, read again, accounted for and drawn, without the data or the
+model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.stats import PackingStats, packing_stats
 
 IntArray = npt.NDArray[np.int64]
-_MOST, _MOST_STAGES = 1 << 62, 4096
+_MOST, _MAX_STAGES = 1 << 62, 4096
 _FORMER_NAMES = {"ranks_meet": "sync_every_microbatch"}
 """Keys of the model in records that were written before the field was renamed."""
 Packs = list[list[list[int]]]
@@ -40,12 +41,18 @@ class StepLayout:
     microbatch_multiple: int = 1
     model: StepModel
     seconds_per_unit: float | None = None
-    """What a unit of `cost` takes all devices of a data-parallel rank; None where only ratios are known."""
+    """What a unit of `cost` takes all devices of a data-parallel rank; None where only ratios are
+    known.
+    """
 
     def request(self, lengths: IntArray) -> ScheduleRequest:
-        """Returns the question to a scheduler; ranks draw equal parts of `lengths` (real ones), one by one."""
+        """Returns the question to a scheduler; ranks draw equal parts of `lengths` (real ones), one
+        by one.
+        """
         size = lengths.size
-        starts = np.array([size * rank // self.num_ranks for rank in range(self.num_ranks)], np.int64)
+        starts = np.array(
+            [size * rank // self.num_ranks for rank in range(self.num_ranks)], np.int64
+        )
         source_rank = np.searchsorted(starts, np.arange(size), side="right") - 1
         return ScheduleRequest(
             lengths=self.alignment.padded_length(lengths),
@@ -70,10 +77,16 @@ class StepRecord:
     packs: Packs
 
     @classmethod
-    def of(cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule) -> StepRecord:
-        """Makes the record of a schedule; `lengths` int64 [N] are the real ones of the sequences that it places."""
+    def of(
+        cls, title: str, scheduler: str, layout: StepLayout, lengths: IntArray, schedule: Schedule
+    ) -> StepRecord:
+        """Makes the record of a schedule; `lengths` int64 [N] are the real ones of the sequences
+        that it places.
+        """
         by_pack = lengths[np.argsort(schedule.pack, kind="stable")].tolist()
-        ends = np.cumsum(np.bincount(schedule.pack, minlength=schedule.num_ranks * schedule.num_microbatches)).tolist()
+        ends = np.cumsum(
+            np.bincount(schedule.pack, minlength=schedule.num_ranks * schedule.num_microbatches)
+        ).tolist()
         packs = [by_pack[start:end] for start, end in zip([0, *ends], ends)]
         per_rank = schedule.num_microbatches
         by_rank = [packs[first : first + per_rank] for first in range(0, len(packs), per_rank)]
@@ -87,11 +100,14 @@ class StepRecord:
     @cached_property
     def lengths(self) -> IntArray:
         """int64 [N], real ones, by rank and microbatch."""
-        return np.array([length for rank in self.packs for pack in rank for length in pack], np.int64)
+        return np.array(
+            [length for rank in self.packs for pack in rank for length in pack], np.int64
+        )
 
     @cached_property
     def request(self) -> ScheduleRequest:
-        """What a scheduler would be asked for these sequences; who drew them is not known any more."""
+        """What a scheduler would be asked for these sequences; who drew them is not known any
+        more."""
         return self.layout.request(self.lengths)
 
     @cached_property
@@ -100,21 +116,33 @@ class StepRecord:
         counts = [len(pack) for rank in self.packs for pack in rank]
         pack = np.repeat(np.arange(len(counts)), counts)
         return Schedule(
-            pack // self.num_microbatches, pack % self.num_microbatches, len(self.packs), self.num_microbatches
+            pack // self.num_microbatches,
+            pack % self.num_microbatches,
+            len(self.packs),
+            self.num_microbatches,
         )
 
     @cached_property
     def stats(self) -> PackingStats:
         """The account of the step, but for what moved, was dropped or cut."""
         return packing_stats(
-            request=self.request, schedule=self.schedule, length=self.lengths, alignment=self.layout.alignment
+            request=self.request,
+            schedule=self.schedule,
+            length=self.lengths,
+            alignment=self.layout.alignment,
         )
 
     def to_json(self) -> str:
         """Returns one JSON object."""
         layout = {name: value for name, value in asdict(self.layout).items() if name != "num_ranks"}
         return json.dumps(
-            {"kind": "schedule", "title": self.title, "scheduler": self.scheduler, **layout, "packs": self.packs}
+            {
+                "kind": "schedule",
+                "title": self.title,
+                "scheduler": self.scheduler,
+                **layout,
+                "packs": self.packs,
+            }
         )
 
     @classmethod
@@ -122,31 +150,45 @@ class StepRecord:
         """Reads the object that `to_json` wrote; ValueError for what cannot be one."""
         try:
             packs = _checked_packs(values["packs"])
-            alignment, cost, model = (_checked_numbers(values[name]) for name in ("alignment", "cost", "model"))
+            alignment, cost, model = (
+                _checked_numbers(values[name]) for name in ("alignment", "cost", "model")
+            )
             model = {_FORMER_NAMES.get(name, name): value for name, value in model.items()}
             layout = StepLayout(
                 num_ranks=len(packs),
-                **_checked_numbers({name: values[name] for name in ("capacity", "microbatch_multiple")}),
+                **_checked_numbers(
+                    {name: values[name] for name in ("capacity", "microbatch_multiple")}
+                ),
                 alignment=Alignment(**alignment),
                 cost=PackCost(**cost),
                 model=StepModel(**model),
                 seconds_per_unit=values.get("seconds_per_unit"),
             )
-            if model.get("num_stages", 1) * model.get("num_virtual_stages", 1) > _MOST_STAGES:
-                raise ValueError(f"model must have at most {_MOST_STAGES} stages in all")
-            record = cls(title=str(values["title"]), scheduler=str(values["scheduler"]), layout=layout, packs=packs)
+            if model.get("num_stages", 1) * model.get("num_virtual_stages", 1) > _MAX_STAGES:
+                raise ValueError(f"model must have at most {_MAX_STAGES} stages in all")
+            record = cls(
+                title=str(values["title"]),
+                scheduler=str(values["scheduler"]),
+                layout=layout,
+                packs=packs,
+            )
             check_schedule(record.request, record.schedule)
             _ = record.stats
         except KeyError as error:
-            raise ValueError(f"a schedule must have the key {error}; write it anew with --dump-schedule") from error
+            raise ValueError(
+                f"a schedule must have the key {error}; write it again with --dump-schedule"
+            ) from error
         except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
-            raise ValueError(f"not a schedule as --dump-schedule writes them: {error}; write it anew") from error
+            raise ValueError(
+                f"not a schedule as --dump-schedule writes them: {error}; write it again"
+            ) from error
         return record
 
 
 def read_cost(values: Mapping[str, Any]) -> PackCost:
-    """Reads a fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in seconds of the whole
-    model on one device; other keys say how it came about. ValueError for one that cannot be.
+    """Reads a fitted cost as JSON has it, `{"linear": ..., "quadratic": ..., "fixed": ...}`, in
+    seconds of the whole model on one device; other keys say how it came about. ValueError for one
+    that cannot be.
     """
     numbers = {}
     for name in ("linear", "quadratic", "fixed"):
@@ -162,20 +204,33 @@ def _checked_numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(value, bool) and _FORMER_NAMES.get(name, name) == "sync_every_microbatch":
             continue
         is_cost = name in ("linear", "quadratic", "fixed", "head")
-        if type(value) not in ((int, float) if is_cost else (int,)) or not 0 <= value < _MOST or value < (not is_cost):
+        if (
+            type(value) not in ((int, float) if is_cost else (int,))
+            or not 0 <= value < _MOST
+            or value < (not is_cost)
+        ):
             raise ValueError(
-                f"{name} must be {'a number' if is_cost else 'a whole number above 0'}, but is {value!s:.60}"
+                f"{name} must be {'a number' if is_cost else 'a whole number above 0'}, but is "
+                f"{value!s:.60}"
             )
     return values
 
 
 def _checked_packs(packs: object) -> Packs:
-    if not isinstance(packs, list) or not packs or not all(isinstance(rank, list) and rank for rank in packs):
+    if (
+        not isinstance(packs, list)
+        or not packs
+        or not all(isinstance(rank, list) and rank for rank in packs)
+    ):
         raise ValueError("packs must be a list per rank of a list per microbatch of lengths")
     if len({len(rank) for rank in packs}) > 1:
         raise ValueError("packs must have as many microbatches on each rank")
     for rank, microbatches in enumerate(packs):
         for microbatch, pack in enumerate(microbatches):
-            if not isinstance(pack, list) or not all(type(length) is int and length > 0 for length in pack):
-                raise ValueError(f"packs[{rank}][{microbatch}] must be lengths above 0, but is {pack!s:.60}")
+            if not isinstance(pack, list) or not all(
+                type(length) is int and length > 0 for length in pack
+            ):
+                raise ValueError(
+                    f"packs[{rank}][{microbatch}] must be lengths above 0, but is {pack!s:.60}"
+                )
     return packs

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megatron.packing.flags import FlagError
 from megatron.sft.environment import (
-    compiling_when_called,
     end_with_launcher,
-    exit_with,
+    fail,
+    lazy_compile,
     outlive_output,
     program,
-    quiet,
+    silence_warnings,
     world_from_environment,
 )
 from megatron.sft.options.config import SFTConfig, parse_config
@@ -36,23 +36,23 @@ def main() -> None:
     try:
         config = parse_config(sys.argv[1:], world_size, program())
     except FlagError as failure:
-        exit_with(str(failure), rank)
+        fail(str(failure), rank)
     for line in megatron_flag_notes(sys.argv[1:]) if rank == 0 else ():
         print(line)
-    quiet(rank)
+    silence_warnings(rank)
     run(config, rank, world_size)
 
 
 def run(config: SFTConfig, rank: int, world_size: int) -> None:
     """Train as this rank's part in it."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    with compiling_when_called():
+    with lazy_compile():
         from megatron.packing.step.decide import GlobalBatchError
         from megatron.sft.data.datasets import build_datasets
         from megatron.sft.data.trained_tokens import check_trained
         from megatron.sft.distributed import process_groups
         from megatron.sft.model.huggingface.pretrained import open_pretrained
-        from megatron.sft.peers import Peers, end_after
+        from megatron.sft.peers import Peers, abort
         from megatron.sft.read_files import fingerprints
         from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
@@ -69,15 +69,18 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
-            with process_groups(config, fingerprints(config, datasets, pretrained)) as (device, store):
+            with process_groups(config, fingerprints(config, datasets, pretrained)) as (
+                device,
+                store,
+            ):
                 peers = Peers(store)
                 trainer = Trainer(config, datasets, device, run_dir, pretrained)
-                trainer.train(end.enter_context(StopSignals(peers.leave_unless_all_stop)))
+                trainer.train(end.enter_context(StopSignals(peers.exit_unless_all_stop)))
                 peers.close()
         except Exception as failure:
             if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
                 raise
-            end_after(failure, peers)
+            abort(failure, peers)
         if rank == 0 and trainer.num_steps_done:
             try:
                 report(run_dir)
@@ -86,7 +89,8 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         elif rank == 0:
             done, wanted = trainer.progress.iteration, config.training.train_iters
             print(
-                f"nothing to do: {done} steps are done" + (f" of {wanted}, and stopped early" if done < wanted else "")
+                f"nothing to do: {done} steps are done"
+                + (f" of {wanted}, and stopped early" if done < wanted else "")
             )
 
 

@@ -1,4 +1,5 @@
-"""mcore. Start and end the process groups: NCCL where CUDA is, gloo elsewhere, by the same command."""
+"""mcore. Start and end the process groups: NCCL where CUDA is, gloo elsewhere, by the same
+command."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from megatron.sft.options.config import SFTConfig
 def process_groups(
     config: SFTConfig, read: Mapping[str, str] | None = None
 ) -> Iterator[tuple[torch.device, dist.Store]]:
-    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's device, and the store at
-    which all ranks met.
+    """Makes megatron-core's groups for the layout and seeds random states; yields this rank's
+    device, and the store at which all ranks met.
 
-    read: fingerprints of the files that this rank reads. AgreedError unless all ranks have the same, and the same
-    options and versions.
+    read: fingerprints of the files that this rank reads. AgreedError unless all ranks have the
+    same, and the same options and versions.
     """
     rank, world_size = world_from_environment()
     if config.training.deterministic_mode:
@@ -42,21 +43,25 @@ def process_groups(
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
     # Files come first: other records are other numbers of steps, too.
-    check_agreement({**(read or {}), **_options_and_versions(config)})  # before groups, which would not match
+    check_agreement(
+        {**(read or {}), **_options_and_versions(config)}
+    )  # before groups, which would not match
     make_groups(config)
     # As Megatron seeds: stages differ, so that their layers do.
     seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     yield device, store
-    # Not after an error: others may be in a collective, and this rank would wait for them instead of ending the job.
+    # Not after an error: others may be in a collective, and this rank would wait for them instead
+    # of ending the job.
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def use_deterministic_kernels() -> None:
-    """Lets torch, cuBLAS, NCCL and Transformer Engine add up in the same order each time, for the rest of the process.
-    Before CUDA is used. torch then raises an error for an operation that has no such kernel.
+    """Lets torch, cuBLAS, NCCL and Transformer Engine add up in the same order each time, for the
+    rest of the process. Before CUDA is used. torch then raises an error for an operation that has
+    no such kernel.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -98,12 +103,15 @@ class AgreedError(ValueError):
 
 
 def check_agreement(own: Mapping[str, Any]) -> None:
-    """Raises AgreedError, naming what differs and on which ranks, unless all ranks have the same; collective."""
+    """Raises AgreedError, naming what differs and on which ranks, unless all ranks have the same;
+    collective.
+    """
     differing = differences(gathered(own))
     if differing:
         more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise AgreedError(
-            f"ranks must be started alike, with the same options, versions and files: {'; '.join(differing[:5])}{more}"
+            "ranks must be started alike, with the same options, versions and files: "
+            f"{'; '.join(differing[:5])}{more}"
         )
 
 
@@ -116,7 +124,10 @@ def differences(of_ranks: Sequence[Mapping[str, object]]) -> list[str]:
         for rank, value in enumerate(values, 1):
             if value != first:
                 others.setdefault(str(value), []).append(rank)
-        found += [f"{name} is {value} on {_ranks(ranks)}, but {first} on rank 0" for value, ranks in others.items()]
+        found += [
+            f"{name} is {value} on {_ranks(ranks)}, but {first} on rank 0"
+            for value, ranks in others.items()
+        ]
     return found
 
 
@@ -133,8 +144,12 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _options_and_versions(config: SFTConfig) -> dict[str, Any]:
-    options = {flag_of(name): value for group in config.to_dict().values() for name, value in group.items()}
-    return options | {name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")}
+    options = {
+        flag_of(name): value for group in config.to_dict().values() for name, value in group.items()
+    }
+    return options | {
+        name: version(name) for name in ("torch", "megatron-core", "megatron-sft", "numpy")
+    }
 
 
 def gathered(own: object) -> list[Any]:

@@ -32,32 +32,44 @@ def local_rank() -> int:
 
 
 def default_num_workers() -> int:
-    """Returns how many processes read for each rank: its share of the cores, but for one that computes and one that
-    prepares batches; at most 4.
+    """Returns how many processes read for each rank: its share of the cores, but for one that
+    computes and one that prepares batches; at most 4.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(0, min(4, len(os.sched_getaffinity(0)) // ranks - 2))
 
 
-def quiet(rank: int) -> None:
-    """Keeps megatron-core's and torch's import-time notices out of the log; errors stay, from every rank."""
-    for notice in ("Apex is not installed", "transformer_engine", "Transformer Engine", "FutureWarning", "fused Adam"):
+def silence_warnings(rank: int) -> None:
+    """Keeps megatron-core's and torch's import-time notices out of the log; errors stay, from every
+    rank.
+    """
+    for notice in (
+        "Apex is not installed",
+        "transformer_engine",
+        "Transformer Engine",
+        "FutureWarning",
+        "fused Adam",
+    ):
         warnings.filterwarnings("ignore", message=f".*{notice}.*")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\.distributed.*")
     if rank != 0:
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.sft").setLevel(logging.ERROR)
-    for name in ("megatron.core", "torch.utils.cpp_extension"):  # the latter: CUDA's compiler is here, but no GPU
+    for name in (
+        "megatron.core",
+        "torch.utils.cpp_extension",
+    ):  # the latter: CUDA's compiler is here, but no GPU
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
-def compiling_when_called() -> Iterator[None]:
-    """Lets `torch.compile` wait with importing its compiler until a function that it was given meanwhile is called.
+def lazy_compile() -> Iterator[None]:
+    """Lets `torch.compile` wait with importing its compiler until a function that it was given
+    meanwhile is called.
 
-    megatron-core decorates a dozen functions as it is imported, most of which no run calls; their compiler is half of
-    what a start takes.
+    megatron-core decorates a dozen functions as it is imported, most of which no run calls; their
+    compiler is half of what a start takes.
     """
     import torch
 
@@ -77,14 +89,18 @@ def compiling_when_called() -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Ask to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this process."""
+    """Ask to be stopped by SIGTERM when torchrun is killed, on Linux: nobody else would end this
+    process.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def outlive_output() -> None:
-    """Let this process outlive a standard output or error that is closed or full: what it prints is dropped then."""
+    """Let this process outlive a standard output or error that is closed or full: what it prints is
+    dropped then.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Output):
@@ -92,7 +108,9 @@ def outlive_output() -> None:
 
 
 class _Output:
-    """A stream that goes to the null device from its first failing write on; otherwise the stream that it wraps."""
+    """A stream that goes to the null device from its first failing write on; otherwise the stream
+    that it wraps.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -114,7 +132,9 @@ class _Output:
 
     def _drop(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())  # also for what is buffered, for other processes and for libraries in C
+        os.dup2(
+            null, self._stream.fileno()
+        )  # also for what is buffered, for other processes and for libraries in C
         os.close(null)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,9 +147,10 @@ def program() -> str:
     return "python -m megatron.sft" if name == "__main__.py" else name
 
 
-def exit_with(message: str, rank: int) -> NoReturn:
-    """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the last thing on the
-    terminal, of every rank that has something to say; under another launcher each rank says it itself.
+def fail(message: str, rank: int) -> NoReturn:
+    """End this process with status 2. Rank 0 says why in one line, and torchrun in its summary, the
+    last thing on the terminal, of every rank that has something to say; under another launcher each
+    rank says it itself.
     """
     if rank != 0 and _ERROR_FILE not in os.environ:
         message = f"rank {world_from_environment()[0]}: {message}"
@@ -146,4 +167,6 @@ def tell_torchrun(message: str, *, is_shown: bool) -> None:
     if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # what was printed must do
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
+            Path(path).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
+            )

@@ -1,6 +1,7 @@
 """mcore. Write a checkpoint as a HuggingFace folder: python -m megatron.sft.export CHECKPOINT DIR
 
-One process, whatever layout the run had. The checkpoint is read layer by layer, so host memory holds one layer.
+One process, whatever layout the run had. The checkpoint is read layer by layer, so host memory
+holds one layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packing.flags import FlagError, parse_flags
-from megatron.sft.environment import quiet
+from megatron.sft.environment import silence_warnings
 from megatron.sft.options.config import SFTConfig
 from megatron.sft.options.data import DataConfig
 from megatron.sft.options.model import ModelConfig
@@ -28,7 +29,9 @@ class ExportOptions:
     """What to write, and where to."""
 
     checkpoint: str | None = field(default=None, metadata={"positional": True})
-    """Folder of a run's checkpoints, of which the newest is taken, or of one of them (iter_0000100)."""
+    """Folder of a run's checkpoints, of which the newest is taken, or of one of them
+    (iter_0000100).
+    """
     folder: str | None = field(default=None, metadata={"positional": True})
     """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
     max_shard_gigabytes: float = 5.0
@@ -36,16 +39,22 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.checkpoint is None or self.folder is None:
-            raise ValueError("two folders are needed: that of the checkpoint, and the one to write; see --help")
+            raise ValueError(
+                "two folders are needed: that of the checkpoint, and the one to write; see --help"
+            )
         if not self.max_shard_gigabytes > 0:
-            raise ValueError(f"--max-shard-gigabytes must be above 0, but is {self.max_shard_gigabytes}")
+            raise ValueError(
+                f"--max-shard-gigabytes must be above 0, but is {self.max_shard_gigabytes}"
+            )
 
 
 def main() -> None:
     """Write the folder, or say in one line why not."""
     try:
-        (options,) = parse_flags((ExportOptions,), sys.argv[1:], (__doc__ or "").split(". ", 1)[1], PROGRAM)
-        quiet(0)
+        (options,) = parse_flags(
+            (ExportOptions,), sys.argv[1:], (__doc__ or "").split(". ", 1)[1], PROGRAM
+        )
+        silence_warnings(0)
         export(options.checkpoint, options.folder, int(options.max_shard_gigabytes * 1e9))
     except (FlagError, ValueError, OSError) as failure:
         print(f"{PROGRAM}: error: {' '.join(str(failure).split())}", file=sys.stderr)
@@ -54,7 +63,8 @@ def main() -> None:
 
 
 def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int) -> None:
-    """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace form."""
+    """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
+    form."""
     # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
     import torch
 
@@ -69,17 +79,21 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
 
     path = distributed_checkpoint(checkpoint)
     if path is None:
-        raise ValueError(f"{checkpoint} must hold a run's checkpoints, or be one of them, but is neither")
+        raise ValueError(
+            f"{checkpoint} must hold a run's checkpoints, or be one of them, but is neither"
+        )
     companions = path / COMPANIONS
     saved_options = read_common(path)["model_options"]
     if saved_options.get("lora"):
         raise ValueError(
-            f"{path} holds adapters, beside a base model; start its run again with --load and --save-hf to write them, "
+            f"{path} holds adapters, beside a base model; start its run again with --load and "
+            "--save-hf to write them, "
             "and with --lora-merge to write the model"
         )
     if not companions.is_dir():
         raise ValueError(
-            f"{path} has no {COMPANIONS}/: its model is of no HuggingFace family, or it was saved by an older version"
+            f"{path} has no {COMPANIONS}/: its model is of no HuggingFace family, or it was saved "
+            "by an older version"
         )
     check_target(Path(folder))
     model_config = read_config(companions)
@@ -103,7 +117,9 @@ def _config(model_options: dict[str, Any]) -> SFTConfig:
     """A config of one process that builds the model of a checkpoint, without initial weights."""
     names = {field.name for field in fields(ModelConfig)}
     return SFTConfig(
-        model=ModelConfig(**{name: model_options[name] for name in names & model_options.keys()}, seq_length=1),
+        model=ModelConfig(
+            **{name: model_options[name] for name in names & model_options.keys()}, seq_length=1
+        ),
         parallel=ParallelConfig(),
         packing=PackingConfig(),
         data=DataConfig(mock_data=True),

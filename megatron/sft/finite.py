@@ -1,7 +1,8 @@
-"""mcore. A loss or gradient norm that is NaN or infinite ends the run, before the optimizer changes anything.
+"""mcore. A loss or gradient norm that is NaN or infinite ends the run, before the optimizer changes
+anything.
 
-Both numbers are those that all ranks have on the host in any case, so all of them raise alike, and a good step pays
-no collective and no wait. Where it happened is asked only once it has.
+Both numbers are those that all ranks have on the host in any case, so all of them raise alike, and
+a good step pays no collective and no wait. Where it happened is asked only once it has.
 """
 
 from __future__ import annotations
@@ -31,17 +32,25 @@ class NonFiniteError(AgreedError):
 
 
 def check_loss(reduced: Reduced, losses: Sequence[Any], names: Sequence[str], where: str) -> None:
-    """Raise NonFiniteError unless the loss of a pass over a global batch is finite; collective only if it is not.
+    """Raise NonFiniteError unless the loss of a pass over a global batch is finite; collective only
+    if it is not.
 
-    losses: this rank's, by microbatch; names: of the sources; where: "step 3", as the message begins.
+    losses: this rank's, by microbatch; names: of the sources; where: "step 3", as the message
+    begins.
     """
     if math.isfinite(reduced.loss_sum):
         return
     has_it = any(not math.isfinite(loss["lm loss"][0].item()) for loss in losses)
     ranks = [str(rank) for rank, found in enumerate(gathered(has_it)) if found]
-    sources = [name for name, loss in zip(names, reduced.source_losses[0].tolist()) if not math.isfinite(loss)]
+    sources = [
+        name
+        for name, loss in zip(names, reduced.source_losses[0].tolist())
+        if not math.isfinite(loss)
+    ]
     told = f", source {', '.join(sources)}" if sources else ""
-    raise NonFiniteError(f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}")
+    raise NonFiniteError(
+        f"{where}: the loss is {reduced.loss_sum} on rank {', '.join(ranks)}{told}"
+    )
 
 
 def guard_step(
@@ -50,9 +59,11 @@ def guard_step(
     where: Callable[[], str],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it clips by is not finite.
+    """Make `optimizer.step` raise NonFiniteError, the weights as they were, if the norm that it
+    clips by is not finite.
 
-    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or not, and waits for
+    megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or
+    not, and waits for
     the device to have it. check: called then, to raise for what else must not be stepped by.
     """
     norm_of = optimizer.get_grad_norm
@@ -62,7 +73,10 @@ def guard_step(
         check()
         if not math.isfinite(norm):
             found = enumerate(gathered(_first_bad_gradient(model)))
-            told = next((f", first in {name} of rank {rank}" for rank, name in found if name is not None), "")
+            told = next(
+                (f", first in {name} of rank {rank}" for rank, name in found if name is not None),
+                "",
+            )
             raise NonFiniteError(f"{where()}: the gradient norm is {norm}{told}")
         return norm
 

@@ -1,4 +1,5 @@
-"""mcore. Everything that a run writes later on, tried before its first step: companion files, folders, room on disk.
+"""mcore. Everything that a run writes later on, tried before its first step: companion files,
+folders, room on disk.
 
 A fault is one CheckpointError on every rank, which names the flag, the folder and the way out.
 """
@@ -19,15 +20,22 @@ import torch.distributed as dist
 from megatron.packing.user_files import read_json
 from megatron.sft.distributed import gathered
 from megatron.sft.model.checkpoint_files import CheckpointError, check_folder, check_shared
-from megatron.sft.model.checkpoint_folder import FolderLock, checkpoint_path, latest_iteration, unfinished_path
+from megatron.sft.model.checkpoint_folder import (
+    FolderLock,
+    checkpoint_path,
+    latest_iteration,
+    unfinished_path,
+)
 from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
 from megatron.sft.model.huggingface.weights import Tensors
 from megatron.sft.model.huggingface.write import target_of, unfinished_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.config import SFTConfig
 
-_LEAST_BYTES_PER_WEIGHT = 12
-"""Of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights come on top."""
+_MIN_BYTES_PER_WEIGHT = 12
+"""Of a trained weight in a checkpoint: with Adam's two moments, in float32; bfloat16 weights come
+on top.
+"""
 
 
 class Planned(NamedTuple):
@@ -42,7 +50,9 @@ class Planned(NamedTuple):
 
 
 def check_output(companions: Companions) -> FolderLock | None:
-    """Try to write what the run of `companions` will write; returns rank 0's lock of --save. Collective."""
+    """Try to write what the run of `companions` will write; returns rank 0's lock of --save.
+    Collective.
+    """
     config = companions.config
     output = config.output
     lock = None if output.save is None else check_folder(output.save)
@@ -65,20 +75,28 @@ def check_output(companions: Companions) -> FolderLock | None:
 def _try_companions(companions: Companions) -> None:
     output = companions.config.output
     if output.save is not None and companions.are_saved():
-        with _trial("--save", output.save, unfinished_path(checkpoint_path(output.save, 0))) as folder:
+        with _trial(
+            "--save", output.save, unfinished_path(checkpoint_path(output.save, 0))
+        ) as folder:
             (folder / COMPANIONS).mkdir()
             companions.write(folder / COMPANIONS)
     if output.save_hf is not None:
-        with _trial("--save-hf", output.save_hf, unfinished_folder(target_of(output.save_hf))) as folder:
+        with _trial(
+            "--save-hf", output.save_hf, unfinished_folder(target_of(output.save_hf))
+        ) as folder:
             if companions.config.lora.writes_adapter:
-                companions.write_beside_adapter(AdapterWeights(companions.weights(), companions.config.lora), folder)
+                companions.write_beside_adapter(
+                    AdapterWeights(companions.weights(), companions.config.lora), folder
+                )
             else:
                 companions.write(folder)
 
 
 @contextmanager
 def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
-    """A folder for a while, whose JSON files are read again at its end; ValueError for what fails meanwhile."""
+    """A folder for a while, whose JSON files are read again at its end; ValueError for what fails
+    meanwhile.
+    """
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -89,7 +107,8 @@ def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
         name = error.filename2 or error.filename
         place = f" ({name})" if name else ""
         raise ValueError(
-            f"{flag} {given} cannot be written: {error.strerror or error}{place}; correct that, or pass another {flag}"
+            f"{flag} {given} cannot be written: {error.strerror or error}{place}; correct that, or "
+            f"pass another {flag}"
         ) from None
     except ValueError as error:
         raise ValueError(f"{flag} {given} cannot be written: {error}") from None
@@ -98,7 +117,9 @@ def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
 
 
 def _planned(companions: Companions) -> list[Planned]:
-    """What the run will write, in order; checkpoints only of models whose size a HuggingFace family tells."""
+    """What the run will write, in order; checkpoints only of models whose size a HuggingFace family
+    tells.
+    """
     config = companions.config
     output = config.output
     planned: list[Planned] = []
@@ -108,13 +129,23 @@ def _planned(companions: Companions) -> list[Planned]:
     adapter = AdapterWeights(companions.weights(), config.lora) if config.lora.lora else None
     num_saves = _num_saves(config)
     if output.save is not None and num_saves:
-        num_bytes = _LEAST_BYTES_PER_WEIGHT * num_weights(adapter or weights)
-        num_kept = min(num_saves, (output.keep_checkpoints or num_saves) + 1)  # an old one goes once a new one is there
+        num_bytes = _MIN_BYTES_PER_WEIGHT * num_weights(adapter or weights)
+        num_kept = min(
+            num_saves, (output.keep_checkpoints or num_saves) + 1
+        )  # an old one goes once a new one is there
         planned.append(Planned("--save", Path(output.save), num_bytes, num_kept))
     if output.save_hf is not None:
-        dtype = torch.float32 if config.lora.writes_adapter else getattr(torch, companions.dtype_written())
+        dtype = (
+            torch.float32
+            if config.lora.writes_adapter
+            else getattr(torch, companions.dtype_written())
+        )
         written = adapter if adapter is not None and config.lora.writes_adapter else weights
-        planned.append(Planned("--save-hf", target_of(output.save_hf).parent, num_weights(written) * dtype.itemsize))
+        planned.append(
+            Planned(
+                "--save-hf", target_of(output.save_hf).parent, num_weights(written) * dtype.itemsize
+            )
+        )
     return planned
 
 
@@ -147,12 +178,14 @@ def check_room(planned: list[Planned]) -> list[str]:
             continue
         if once[device] > free:
             raise ValueError(
-                f"{flag} {folder} has {_size(free)} free, but the run writes at least {_size(once[device])} there; "
+                f"{flag} {folder} has {_size(free)} free, but the run writes at least "
+                f"{_size(once[device])} there; "
                 f"make room, or pass another {flag}"
             )
         if kept[device] > free:
             notes.append(
-                f"note: {flag} {folder} has {_size(free)} free, but the run will keep at least {_size(kept[device])} "
+                f"note: {flag} {folder} has {_size(free)} free, but the run will keep at least "
+                f"{_size(kept[device])} "
                 "there; make room, or pass --keep-checkpoints"
             )
     return notes

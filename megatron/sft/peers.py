@@ -1,7 +1,9 @@
-"""collective. What ranks tell one another beside collectives: why one of them failed, and who is still there.
+"""collective. What ranks tell one another beside collectives: why one of them failed, and who is
+still there.
 
-They do it through the store at which they met, so also while a collective waits for somebody who is gone. torchrun
-keeps that store; without it rank 0 does, and a store that is gone is taken for a rank 0 that is.
+They do it through the store at which they met, so also while a collective waits for somebody who is
+gone. torchrun keeps that store; without it rank 0 does, and a store that is gone is taken for a
+rank 0 that is.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.sft.distributed import AgreedError
-from megatron.sft.environment import exit_with, local_rank, tell_torchrun, world_from_environment
+from megatron.sft.environment import fail, local_rank, tell_torchrun, world_from_environment
 
 ANSWER_SECONDS = 5.0
 """A rank that takes longer to answer is taken for gone."""
@@ -29,7 +31,9 @@ _FOREVER = timedelta(days=365)
 
 
 class Peers:
-    """All ranks of a run, as one of them sees them. A thread answers for this rank whatever its main thread does."""
+    """All ranks of a run, as one of them sees them. A thread answers for this rank whatever its
+    main thread does.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         """store: the one at which all ranks of the default process group met."""
@@ -37,13 +41,15 @@ class Peers:
         self._store = dist.PrefixStore("peers", store)
         self._ending = threading.Lock()
         if self._world_size > 1:
-            self._store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own
-            self._thread = threading.Thread(target=self._answer, args=(self._store.clone(),), daemon=True)  # type: ignore[attr-defined]
+            # A connection for each of the two threads.
+            self._store = self._store.clone()  # type: ignore[attr-defined]
+            store = self._store.clone()  # type: ignore[attr-defined]
+            self._thread = threading.Thread(target=self._answer, args=(store,), daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Let the threads of all ranks end, after a run that went well: where rank 0 keeps the store, the end of its
-        interpreter would find its thread in there, and abort.
+        """Let the threads of all ranks end, after a run that went well: where rank 0 keeps the
+        store, the end of its interpreter would find its thread in there, and abort.
         """
         if self._world_size > 1:
             with suppress(RuntimeError):
@@ -51,21 +57,28 @@ class Peers:
                     self._store.set(call, "")
             self._thread.join(ANSWER_SECONDS)
 
-    def leave_unless_all_stop(self, is_agreed: threading.Event) -> None:
-        """End this process unless all ranks answer, or come to agree in their step, within 5 seconds.
+    def exit_unless_all_stop(self, is_agreed: threading.Event) -> None:
+        """End this process unless all ranks answer, or come to agree in their step, within 5
+        seconds.
 
-        For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be saved without that one.
+        For a SIGTERM: a launcher sends it, too, when a rank has died, and no checkpoint will be
+        saved without that one.
         """
         end = time.monotonic() + ANSWER_SECONDS
         missing = self._missing(_STOP)
         if missing != [] and not is_agreed.wait(max(0.0, end - time.monotonic())):
-            self._end(_told(missing) if missing else f"rank {self._rank}: nobody can be asked whether to stop")
+            self._end(
+                _told(missing)
+                if missing
+                else f"rank {self._rank}: nobody can be asked whether to stop"
+            )
 
-    def end_after(self, failure: BaseException) -> NoReturn:
+    def abort(self, failure: BaseException) -> NoReturn:
         """End this process with status 1, after a `failure` that other ranks do not have.
 
-        One rank says on the terminal what came first, which all tell torchrun. Nothing is waited for but answers:
-        neither threads, nor worker processes, nor groups, at which others may be stuck.
+        One rank says on the terminal what came first, which all tell torchrun. Nothing is waited
+        for but answers: neither threads, nor worker processes, nor groups, at which others may be
+        stuck.
         """
         cause = f"rank {self._rank}: {type(failure).__name__}: {failure}"
         if is_lost(failure):
@@ -90,9 +103,13 @@ class Peers:
         _leave(1)
 
     def _missing(self, call: str) -> list[int] | None:
-        """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause is known."""
+        """Returns the ranks that do not answer in time; None where nobody can be asked, or a cause
+        is known.
+        """
         with suppress(RuntimeError):
-            answers = {f"{call} {rank}": rank for rank in range(self._world_size) if rank != self._rank}
+            answers = {
+                f"{call} {rank}": rank for rank in range(self._world_size) if rank != self._rank
+            }
             self._store.set(_STOP, "")
             self._store.set(call, "")
             end = time.monotonic() + ANSWER_SECONDS
@@ -113,11 +130,15 @@ class Peers:
 
 
 def _told(missing: list[int]) -> str:
-    those = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} do"
+    those = (
+        f"rank {missing[0]} does"
+        if len(missing) == 1
+        else f"ranks {', '.join(map(str, missing[:8]))} do"
+    )
     return f"{those} not answer any more: killed, stopped, or cut off"
 
 
-def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
+def abort(failure: Exception, peers: Peers | None) -> NoReturn:
     """End this process, so that one line on the terminal and torchrun's summary say why.
 
     peers: None before there are any, when the ranks of a machine are likely to find the same.
@@ -130,17 +151,19 @@ def end_after(failure: Exception, peers: Peers | None) -> NoReturn:
         _leave(2)
     rank, world_size = world_from_environment()
     if isinstance(failure, ValueError) and (peers is None or world_size == 1):
-        exit_with(str(failure), local_rank())
+        fail(str(failure), local_rank())
     if isinstance(failure, OSError) and world_size == 1:
-        exit_with(f"{type(failure).__name__}: {failure}", local_rank())
+        fail(f"{type(failure).__name__}: {failure}", local_rank())
     if peers is not None:
-        peers.end_after(failure)
+        peers.abort(failure)
     traceback.print_exception(failure)
-    exit_with(f"rank {rank}: {type(failure).__name__}: {failure}", 0)
+    fail(f"rank {rank}: {type(failure).__name__}: {failure}", 0)
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once: what ends an interpreter may wait for other ranks, or take its time."""
+    """End this process at once: what ends an interpreter may wait for other ranks, or take its
+    time.
+    """
     for process in multiprocessing.active_children():
         process.kill()
     sys.stdout.flush()
@@ -150,4 +173,6 @@ def _leave(status: int) -> NoReturn:
 def is_lost(failure: BaseException) -> bool:
     """Returns whether it says no more than that some other rank could not be reached."""
     text = str(failure)
-    return isinstance(failure, (dist.DistError, ConnectionError)) or "gloo" in text or "NCCL" in text
+    return (
+        isinstance(failure, (dist.DistError, ConnectionError)) or "gloo" in text or "NCCL" in text
+    )

@@ -1,9 +1,10 @@
-"""mcore. Fingerprints of the files that a run reads, which ranks compare before they make groups: machines may have
-copies of their own under one path.
+"""mcore. Fingerprints of the files that a run reads, which ranks compare before they make groups:
+machines may have copies of their own under one path.
 
-A fingerprint is made of the size and content: of files up to 64 MiB all of it, of larger ones 64 evenly spread blocks
-of 4 KiB, and the header of a safetensors file. It is never made of times, in which copies differ. Sources of records
-have fingerprints of their own kind. Each rank reads some MiB.
+A fingerprint is made of the size and content: of files up to 64 MiB all of it, of larger ones 64
+evenly spread blocks of 4 KiB, and the header of a safetensors file. It is never made of times, in
+which copies differ. Sources of records have fingerprints of their own kind. Each rank reads some
+MiB.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron.sft.data.datasets import Datasets
-from megatron.sft.model.checkpoint_folder import CHECKSUMS, TRACKER, checkpoint_path, file_names, latest_iteration
+from megatron.sft.model.checkpoint_folder import (
+    CHECKSUMS,
+    TRACKER,
+    checkpoint_path,
+    file_names,
+    latest_iteration,
+)
 from megatron.sft.model.huggingface.companions import TOKENIZER_FILES
 from megatron.sft.model.huggingface.folder import INDEX
 from megatron.sft.model.huggingface.read import MegatronCheckpoint, Pretrained
@@ -31,8 +38,9 @@ _LARGEST_HEADER = 100_000_000
 def fingerprints(
     config: SFTConfig, datasets: Datasets, pretrained: Pretrained | MegatronCheckpoint | None
 ) -> dict[str, str]:
-    """Returns name -> fingerprint of each thing that every rank reads for this run: sources of records, tokenizer and
-    chat template, the weights that training starts from, the checkpoint that it continues.
+    """Returns name -> fingerprint of each thing that every rank reads for this run: sources of
+    records, tokenizer and chat template, the weights that training starts from, the checkpoint that
+    it continues.
     """
     return {
         **_of_data(datasets),
@@ -45,13 +53,18 @@ def _of_data(datasets: Datasets) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for samples in (datasets.train, datasets.valid, datasets.test):
         for source in samples.sources:
-            found.setdefault(f"the data {source.name.strip()}", []).append(f"{len(source)} {source.fingerprint()}")
+            found.setdefault(f"the data {source.name.strip()}", []).append(
+                f"{len(source)} {source.fingerprint()}"
+            )
     prints = {
-        name: hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest() for name, parts in found.items()
+        name: hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
+        for name, parts in found.items()
     }
     blend = datasets.train.identity.get("blend")
     if blend is not None:
-        prints["the blend"] = ", ".join(f"{source['weight']} of {source['name']}" for source in blend["sources"])
+        prints["the blend"] = ", ".join(
+            f"{source['weight']} of {source['name']}" for source in blend["sources"]
+        )
     return prints
 
 
@@ -69,7 +82,10 @@ def _files(config: SFTConfig, pretrained: Pretrained | MegatronCheckpoint | None
         yield from sorted({stored.path for stored in pretrained.folder.tensors.values()})
         if pretrained.adapter is not None:
             adapter = pretrained.adapter.folder
-            yield from (adapter.path / ADAPTER_CONFIG, *sorted({stored.path for stored in adapter.tensors.values()}))
+            yield from (
+                adapter.path / ADAPTER_CONFIG,
+                *sorted({stored.path for stored in adapter.tensors.values()}),
+            )
 
 
 def _of_load(config: SFTConfig) -> dict[str, str]:
@@ -79,11 +95,16 @@ def _of_load(config: SFTConfig) -> dict[str, str]:
         return {} if folder is None else {str(Path(folder) / TRACKER): "missing"}
     iteration = config.output.ckpt_step or newest
     files = _files_of_checkpoint(checkpoint_path(folder, iteration))
-    return {str(Path(folder) / TRACKER): f"step {newest}", **{str(path): fingerprint_of(path) for path in files}}
+    return {
+        str(Path(folder) / TRACKER): f"step {newest}",
+        **{str(path): fingerprint_of(path) for path in files},
+    }
 
 
 def _files_of_checkpoint(path: Path) -> list[Path]:
-    """The checksums, against which each rank's copy is held when it is read; all files where there are none."""
+    """The checksums, against which each rank's copy is held when it is read; all files where there
+    are none.
+    """
     if (path / CHECKSUMS).is_file():
         return [path / CHECKSUMS]
     return [path / name for name in file_names(path)]

@@ -1,4 +1,6 @@
-"""mcore. The folders that a run saves to and continues from: its checkpoints, and the HuggingFace folder at its end."""
+"""mcore. The folders that a run saves to and continues from: its checkpoints, and the HuggingFace
+folder at its end.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,21 @@ from megatron.core.utils import unwrap_model
 from megatron.packing.step.delay import DelayQueue
 from megatron.sft.data.datasets import Datasets
 from megatron.sft.model.build import Training
-from megatron.sft.model.checkpoint import Progress, Wanted, gather_delayed, load_checkpoint, whole_parameters
-from megatron.sft.model.checkpoint_folder import BEST, FolderLock, best_iteration, checkpoint_path, remove_old, track
+from megatron.sft.model.checkpoint import (
+    Progress,
+    Wanted,
+    gather_delayed,
+    load_checkpoint,
+    whole_parameters,
+)
+from megatron.sft.model.checkpoint_folder import (
+    BEST,
+    FolderLock,
+    best_iteration,
+    checkpoint_path,
+    remove_old,
+    track,
+)
 from megatron.sft.model.checkpoint_save import CheckpointSave
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.folder import fingerprint, open_folder
@@ -27,7 +42,11 @@ from megatron.sft.report.run_folder import RunLog
 def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
     """Returns what a checkpoint must share with the run that loads it."""
     sharded = config.shards_optimizer
-    options = {**config.model.identity(), **datasets.vocabulary(), "use_distributed_optimizer": sharded}
+    options = {
+        **config.model.identity(),
+        **datasets.vocabulary(),
+        "use_distributed_optimizer": sharded,
+    }
     options |= config.lora.identity()
     if config.lora.lora:
         assert config.output.pretrained_checkpoint is not None
@@ -37,9 +56,16 @@ def model_options(config: SFTConfig, datasets: Datasets) -> dict[str, Any]:
 
 
 class SavedRun:
-    """Saves and loads a run, by its options; everything but `close` and `note_best` is collective."""
+    """Saves and loads a run, by its options; everything but `close` and `note_best` is
+    collective."""
 
-    def __init__(self, companions: Companions, datasets: Datasets, training: Training, lock: FolderLock | None) -> None:
+    def __init__(
+        self,
+        companions: Companions,
+        datasets: Datasets,
+        training: Training,
+        lock: FolderLock | None,
+    ) -> None:
         """`lock`: of the folder of --save, on rank 0 (see `check_output`); released by `close`."""
         config = companions.config
         self._output = config.output
@@ -49,7 +75,9 @@ class SavedRun:
         self._lock = lock
         self._identity = datasets.train.identity
         self._model_options = model_options(config, datasets)
-        num_evaluated = min(config.training.eval_iters * config.training.global_batch_size, len(datasets.valid))
+        num_evaluated = min(
+            config.training.eval_iters * config.training.global_batch_size, len(datasets.valid)
+        )
         self._evaluated = str((datasets.valid.identity, num_evaluated, config.model.seq_length))
         self._companions = companions
         self._saved_iteration: int | None = None
@@ -58,34 +86,50 @@ class SavedRun:
         self._save: CheckpointSave | None = None
 
     def load(self) -> Progress | None:
-        """Returns that of the checkpoint of --load; None without one, or where only its weights are taken."""
-        folder, save, anew = self._output.load, self._output.save, self._output.finetune
+        """Returns that of the checkpoint of --load; None without one, or where only its weights are
+        taken.
+        """
+        folder, save, again = self._output.load, self._output.save, self._output.finetune
         if folder is None:
             return None
         wanted = Wanted(
             iteration=self._output.ckpt_step,
-            optimizer=self._output.load_optim and not anew,
-            random_states=self._output.load_rng and not anew,
-            progress=not anew,
+            optimizer=self._output.load_optim and not again,
+            random_states=self._output.load_rng and not again,
+            progress=not again,
             changed_blend=self._allow_changed_data,
         )
-        loaded = load_checkpoint(folder, self._training, self._model_options, self._identity, wanted)
-        if loaded is not None and save is not None and Path(folder).resolve() == Path(save).resolve():
+        loaded = load_checkpoint(
+            folder, self._training, self._model_options, self._identity, wanted
+        )
+        if (
+            loaded is not None
+            and save is not None
+            and Path(folder).resolve() == Path(save).resolve()
+        ):
             self._saved_iteration = loaded.iteration
             if dist.get_rank() == 0:
                 self._go_back(save, loaded)
         if dist.get_rank() == 0:
-            done = "taking the weights of" if anew else "continuing"
-            found = f"no checkpoint in {folder}; starting anew"
-            print(found if loaded is None else f"{done} {folder} after step {loaded.iteration}", flush=True)
-        if loaded is None or anew or loaded.evaluated in (None, self._evaluated):
-            return None if anew else loaded
+            done = "taking the weights of" if again else "continuing"
+            found = f"no checkpoint in {folder}; starting again"
+            print(
+                found if loaded is None else f"{done} {folder} after step {loaded.iteration}",
+                flush=True,
+            )
+        if loaded is None or again or loaded.evaluated in (None, self._evaluated):
+            return None if again else loaded
         if dist.get_rank() == 0 and loaded.best_loss is not None:
-            print("note: other validation data than before; the lowest loss is looked for anew", flush=True)
+            print(
+                "note: other validation data than before; the lowest loss is looked for again",
+                flush=True,
+            )
         return loaded._replace(best_loss=None, best_iteration=None, evaluations_since_best=0)
 
     def save(self, progress: Progress, queue: DelayQueue | None, log: RunLog | None) -> None:
-        """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish` completes it."""
+        """Writes a checkpoint to --save, unless that step is there; with --async-save, `finish`
+        completes it.
+        """
         folder = self._output.save
         if folder is None or self._saved_iteration == progress.iteration:
             return
@@ -104,11 +148,16 @@ class SavedRun:
             self.finish(log)
 
     def _go_back(self, folder: str, loaded: Progress) -> None:
-        """Lets the tracker of the best checkpoint name one of the steps that are continued (see --ckpt-step)."""
+        """Lets the tracker of the best checkpoint name one of the steps that are continued (see
+        --ckpt-step).
+        """
         best = best_iteration(folder)
         if best is None or best <= loaded.iteration:
             return
-        if loaded.best_iteration is not None and checkpoint_path(folder, loaded.best_iteration).exists():
+        if (
+            loaded.best_iteration is not None
+            and checkpoint_path(folder, loaded.best_iteration).exists()
+        ):
             track(folder, BEST, loaded.best_iteration)
         else:
             (Path(folder) / BEST).unlink()
@@ -119,7 +168,9 @@ class SavedRun:
         return self._save is not None and self._save.is_written
 
     def finish(self, log: RunLog | None) -> None:
-        """Puts the checkpoint that is being written in its place; then removes those that are not to be kept."""
+        """Puts the checkpoint that is being written in its place; then removes those that are not
+        to be kept.
+        """
         folder, save = self._output.save, self._save
         if folder is None or save is None:
             return
@@ -132,7 +183,9 @@ class SavedRun:
             log.say(f"saved step {save.iteration} to {folder}")
 
     def note_best(self, progress: Progress) -> None:
-        """Lets the tracker of the best checkpoint name the one of `progress`, once it is in its place."""
+        """Lets the tracker of the best checkpoint name the one of `progress`, once it is in its
+        place.
+        """
         self._best_iteration = progress.iteration
         if self._output.save is not None and self._save is None and dist.get_rank() == 0:
             track(self._output.save, BEST, progress.iteration)
@@ -157,12 +210,17 @@ class SavedRun:
         weights, companions = self._companions.weights(), self._companions
         if self._lora.writes_adapter:
             adapter = AdapterWeights(weights, self._lora)
-            write_adapter(folder, chunks, adapter, partial(companions.write_beside_adapter, adapter))
+            write_adapter(
+                folder, chunks, adapter, partial(companions.write_beside_adapter, adapter)
+            )
         else:
             write_folder(folder, chunks, weights, companions.write, values_of=merged_values(chunks))
         if log is not None:
             what = "adapter" if self._lora.writes_adapter else "model"
-            log.say(f"wrote the {what} to {folder}, for {'peft' if what == 'adapter' else 'transformers'} and others")
+            log.say(
+                f"wrote the {what} to {folder}, for "
+                f"{'peft' if what == 'adapter' else 'transformers'} and others"
+            )
 
     def close(self) -> None:
         """Lets another run save there."""

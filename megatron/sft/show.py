@@ -1,7 +1,9 @@
-"""pure. What a run would train: python -m megatron.sft.show --config run.yaml, with the same options as training.
+"""pure. What a run would train: python -m megatron.sft.show --config run.yaml, with the same
+options as training.
 
-Prints a few samples with their trained tokens in colour (between ⟦ and ⟧ where there is no terminal), and of more
-samples how long they are and which share of their tokens is trained. Builds no model and needs no GPU, no torch.
+Prints a few samples with their trained tokens in colour (between ⟦ and ⟧ where there is no
+terminal), and of more samples how long they are and which share of their tokens is trained. Builds
+no model and needs no GPU, no torch.
 """
 
 from __future__ import annotations
@@ -54,10 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = SFTConfig.of(groups)
         datasets = build_datasets(config)
         if datasets.tokenizer is None:
-            raise ValueError("--mock-data has made-up tokens, so there is nothing to show; pass --data-path")
+            raise ValueError(
+                "--mock-data has made-up tokens, so there is nothing to show; pass --data-path"
+            )
         stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
         names = datasets.train.names
-        report = _Report(names, datasets.tokenizer, show.samples, _TRAINED if sys.stdout.isatty() else _PLAIN)
+        report = _Report(
+            names, datasets.tokenizer, show.samples, _TRAINED if sys.stdout.isatty() else _PLAIN
+        )
         for _ in range(min(show.count, len(datasets.train))):
             report.add(next(stream))
         report.summary(stream.counts)
@@ -69,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class _Report:
     """Prints the first samples at once, and of all of them a summary."""
 
-    def __init__(self, names: Sequence[str], tokenizer: Tokenizer, num_printed: int, marks: tuple[str, str]) -> None:
+    def __init__(
+        self, names: Sequence[str], tokenizer: Tokenizer, num_printed: int, marks: tuple[str, str]
+    ) -> None:
         self._names = names
         self._tokenizer = tokenizer
         self._left_to_print = num_printed
@@ -91,12 +99,16 @@ class _Report:
     def summary(self, counts: Counts) -> None:
         """Print a line per source, and why records make no sample."""
         width = max(map(len, self._names), default=0)
-        print(f"{'':{width}}  samples   trained  length: mean   median      90%      max      cut  dropped")
+        print(
+            f"{'':{width}}  samples   trained  length: mean   median      90%      max      cut  "
+            "dropped"
+        )
         for number, name in enumerate(self._names):
             lengths, dropped = np.array(self._lengths[number] or [0]), counts.dropped(number)
             print(
                 f"{name:{width}}  {len(self._lengths[number]):7,} "
-                f"{self._num_trained[number] / max(1, int(lengths.sum())):9.1%}  {lengths.mean():12,.0f} "
+                f"{self._num_trained[number] / max(1, int(lengths.sum())):9.1%}  "
+                f"{lengths.mean():12,.0f} "
                 f"{np.median(lengths):8,.0f} {np.percentile(lengths, 90):8,.0f} {lengths.max():8,} "
                 f"{counts.of('cut')[number]:8,} {sum(dropped.values()):8,}"
             )
@@ -104,8 +116,12 @@ class _Report:
                 print(f"{name:{width}}  dropped for {reason}: {times:,}")
 
 
-def marked(sample: Mapping[str, Any], show: Callable[[Sequence[int]], str], begin: str, end: str) -> str:
-    """The text of a sample, its trained parts between `begin` and `end`, with their weight where it is not 1."""
+def marked(
+    sample: Mapping[str, Any], show: Callable[[Sequence[int]], str], begin: str, end: str
+) -> str:
+    """The text of a sample, its trained parts between `begin` and `end`, with their weight where it
+    is not 1.
+    """
     ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
     weights = [0.0, *sample["loss_mask"].tolist()]
     parts = []

@@ -1,5 +1,5 @@
-"""mcore. What a step came to: one small reduction, by which all ranks know its loss, its counts and who was asked to
-stop, and the metrics that it is reported by.
+"""mcore. What a step came to: one small reduction, by which all ranks know its loss, its counts and
+who was asked to stop, and the metrics that it is reported by.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Reduced(NamedTuple):
     stop: bool
     counts: Counts
     source_losses: npt.NDArray[np.float64]
-    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there is one source."""
+    """[2, sources]: loss sum without weights and number of loss tokens of each; [2, 0] where there
+    is one source.
+    """
     all_written: bool = False
     """Whether every rank has written its part of the checkpoint that is on its way."""
     num_padded_tokens: int = 0
@@ -62,7 +64,11 @@ class Reduced(NamedTuple):
 
     def dropped_by_source(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
         """Returns, of each source that had some, why records were left out, and how many."""
-        return {name: reasons for number, name in enumerate(names) if (reasons := self.counts.dropped(number))}
+        return {
+            name: reasons
+            for number, name in enumerate(names)
+            if (reasons := self.counts.dropped(number))
+        }
 
 
 def counts_samples() -> bool:
@@ -76,11 +82,12 @@ def counts_samples() -> bool:
 
 
 class Reduction:
-    """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts, each rank its stop
-    signal, and whether its part of a checkpoint is written. One all-reduce of 8 bytes per number: 40, and per source
-    64, and 16 more where there are several.
+    """Sums over the ranks that hold a part: the last stage the loss, the first stage the counts,
+    each rank its stop signal, and whether its part of a checkpoint is written. One all-reduce of 8
+    bytes per number: 40, and per source 64, and 16 more where there are several.
 
-    It begins when it is made; `result` waits for it, and for all that the device was given to do before.
+    It begins when it is made; `result` waits for it, and for all that the device was given to do
+    before.
     """
 
     def __init__(
@@ -109,7 +116,9 @@ class Reduction:
             numbers[0] = torch.stack([loss["lm loss"][0].double() for loss in losses]).sum()
             numbers[1] = torch.stack([loss["lm loss"][1].double() for loss in losses]).sum()
             if num_split:
-                numbers[5 : 5 + num_split] = torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
+                numbers[5 : 5 + num_split] = (
+                    torch.stack([loss["source losses"] for loss in losses]).sum(0).flatten()
+                )
         dist.all_reduce(numbers)
         self._numbers = numbers
         if device.type == "cuda":
@@ -126,13 +135,19 @@ class Reduction:
         source_losses = np.array(rest[: self._num_split]).reshape(2, -1)
         all_written = written == dist.get_world_size()
         return Reduced(
-            loss_sum, int(num_tokens), stops > 0, Counts(table), source_losses, all_written, int(num_padded_tokens)
+            loss_sum,
+            int(num_tokens),
+            stops > 0,
+            Counts(table),
+            source_losses,
+            all_written,
+            int(num_padded_tokens),
         )
 
 
 class Stopwatch:
-    """Seconds between its making and `stop`, of the device's work; asking for them waits for nothing on a device whose
-    work has been waited for since.
+    """Seconds between its making and `stop`, of the device's work; asking for them waits for
+    nothing on a device whose work has been waited for since.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,15 +188,21 @@ class Update(NamedTuple):
 
 
 class StepAccount:
-    """Holds what the metrics of a step need beside it: the layout, the cost of work, names of sources."""
+    """Holds what the metrics of a step need beside it: the layout, the cost of work, names of
+    sources.
+    """
 
-    def __init__(self, config: SFTConfig, share: Share, cost: PackCost, names: Sequence[str]) -> None:
+    def __init__(
+        self, config: SFTConfig, share: Share, cost: PackCost, names: Sequence[str]
+    ) -> None:
         self._config = config
         self._share = share
         self._cost = cost
         self._names = names
 
-    def metrics(self, progress: Progress, update: Update, reduced: Reduced, seconds: float) -> StepMetrics:
+    def metrics(
+        self, progress: Progress, update: Update, reduced: Reduced, seconds: float
+    ) -> StepMetrics:
         """Returns those of the step that led to `progress` and took `seconds` in all."""
         batch = update.batch
         stats = self.padded_stats(reduced) if batch is None else batch.stats
@@ -203,7 +224,9 @@ class StepAccount:
             step_seconds=seconds,
             data_seconds=update.data_seconds,
             passes_seconds=update.passes_seconds,
-            predicted_seconds=stats.step_cost if self._config.packing.fitted_cost is not None else math.nan,
+            predicted_seconds=stats.step_cost
+            if self._config.packing.fitted_cost is not None
+            else math.nan,
             num_stages=self._config.parallel.pipeline_model_parallel_size,
             tokens_per_second=stats.tokens / seconds,
             tflops_per_device=flops / (seconds * dist.get_world_size() * 1e12),
@@ -212,8 +235,8 @@ class StepAccount:
         )
 
     def padded_stats(self, reduced: Reduced) -> PackingStats:
-        """Returns the account of a step without packing, which nothing balances: as if ranks and microbatches were
-        even.
+        """Returns the account of a step without packing, which nothing balances: as if ranks and
+        microbatches were even.
         """
         counts = reduced.counts
         idle = self._config.parallel.pipeline_model_parallel_size - 1

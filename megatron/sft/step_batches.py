@@ -1,6 +1,8 @@
-"""mcore. The global batches of a split of the data, each prepared before its step asks for it: packed, or padded rows.
+"""mcore. The global batches of a split of the data, each prepared before its step asks for it:
+packed, or padded rows.
 
-Everything that drawing a batch changes (counts, delayed sequences) comes with the batch, and so belongs to the step
+Everything that drawing a batch changes (counts, delayed sequences) comes with the batch, and so
+belongs to the step
 that takes it: checkpoints are the same however far ahead batches are prepared.
 """
 
@@ -51,7 +53,9 @@ class StepBatch(NamedTuple):
         return sum(row.tokens.numel() for row in self.rows)
 
     def iterators(self, num_virtual_stages: int | None, device: torch.device) -> Any:
-        """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each."""
+        """Return what megatron-core's schedules iterate over: with virtual stages a list, an
+        iterator for each.
+        """
         if self.packed is not None:
             return self.packed.iterators(num_virtual_stages, device)
         batches = (batch.on(device) for batch in self.rows)
@@ -59,7 +63,8 @@ class StepBatch(NamedTuple):
 
 
 class StepBatches(Iterator[StepBatch]):
-    """Iterator over the global batches of a stream; see `Prefetcher` for what holds of its thread."""
+    """Iterator over the global batches of a stream; see `Prefetcher` for what holds of its
+    thread."""
 
     def __init__(
         self,
@@ -72,8 +77,10 @@ class StepBatches(Iterator[StepBatch]):
         progress: Progress | None = None,
         queue: DelayQueue | None = None,
     ) -> None:
-        """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them leaves none in
-        `queue`. progress: of a training that goes on with them; None reads the samples once, from the start.
+        """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them
+        leaves none in
+        `queue`. progress: of a training that goes on with them; None reads the samples once, from
+        the start.
         """
         data = config.data
         self._stream = SampleStream(
@@ -81,7 +88,9 @@ class StepBatches(Iterator[StepBatch]):
             share,
             consumed_samples=0 if progress is None else progress.consumed_samples,
             num_batches=num_batches if progress is None else None,
-            max_bad_samples_in_a_row=data.max_bad_samples_in_a_row if data.skip_bad_samples else None,
+            max_bad_samples_in_a_row=data.max_bad_samples_in_a_row
+            if data.skip_bad_samples
+            else None,
             num_workers=default_num_workers() if data.num_workers is None else data.num_workers,
         )
         self._share = share
@@ -94,14 +103,20 @@ class StepBatches(Iterator[StepBatch]):
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
             reads = is_drawing_rank(self._groups)
-            road = road_groups(self._groups)  # made by this thread: that is collective over the world
+            road = road_groups(
+                self._groups
+            )  # made by this thread: that is collective over the world
             for group in (road.drawing, road.replica):
                 if group is not None:  # else torch's own 30 minutes
-                    _set_pg_timeout(timedelta(minutes=config.parallel.distributed_timeout_minutes), group)
+                    _set_pg_timeout(
+                        timedelta(minutes=config.parallel.distributed_timeout_minutes), group
+                    )
         self._source = self._stream if reads else None
         if reads and num_batches > 0:
             self._stream.start()
-        self._rows = padded_batches(self._stream, config.training.micro_batch_size, config.alignment.pack)
+        self._rows = padded_batches(
+            self._stream, config.training.micro_batch_size, config.alignment.pack
+        )
         self._prefetcher = Prefetcher(prepare, data.prefetch_global_batches, num_batches)
         self.settle = self._prefetcher.settle
 
@@ -123,7 +138,12 @@ class StepBatches(Iterator[StepBatch]):
             self._queue.max_steps = 0  # the last step takes all that is delayed
         before = self._stream.counts
         batch = schedule_global_batch(
-            self._source, self._config, self._share.num_draws, self._groups, queue=self._queue, step=self._step
+            self._source,
+            self._config,
+            self._share.num_draws,
+            self._groups,
+            queue=self._queue,
+            step=self._step,
         )
         self._step += 1
         return StepBatch(batch, [], self._stream.counts - before)

@@ -1,4 +1,6 @@
-"""pure. Ctrl-C, SIGTERM and SIGHUP ask a run to end at the next step boundary; they don't cut it off."""
+"""pure. Ctrl-C, SIGTERM and SIGHUP ask a run to end at the next step boundary; they don't cut it
+off.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from types import FrameType, TracebackType
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask for a stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as by nohup.
+    """Return the signals that ask for a stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as
+    by nohup.
 
-    torchrun handles SIGHUP even under nohup: it passes the signal on to its ranks and kills them 30 seconds later. Its
-    ranks stop then and save, however SIGHUP was set. TORCHELASTIC_SIGNALS_TO_HANDLE is how it tells them so.
+    torchrun handles SIGHUP even under nohup: it passes the signal on to its ranks and kills them 30
+    seconds later. Its ranks stop then and save, however SIGHUP was set.
+    TORCHELASTIC_SIGNALS_TO_HANDLE is how it tells them so.
     """
     is_passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not is_passed_on:
@@ -23,11 +27,13 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 class StopSignals:
-    """While entered, stop signals only set `requested`. A second SIGINT interrupts at once, as usual."""
+    """While entered, stop signals only set `requested`. A second SIGINT interrupts at once, as
+    usual.
+    """
 
     def __init__(self, on_sigterm: Callable[[threading.Event], None] | None = None) -> None:
-        """on_sigterm: called in a thread at the first SIGTERM or SIGHUP, even while the main thread waits for another
-        rank, with the event `agreed`.
+        """on_sigterm: called in a thread at the first SIGTERM or SIGHUP, even while the main thread
+        waits for another rank, with the event `agreed`.
         """
         self.requested = False
         self.agreed = threading.Event()
@@ -40,12 +46,17 @@ class StopSignals:
         if self._on_sigterm is not None:
             self._written, read = socket.socketpair()
             self._written.setblocking(False)
-            threading.Thread(target=self._listen, args=(read,), name="stop signals", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(read,), name="stop signals", daemon=True
+            ).start()
             signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._on_sigterm is not None:
             signal.set_wakeup_fd(-1)
@@ -60,7 +71,8 @@ class StopSignals:
         self.requested = True
 
     def _listen(self, read: socket.socket) -> None:
-        # Python runs a handler in the main thread alone, once that is back from where it waits; this is told at once.
+        # Python runs a handler in the main thread alone, once that is back from where it waits;
+        # this is told at once.
         with read:
             while numbers := read.recv(1):
                 if numbers[0] in (signal.SIGTERM, signal.SIGHUP):

@@ -65,7 +65,9 @@ class Trainer:
         lock = check_output(companions)
         self._training = build_training(config, datasets.vocab_size, device, pretrained)
         self._model_config = get_model_config(self._training.model[0])
-        guard_step(self._training.optimizer, self._training.model, self._step_name, self._check_loss)
+        guard_step(
+            self._training.optimizer, self._training.model, self._step_name, self._check_loss
+        )
         if config.packing.sequence_packing:
             check_config(self._model_config, device)
         self._share = Share(
@@ -83,14 +85,20 @@ class Trainer:
         counted = self._progress.iteration * config.training.global_batch_size
         if config.training.train_samples is not None and self._progress.consumed_samples != counted:
             raise ValueError(
-                "--train-samples and --train-epochs need one --global-batch-size in all of a run, but "
-                f"{config.output.load} has {self._progress.consumed_samples} samples in {self._progress.iteration} "
+                "--train-samples and --train-epochs need one --global-batch-size in all of a run, "
+                "but "
+                f"{config.output.load} has {self._progress.consumed_samples} samples in "
+                f"{self._progress.iteration} "
                 "steps; pass --train-iters"
             )
-        self._queue = restored_queue(config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks)
+        self._queue = restored_queue(
+            config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks
+        )
         self._forward_backward = get_forward_backward_func()
         if not counts_samples():
-            logging.getLogger("megatron.blending").setLevel(logging.ERROR)  # others draw the same samples, and tell
+            logging.getLogger("megatron.blending").setLevel(
+                logging.ERROR
+            )  # others draw the same samples, and tell
         self._names = datasets.train.names
         self._account = StepAccount(config, self._share, self._training.cost, self._names)
         self._batches = StepBatches(
@@ -114,10 +122,12 @@ class Trainer:
         return self._progress.iteration - self._first_iteration
 
     def train(self, signals: StopSignals) -> None:
-        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data error is raised.
+        """Runs to the end; saves at intervals, at the end, on a stop signal, and before a data
+        error is raised.
 
-        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite. After an error that other
-        ranks may not have, nothing is saved or closed: they would be waited for.
+        NonFiniteError, and nothing saved, where a loss or gradient norm is NaN or infinite. After
+        an error that other ranks may not have, nothing is saved or closed: they would be waited
+        for.
         """
         log = RunLog(self._config, self._run_dir, self._progress) if dist.get_rank() == 0 else None
         failure: Exception | None = None
@@ -129,10 +139,14 @@ class Trainer:
             self._save(log)  # the failed step has changed nothing
         self._saved.finish(log)
         # Who stops a job may stop the processes that read for it, too: that is then no error.
-        if isinstance(failure, _Stopped) or (isinstance(failure, GlobalBatchError) and self._is_stopped(signals)):
+        if isinstance(failure, _Stopped) or (
+            isinstance(failure, GlobalBatchError) and self._is_stopped(signals)
+        ):
             self._say_stopped(log)
             failure = None
-        elif failure is None and (self._progress.iteration >= self._config.training.train_iters or self._stops_early()):
+        elif failure is None and (
+            self._progress.iteration >= self._config.training.train_iters or self._stops_early()
+        ):
             self._saved.write_hf(log)
         signals.agreed.set()  # all that is to stay is written
         self._batches.close()
@@ -152,17 +166,27 @@ class Trainer:
                 raise _Stopped
             iteration = self._progress.iteration
             self._evaluate_if_due(signals, log)
-            if config.output.save_interval is not None and iteration % config.output.save_interval == 0:
+            if (
+                config.output.save_interval is not None
+                and iteration % config.output.save_interval == 0
+            ):
                 self._save(log)
         if log is not None and self._stops_early():
-            log.say(f"stopped early: no lower validation loss in {self._progress.evaluations_since_best} evaluations")
+            log.say(
+                "stopped early: no lower validation loss in "
+                f"{self._progress.evaluations_since_best} evaluations"
+            )
         if ends_here:
             self._evaluate(self._datasets.test, "test", signals, log)
 
     def _is_stopped(self, signals: StopSignals) -> bool:
         """Returns whether any rank was asked to stop; collective."""
         counts = Counts.none(len(self._names))
-        stops = Reduction([], signals.requested or self._is_out_of_time(), counts, self._device).result().stop
+        stops = (
+            Reduction([], signals.requested or self._is_out_of_time(), counts, self._device)
+            .result()
+            .stop
+        )
         if stops:
             signals.agreed.set()
         return stops
@@ -182,7 +206,11 @@ class Trainer:
 
     def _exits_after(self, iteration: int) -> bool:
         interval = self._config.training.exit_interval
-        return interval is not None and iteration % interval == 0 and iteration < self._config.training.train_iters
+        return (
+            interval is not None
+            and iteration % interval == 0
+            and iteration < self._config.training.train_iters
+        )
 
     def _is_out_of_time(self) -> bool:
         minutes = self._config.training.exit_duration_in_mins
@@ -200,7 +228,9 @@ class Trainer:
             self._progress = self._progress._replace(evaluations_since_best=since)
             return
         best = self._progress.iteration
-        self._progress = self._progress._replace(best_loss=loss, evaluations_since_best=0, best_iteration=best)
+        self._progress = self._progress._replace(
+            best_loss=loss, evaluations_since_best=0, best_iteration=best
+        )
         if self._config.output.keep_best and self._progress.iteration:
             self._save(log)
             self._saved.note_best(self._progress)
@@ -208,7 +238,8 @@ class Trainer:
     def _step(self, signals: StopSignals, log: RunLog | None) -> bool:
         """Takes one optimizer step; returns whether some rank was asked to stop.
 
-        On a GPU the host waits for the device once: when megatron-core asks for the norm of the gradients.
+        On a GPU the host waits for the device once: when megatron-core asks for the norm of the
+        gradients.
         """
         start = time.perf_counter()
         for chunk in self._training.model:
@@ -218,16 +249,27 @@ class Trainer:
         watch = Stopwatch(self._device)
         self._losses = self._run(taken, len(self._names), forward_only=False)
         watch.stop()
-        stops = signals.requested or self._is_out_of_time() or self._exits_after(self._progress.iteration + 1)
+        stops = (
+            signals.requested
+            or self._is_out_of_time()
+            or self._exits_after(self._progress.iteration + 1)
+        )
         self._reduction = Reduction(
-            self._losses, stops, taken.counts, self._device, self._saved.is_written, taken.num_padded_tokens
+            self._losses,
+            stops,
+            taken.counts,
+            self._device,
+            self._saved.is_written,
+            taken.num_padded_tokens,
         )
         try:
             lr, grad_norm, succeeded = self._update()
         except NonFiniteError as failure:
             lr, grad_norm, succeeded = self._skip(failure, log)
         reduced = self._reduction.result()
-        update = Update(taken.packed, taken.seconds_waited, watch.seconds, lr, grad_norm, not succeeded)
+        update = Update(
+            taken.packed, taken.seconds_waited, watch.seconds, lr, grad_norm, not succeeded
+        )
         if self._queue is not None and taken.packed is not None:
             self._queue.finish(taken.packed.delayed)
         seconds = time.perf_counter() - start
@@ -235,7 +277,8 @@ class Trainer:
         self._progress = self._progress._replace(
             iteration=iteration,
             consumed_samples=self._progress.consumed_samples + training.global_batch_size,
-            evaluation_due=iteration % training.eval_interval == 0 or iteration == training.train_iters,
+            evaluation_due=iteration % training.eval_interval == 0
+            or iteration == training.train_iters,
         )
         if log is not None:
             log.step(self._account.metrics(self._progress, update, reduced, seconds), update.batch)
@@ -246,7 +289,9 @@ class Trainer:
         return reduced.stop
 
     def _skip(self, failure: NonFiniteError, log: RunLog | None) -> tuple[float, float, bool]:
-        """As `_update`, of a step that changes nothing; raises `failure` where no more may be left out."""
+        """As `_update`, of a step that changes nothing; raises `failure` where no more may be left
+        out.
+        """
         most = self._config.training.skip_nan_steps
         if self._num_skipped == most:
             raise failure
@@ -262,24 +307,31 @@ class Trainer:
         check_loss(self._reduction.result(), self._losses, self._names, self._step_name())
 
     def _update(self) -> tuple[float, float, bool]:
-        """Change the weights: learning rate of this step, gradient norm, whether they were changed."""
+        """Change the weights: learning rate of this step, gradient norm, whether they were
+        changed."""
         _, optimizer, scheduler, _ = self._training
-        lr = optimizer.param_groups[0]["lr"]  # that of this step; the scheduler goes on to the next one's
+        lr = optimizer.param_groups[0][
+            "lr"
+        ]  # that of this step; the scheduler goes on to the next one's
         succeeded, grad_norm, _ = optimizer.step()
         if succeeded:
             scheduler.step(increment=self._config.training.global_batch_size)
         return lr, float(grad_norm or 0.0), succeeded
 
-    def _evaluate(self, dataset: SampleSet, split: str, signals: StopSignals, log: RunLog | None) -> float | None:
-        """Returns the mean loss per token over up to `eval_iters` global batches of `dataset`, always the same; None
-        where there are none. Raises _Stopped after a batch in which some rank was asked to stop.
+    def _evaluate(
+        self, dataset: SampleSet, split: str, signals: StopSignals, log: RunLog | None
+    ) -> float | None:
+        """Returns the mean loss per token over up to `eval_iters` global batches of `dataset`,
+        always the same; None where there are none. Raises _Stopped after a batch in which some rank
+        was asked to stop.
         """
         size = self._config.training.global_batch_size
         num_batches = min(self._config.training.eval_iters, -(-len(dataset) // size))
         if num_batches == 0:
             return None
         names = dataset.names
-        self._batches.settle()  # training's and evaluation's are prepared over the same groups, one after the other
+        # training's and evaluation's are prepared over the same groups, one after the other
+        self._batches.settle()
         batches = StepBatches(self._config, self._model_config, dataset, self._share, num_batches)
         for chunk in self._training.model:
             chunk.eval()
@@ -317,7 +369,9 @@ class Trainer:
         return self._forward_backward(
             forward_step_func=partial(forward_step, num_sources=num_sources),
             data_iterator=taken.iterators(self._config.num_virtual_stages, self._device),
-            model=self._training.model if len(self._training.model) > 1 else self._training.model[0],
+            model=self._training.model
+            if len(self._training.model) > 1
+            else self._training.model[0],
             num_microbatches=taken.num_microbatches,
             seq_length=self._config.model.seq_length,
             micro_batch_size=self._config.training.micro_batch_size,

@@ -1,7 +1,9 @@
-"""A stand-in for CUDA on a machine without a GPU: tensors that say they are on it, and compute on the CPU.
+"""A stand-in for CUDA on a machine without a GPU: tensors that say they are on it, and compute on
+the CPU.
 
-It shows what a run on CPU cannot: operations on tensors of both devices, which CUDA refuses, and reads that make the
-host wait for the device. Kernels, streams and their races it does not show. It stays installed: use it in a fork.
+It shows what a run on CPU cannot: operations on tensors of both devices, which CUDA refuses, and
+reads that make the host wait for the device. Kernels, streams and their races it does not show. It
+stays installed: use it in a fork.
 """
 
 from __future__ import annotations
@@ -31,21 +33,44 @@ mixed: list[str] = []
 """Operations on tensors of both devices."""
 
 _fields: Any = Tensor
-_FACTS = {_fields.device.__get__: DEVICE, _fields.is_cuda.__get__: True, _fields.is_cpu.__get__: False}
+_FACTS = {
+    _fields.device.__get__: DEVICE,
+    _fields.is_cuda.__get__: True,
+    _fields.is_cpu.__get__: False,
+}
 _READING = {
-    *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
-    *(Tensor.nonzero, torch.nonzero, Tensor.equal, torch.equal, Tensor.unique, torch.unique, torch.masked_select),
+    *(
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+    ),
+    *(
+        Tensor.nonzero,
+        torch.nonzero,
+        Tensor.equal,
+        torch.equal,
+        Tensor.unique,
+        torch.unique,
+        torch.masked_select,
+    ),
     *(Tensor.bincount, torch.bincount, torch.repeat_interleave, Tensor.repeat_interleave),
 }
 _ANY_DEVICE = {Tensor.copy_, _fields.data.__set__, _fields.grad.__set__}
 _pinned: set[int] = set()
-"""Addresses of the storages in pinned memory; pinned ones are kept, so that none is another's later."""
+"""Addresses of the storages in pinned memory; pinned ones are kept, so that none is another's
+later.
+"""
 _kept: list[Tensor] = []
 
 
 def _where() -> str:
     frames = [frame for frame in traceback.extract_stack() if "/megatron/" in frame.filename]
-    return " < ".join(f"{frame.filename.partition('/megatron/')[2]}:{frame.lineno}" for frame in frames[:-4:-1])
+    return " < ".join(
+        f"{frame.filename.partition('/megatron/')[2]}:{frame.lineno}" for frame in frames[:-4:-1]
+    )
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
@@ -74,8 +99,14 @@ def _on_cuda(values: Any) -> Any:
     """Results of an operation, as tensors of the device."""
     if isinstance(values, (list, tuple)):
         is_named = hasattr(values, "_fields")
-        return type(values)(*map(_on_cuda, values)) if is_named else type(values)(map(_on_cuda, values))
-    if type(values) is Tensor:  # an alias would be one more node of the graph, between a weight and its hook
+        return (
+            type(values)(*map(_on_cuda, values))
+            if is_named
+            else type(values)(map(_on_cuda, values))
+        )
+    if (
+        type(values) is Tensor
+    ):  # an alias would be one more node of the graph, between a weight and its hook
         values.__class__ = OnCuda
     return values
 
@@ -84,7 +115,9 @@ class OnCuda(Tensor):
     """A tensor of the CPU that says it is on the device."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """One operation with at least one such tensor."""
         kwargs = dict(kwargs or {})
         if function in _FACTS:
@@ -102,8 +135,14 @@ class OnCuda(Tensor):
         if function in (Tensor.__getitem__, Tensor.__setitem__):
             if any(index.dtype == torch.bool for index in _tensors_in(args[1])):
                 reads.append(f"a mask as index: {_where()}")
-        elif function not in _ANY_DEVICE and torch._C._current_graph_task_id() < 0:  # gradients lose their class
-            others = [each for each in _tensors_in((args, kwargs)) if not isinstance(each, OnCuda) and each.dim()]
+        elif (
+            function not in _ANY_DEVICE and torch._C._current_graph_task_id() < 0
+        ):  # gradients lose their class
+            others = [
+                each
+                for each in _tensors_in((args, kwargs))
+                if not isinstance(each, OnCuda) and each.dim()
+            ]
             if others and not function.__name__.startswith("__get__"):
                 mixed.append(f"{function.__name__}: {_where()}")
         if kwargs.get("device") is not None:
@@ -117,7 +156,9 @@ def _moved(function: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device", args[1] if len(args) > 1 else None)
     device = device.device if isinstance(device, Tensor) else device
     names_one = isinstance(device, (str, int, torch.device)) and not isinstance(device, bool)
-    to_cuda = function is Tensor.cuda or (function is Tensor.to and (not names_one or _is_cuda(device)))
+    to_cuda = function is Tensor.cuda or (
+        function is Tensor.to and (not names_one or _is_cuda(device))
+    )
     if not to_cuda:
         reads.append(f"to the host: {_where()}")
     if function is not Tensor.to:
@@ -125,7 +166,10 @@ def _moved(function: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[1:2] and args[1], Tensor):
         args = (args[0], CPU, args[1].dtype, *args[2:])
     elif names_one:
-        args, kwargs = (args[0], CPU, *args[2 if "device" not in kwargs else 1 :]), kwargs | {"device": CPU}
+        args, kwargs = (
+            (args[0], CPU, *args[2 if "device" not in kwargs else 1 :]),
+            kwargs | {"device": CPU},
+        )
         del kwargs["device"]
     with torch._C.DisableTorchFunctionSubclass():
         moved = args[0].to(*args[1:], **kwargs)
@@ -149,11 +193,17 @@ class OnCudaParameter(OnCuda, torch.nn.Parameter):
 class Mode(TorchFunctionMode):
     """What makes tensors of the device out of others."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """One operation of any."""
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
-            reads.extend(f"{function.__name__} of a list: {_where()}" for each in _tensors_in(args[0]) if each.is_cuda)
+            reads.extend(
+                f"{function.__name__} of a list: {_where()}"
+                for each in _tensors_in(args[0])
+                if each.is_cuda
+            )
             args = (_on_cpu(args[0]), *args[1:])
         if any(isinstance(each, OnCuda) for each in _tensors_in((args, kwargs))):
             return OnCuda.__torch_function__(function, types, args, kwargs)
@@ -161,7 +211,11 @@ class Mode(TorchFunctionMode):
             return _pin(args[0].clone())
         if function is Tensor.is_pinned:
             return _is_pinned(args[0])
-        names_one = len(args) > 1 and isinstance(args[1], (str, int, torch.device)) and not isinstance(args[1], bool)
+        names_one = (
+            len(args) > 1
+            and isinstance(args[1], (str, int, torch.device))
+            and not isinstance(args[1], bool)
+        )
         if function is Tensor.cuda or (function is Tensor.to and names_one and _is_cuda(args[1])):
             if args[0].dim() and not (kwargs.get("non_blocking") and _is_pinned(args[0])):
                 reads.append(f"pageable memory to the device: {_where()}")
@@ -219,7 +273,9 @@ def install() -> None:
         "set_device": None,
         "get_device_capability": (9, 0),
         "get_device_name": "a stand-in",
-        "get_device_properties": SimpleNamespace(name="a stand-in", total_memory=2**37, major=9, minor=0),
+        "get_device_properties": SimpleNamespace(
+            name="a stand-in", total_memory=2**37, major=9, minor=0
+        ),
         "current_stream": stream,
         "default_stream": stream,
         "stream": contextlib.nullcontext(),
@@ -280,12 +336,21 @@ def _module_to(module: torch.nn.Module, device: torch.device) -> torch.nn.Module
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
-                tensor.__class__ = OnCudaParameter if isinstance(tensor, torch.nn.Parameter) else OnCuda
+                tensor.__class__ = (
+                    OnCudaParameter if isinstance(tensor, torch.nn.Parameter) else OnCuda
+                )
     return module
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_query: Tensor, cu_key: Tensor, *_: int, scale: float, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    *_: int,
+    scale: float,
+    **__: Any,
 ) -> Tensor:
     """What torch's kernel computes, with its demands."""
     assert query.dtype in (torch.bfloat16, torch.float16)
@@ -293,9 +358,16 @@ def _attention(
     assert {each.device for each in (query, key, value, cu_query, cu_key)} == {DEVICE}
     out = []
     bounds = [_on_cpu(cu_seqlens).diff().tolist() for cu_seqlens in (cu_query, cu_key)]
-    parts = [x.split(lengths) for x, lengths in zip((query, key, value), (bounds[0], bounds[1], bounds[1]))]
+    parts = [
+        x.split(lengths)
+        for x, lengths in zip((query, key, value), (bounds[0], bounds[1], bounds[1]))
+    ]
     for q, k, v in zip(*parts, strict=True):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(q))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out.append(scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(0, 1))
+        out.append(
+            scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(
+                0, 1
+            )
+        )
     return torch.cat(out)

@@ -1,6 +1,8 @@
-"""The faults of the matrix: what goes wrong (kind), where on the road of a step (stage), and on which rank.
+"""The faults of the matrix: what goes wrong (kind), where on the road of a step (stage), and on
+which rank.
 
-A stage is a function of the product, which is wrapped in the process of one rank; the product knows nothing of it.
+A stage is a function of the product, which is wrapped in the process of one rank; the product knows
+nothing of it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SLOW_SECONDS = 3.0
-"""Of a slow rank and of one that is stopped for a while: longer than any poll, shorter than the timeout of groups."""
+"""Of a slow rank and of one that is stopped for a while: longer than any poll, shorter than the
+timeout of groups.
+"""
 
 ENDS = ("exception", "KILL", "STOP", "end of data", "other data", "other options", "disk full")
 """Kinds that end a run; the others only delay it."""
@@ -39,7 +43,9 @@ LAYOUTS = {
 
 
 class Stage(NamedTuple):
-    """A function, and at which of its calls the fault comes: at step 3 or 4 of a run that continues step 2."""
+    """A function, and at which of its calls the fault comes: at step 3 or 4 of a run that continues
+    step 2.
+    """
 
     owner: str
     name: str
@@ -82,10 +88,16 @@ class Fault(NamedTuple):
         return f"{self.kind} in {self.stage}"
 
     def rank(self, layout: Layout) -> int:
-        """The last rank that does the stage; for KILL and STOP the first, which writes the logs and decides."""
+        """The last rank that does the stage; for KILL and STOP the first, which writes the logs and
+        decides.
+        """
         if self.kind in ("KILL", "STOP") or STAGES[self.stage].on == "deciding":
             return 0
-        return layout.last_drawing_rank if STAGES[self.stage].on == "drawing" else layout.world_size - 1
+        return (
+            layout.last_drawing_rank
+            if STAGES[self.stage].on == "drawing"
+            else layout.world_size - 1
+        )
 
     def options(self) -> list[str]:
         """Of all ranks: encoding is done by a process of its own."""
@@ -133,13 +145,30 @@ class Fault(NamedTuple):
         os.kill(os.getpid(), signal.SIGKILL if self.kind == "KILL" else signal.SIGSTOP)
 
 
-_STEP = ("start", "draw", "encode", "gather", "decide", "move", "pack", "forward", "backward", "optimizer")
+_STEP = (
+    "start",
+    "draw",
+    "encode",
+    "gather",
+    "decide",
+    "move",
+    "pack",
+    "forward",
+    "backward",
+    "optimizer",
+)
 _ALL = (*_STEP, "reduce", "evaluate", "save", "load")
 MATRIX = [
     *(Fault(kind, stage) for kind in ("exception", "KILL") for stage in _ALL),
     *(Fault("STOP", stage) for stage in ("draw", "gather", "forward", "reduce", "save")),
-    *(Fault("slow", stage) for stage in ("start", "draw", "gather", "pack", "backward", "reduce", "save")),
-    *(Fault("STOP+CONT", stage) for stage in ("encode", "decide", "move", "forward", "optimizer", "evaluate", "load")),
+    *(
+        Fault("slow", stage)
+        for stage in ("start", "draw", "gather", "pack", "backward", "reduce", "save")
+    ),
+    *(
+        Fault("STOP+CONT", stage)
+        for stage in ("encode", "decide", "move", "forward", "optimizer", "evaluate", "load")
+    ),
     Fault("end of data", "stream"),
     Fault("other data", "start"),
     *(Fault("other options", stage) for stage in ("start", "load")),

@@ -1,11 +1,11 @@
 """Every fault of the matrix in every layout: python -m tests.functional_tests.faults --layouts DP2
 
-Each is a run of 6 steps that continues step 2 and goes wrong; then the same run without the fault, which must give the
-losses of one that was never disturbed. What must hold:
+Each is a run of 6 steps that continues step 2 and goes wrong; then the same run without the fault,
+which must give the losses of one that was never disturbed. What must hold:
 
     nobody hangs, nobody is left, no rank says that it went well
-    all ranks are gone within 10 seconds of the first; of one that is stopped, within the timeout of groups
-    one line tells the rank and the cause, also where torchrun's summary takes it from
+    all ranks are gone within 10 seconds of the first; of one that is stopped, within the timeout of
+    groups one line tells the rank and the cause, also where torchrun's summary takes it from
     who was only slow, or stopped for a while, trains on to the same end
 """
 
@@ -30,11 +30,23 @@ from tests.functional_tests.forked_runs import launch
 
 GROUP_TIMEOUT_SECONDS = 9.0
 LONGEST_SECONDS = 10.0
-EXACT = ("loss", "grad_norm", "lr", "tokens", "square_sum", "num_loss_tokens", "sequences", "consumed_samples")
+EXACT = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "square_sum",
+    "num_loss_tokens",
+    "sequences",
+    "consumed_samples",
+)
 OPTIONS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 --position-embedding-type rope "
-    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate --train-iters 6 "
-    f"--save-interval 2 --eval-interval 2 --eval-iters 1 --distributed-timeout-minutes {GROUP_TIMEOUT_SECONDS / 60}"
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 "
+    "--position-embedding-type rope "
+    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate "
+    "--train-iters 6 "
+    "--save-interval 2 --eval-interval 2 --eval-iters 1 --distributed-timeout-minutes "
+    f"{GROUP_TIMEOUT_SECONDS / 60}"
 ).split()
 
 
@@ -105,7 +117,9 @@ class Running:
             return None
         if any(found["codes"]) or found["hangs"]:
             self._failures.append(f"continued: exit codes {found['codes']}")
-        elif self.case.fault is not None and steps_of(self._folder / "run") != steps_of(self._reference / "run"):
+        elif self.case.fault is not None and steps_of(self._folder / "run") != steps_of(
+            self._reference / "run"
+        ):
             self._failures.append("continued with other losses")
         return self._outcome()
 
@@ -130,9 +144,13 @@ class Running:
         self._seconds = max(counted) - min(ends)
         if self._seconds > LONGEST_SECONDS:
             self._failures.append(f"{self._seconds:.1f} s until all were gone")
-        logs = "".join((self._attempt() / f"rank{number}.log").read_text() for number in range(len(codes)))
+        logs = "".join(
+            (self._attempt() / f"rank{number}.log").read_text() for number in range(len(codes))
+        )
         lines = re.findall(r"^pretrain_sft.py: error: (.*)", logs, re.MULTILINE)
-        if len(lines) != 1 and not (fault.stage in ("start", "load") and fault.kind == "KILL" and not lines):
+        if len(lines) != 1 and not (
+            fault.stage in ("start", "load") and fault.kind == "KILL" and not lines
+        ):
             self._failures.append(f"{len(lines)} messages")
         first = next(
             (
@@ -143,7 +161,9 @@ class Running:
         )
         error = self._attempt() / f"error{first}.json"
         told = (
-            json.loads(error.read_text())["message"]["message"] if error.exists() else f"rank {first}: {codes[first]}"
+            json.loads(error.read_text())["message"]["message"]
+            if error.exists()
+            else f"rank {first}: {codes[first]}"
         )
         self._said = (lines or [told])[0]
         cause = {
@@ -181,7 +201,9 @@ def outcomes(cases: list[Case], root: Path, at_once: int) -> Iterator[Outcome]:
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Greedily the fewest cases that have each kind, stage and layout of all: small worlds first, kinds in turns."""
+    """Greedily the fewest cases that have each kind, stage and layout of all: small worlds first,
+    kinds in turns.
+    """
 
     def features(case: Case) -> set[str]:
         assert case.fault is not None
@@ -189,7 +211,9 @@ def covering(cases: list[Case]) -> list[Case]:
 
     def worth(case: Case) -> tuple[float, int]:
         is_new = len(features(case) & missing)
-        return is_new / (2 + LAYOUTS[case.layout].world_size), -sum(len(features(case) & features(c)) for c in chosen)
+        return is_new / (2 + LAYOUTS[case.layout].world_size), -sum(
+            len(features(case) & features(c)) for c in chosen
+        )
 
     missing = set().union(*map(features, cases))
     chosen: list[Case] = []
@@ -241,10 +265,16 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--covering", action="store_true", help="the part that every test run does")
     parser.add_argument("--only", default="", help="faults whose name holds this")
-    parser.add_argument("--at-once", type=int, default=3, help="runs at a time; most of their time is waiting")
-    parser.add_argument("--folder", type=Path, help="where runs are kept (default: a temporary folder)")
     parser.add_argument(
-        "--results", type=Path, help="a line of JSON per case is added there; those that hold are left out"
+        "--at-once", type=int, default=3, help="runs at a time; most of their time is waiting"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where runs are kept (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="a line of JSON per case is added there; those that hold are left out",
     )
     parser.add_argument("--table", action="store_true", help="only print what is in --results")
     options, more = parser.parse_known_args()
@@ -257,13 +287,24 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     write_chats(root / "chats.jsonl", 40)
     write_chats(root / "other.jsonl", 39)
-    os.environ.update(DATA=str(root / "chats.jsonl"), OTHER_DATA=str(root / "other.jsonl"), OMP_NUM_THREADS="1")
-    cases = [Case(fault, layout) for layout in options.layouts for fault in MATRIX if options.only in str(fault)]
+    os.environ.update(
+        DATA=str(root / "chats.jsonl"), OTHER_DATA=str(root / "other.jsonl"), OMP_NUM_THREADS="1"
+    )
+    cases = [
+        Case(fault, layout)
+        for layout in options.layouts
+        for fault in MATRIX
+        if options.only in str(fault)
+    ]
     if options.covering:
         cases = covering(cases)
     if options.results is not None and options.results.exists():
         found = [json.loads(line) for line in options.results.read_text().splitlines()]
-        done = {(tuple(result["case"][0]), result["case"][1]) for result in found if not result["failures"]}
+        done = {
+            (tuple(result["case"][0]), result["case"][1])
+            for result in found
+            if not result["failures"]
+        }
         cases = [case for case in cases if case not in done]
     bad = 0
     wholes = [Case(None, layout) for layout in dict.fromkeys(case.layout for case in cases)]
@@ -272,7 +313,9 @@ def main() -> None:
             name = f"{outcome.case.layout}: {outcome.case.fault or 'undisturbed'}"
             bad += bool(outcome.failures)
             print(
-                f"{name}: {'; '.join(outcome.failures) or 'holds'} ({outcome.seconds:.1f} s) {outcome.said}", flush=True
+                f"{name}: {'; '.join(outcome.failures) or 'holds'} ({outcome.seconds:.1f} s) "
+                f"{outcome.said}",
+                flush=True,
             )
             if options.results is not None and outcome.case.fault is not None:
                 with options.results.open("a") as file:

@@ -1,8 +1,9 @@
-"""Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a fifteenth of its time.
+"""Whole runs of the trainer in forked processes, started and ended as torchrun does it, in a
+fifteenth of its time.
 
-A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once one has failed, and
-puts down when each of them ended, and who was left. Where a fault is asked for, ranks end as any interpreter does: the
-fork unwinds its stack.
+A launcher process of its own hosts the store, forks the ranks, sends SIGTERM to all of them once
+one has failed, and puts down when each of them ended, and who was left. Where a fault is asked for,
+ranks end as any interpreter does: the fork unwinds its stack.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ LIMIT_SECONDS = 90.0
 """A run that takes longer hangs."""
 
 
-def train_forked(num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main) -> tuple[int, str]:
-    """(exit status, output of all ranks) of a run of pretrain_sft.py, as torchrun gives them: the status is that of the
-    rank that failed first, and what it left in its error file is told if rank 0 was ended before it said the same.
+def train_forked(
+    num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main
+) -> tuple[int, str]:
+    """(exit status, output of all ranks) of a run of pretrain_sft.py, as torchrun gives them: the
+    status is that of the rank that failed first, and what it left in its error file is told if rank
+    0 was ended before it said the same.
 
     script: the main function of another one.
     """
@@ -56,7 +60,10 @@ def train_forked(num_processes: int, arguments: Sequence[str], script: Callable[
         outcome = json.loads((folder / "outcome.json").read_text())
         output = "".join((folder / f"rank{rank}.log").read_text() for rank in range(num_processes))
         error = folder / f"error{outcome['first_failed_rank']}.json"
-        if error.exists() and (line := json.loads(error.read_text())["message"]["message"]) not in output:
+        if (
+            error.exists()
+            and (line := json.loads(error.read_text())["message"]["message"]) not in output
+        ):
             output += f"{line}\n"
     assert not outcome["hangs"], f"hang:\n{output}"
     first = outcome["first_failed_rank"]
@@ -71,14 +78,18 @@ def launch(
     faulty_rank: int,
     script: Callable[[], None] = main,
 ) -> int:
-    """Start a launcher with its ranks; returns its process. It leaves `folder`/outcome.json, ranks rank*.log there."""
+    """Start a launcher with its ranks; returns its process. It leaves `folder`/outcome.json, ranks
+    rank*.log there.
+    """
     sys.stdout.flush()
     gc.freeze()  # a collection in a fork would copy each page that holds an object of the parent's
     process = os.fork()
     if process:
         return process
     folder.mkdir(parents=True, exist_ok=True)
-    ctypes.CDLL(None).prctl(36, 1)  # the child subreaper: whoever outlives a rank becomes the launcher's
+    ctypes.CDLL(None).prctl(
+        36, 1
+    )  # the child subreaper: whoever outlives a rank becomes the launcher's
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(64)
@@ -92,7 +103,9 @@ def launch(
             own = fault.inject() if fault is not None and rank == faulty_rank else []
             sys.argv = ["pretrain_sft.py", *arguments, *own]
             if fault is None:
-                os._exit(_status_of(script))  # what is to be done at an interpreter's end is the parent's
+                os._exit(
+                    _status_of(script)
+                )  # what is to be done at an interpreter's end is the parent's
             script()
             sys.exit()
         ranks[forked] = rank
@@ -146,18 +159,28 @@ def _speak_as_a_script() -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     faulthandler.enable()
     warnings.resetwarnings()
-    warnings.showwarning = lambda *told, **_: print(warnings.formatwarning(*told[:4]), end="", file=sys.stderr)
+    warnings.showwarning = lambda *told, **_: print(
+        warnings.formatwarning(*told[:4]), end="", file=sys.stderr
+    )
     logging.getLogger().handlers.clear()
 
 
 def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     codes: dict[int, int] = {}
     ends: dict[int, float] = {}
     is_told = hangs = False
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda told, _: _signal([pid for pid in ranks if ranks[pid] not in codes], told))
+        signal.signal(
+            number, lambda told, _: _signal([pid for pid in ranks if ranks[pid] not in codes], told)
+        )
     while len(codes) < len(ranks):
         pid, status = os.waitpid(-1, os.WNOHANG)
         now = time.monotonic() - start
@@ -168,7 +191,11 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
         if any(codes.values()) and not is_told:
             is_told = True
             _signal(left, signal.SIGTERM)
-        if is_told and left and all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in left):
+        if (
+            is_told
+            and left
+            and all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in left)
+        ):
             _signal(left, signal.SIGKILL)  # torchrun does so after 30 seconds
         if now > LIMIT_SECONDS and not hangs:
             hangs = True
@@ -182,7 +209,9 @@ def _watch(folder: Path, ranks: dict[int, int], start: float, listener: socket.s
         process.kill()
     outcome = {
         "codes": [codes[rank] for rank in sorted(codes)],
-        "first_failed_rank": next((rank for rank, code in codes.items() if code), None),  # others end by its signal
+        "first_failed_rank": next(
+            (rank for rank, code in codes.items() if code), None
+        ),  # others end by its signal
         "ends": [round(ends[rank], 2) for rank in sorted(ends)],
         "hangs": hangs,
         "num_orphans": len(alive),

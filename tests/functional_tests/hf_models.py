@@ -1,7 +1,8 @@
-"""Tiny models of the HuggingFace families, trained by a plain loop of transformers and by the product.
+"""Tiny models of the HuggingFace families, trained by a plain loop of transformers and by the
+product.
 
-Both train on the same sequences with the same AdamW. What the product has is compared under HuggingFace's names: as it
-writes a model, so it writes gradients.
+Both train on the same sequences with the same AdamW. What the product has is compared under
+HuggingFace's names: as it writes a model, so it writes gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,7 +33,13 @@ from megatron.packing.model import head
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.groups import is_drawing_rank
 from megatron.sft.model import cpu_support
-from megatron.sft.model.build import build_model, build_optimizer, build_scheduler, build_transformer_config, connect
+from megatron.sft.model.build import (
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    build_transformer_config,
+    connect,
+)
 from megatron.sft.model.forward import forward_step
 from megatron.sft.model.huggingface.companions import Companions
 from megatron.sft.model.huggingface.pretrained import open_pretrained
@@ -38,7 +48,15 @@ from megatron.sft.model.huggingface.write import write_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.model.lora.write import merged_values, write_adapter
 from megatron.sft.options.config import SFTConfig, parse_config
-from tests.functional_tests.oracle import CLIP_GRAD, CPU, Sample, _global_loss, _prepare, draws_of, sequences
+from tests.functional_tests.oracle import (
+    CLIP_GRAD,
+    CPU,
+    Sample,
+    _global_loss,
+    _prepare,
+    draws_of,
+    sequences,
+)
 from tests.functional_tests.pieces import gradient_of
 
 LLAMA3 = {
@@ -49,26 +67,42 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 8}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-linear-biases": ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear-biases": (
+        "llama",
+        {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True},
+    ),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": 64, "vocab_size": 256}),
     "qwen2": ("qwen2", {}),
     "qwen2-yarn-tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    # transformers gives the embedding of a pad token no gradient; here it is a token like any other.
+    # transformers gives the embedding of a pad token no gradient; here it is a token like any
+    # other.
     "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "pad_token_id": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2-moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        _EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
     "qwen3-moe": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": True}),
-    "qwen3-moe-plain": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "qwen3-moe-plain": (
+        "qwen3_moe",
+        _EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
 }
 _COMMON = {
-    "vocab_size": 250,  # no multiple of a tensor-parallel size: the padding must stay out of the softmax
+    # no multiple of a tensor-parallel size: the padding must stay out of the softmax
+    "vocab_size": 250,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -84,14 +118,21 @@ class Trained(NamedTuple):
 
     losses: list[float]
     logits: list[Tensor]
-    """Of each sequence of the first step, [length, vocabulary]; empty where they are spread over context parallel."""
+    """Of each sequence of the first step, [length, vocabulary]; empty where they are spread over
+    context parallel.
+    """
     gradients: dict[str, Tensor]
     """Of the first step."""
 
 
 def sequences_in_order(step: int, lengths: Sequence[int]) -> list[Sample]:
-    """The oracle's sequences with positions from zero on, which are all that rotary embeddings know."""
-    return [sample._replace(position_ids=np.arange(len(sample.tokens))) for sample in sequences(step, lengths)]
+    """The oracle's sequences with positions from zero on, which are all that rotary embeddings
+    know.
+    """
+    return [
+        sample._replace(position_ids=np.arange(len(sample.tokens)))
+        for sample in sequences(step, lengths)
+    ]
 
 
 def write_model(
@@ -101,15 +142,19 @@ def write_model(
     vocab_size: int | None = None,
     sizes: dict[str, int] | None = None,
 ) -> None:
-    """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100 kB."""
+    """Make one of `MODELS` with random weights, norms and biases too, in files of at most 100
+    kB."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = MODELS[name]
-    changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (sizes or {})
+    changes = (changes if vocab_size is None else changes | {"vocab_size": vocab_size}) | (
+        sizes or {}
+    )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | changes)))
     for parameter in model.parameters():
-        # Wide enough that the losses depend on everything, and the experts of a token differ clearly.
+        # Wide enough that the losses depend on everything, and the experts of a token differ
+        # clearly.
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size="100kB")
 
@@ -121,21 +166,25 @@ def train_by_transformers(
     lr: float = 1e-3,
     adapter: Path | None = None,
 ) -> Trained:
-    """A plain loop: each sequence alone through transformers' own model, torch's AdamW; only PEFT's `adapter` if there
-    is one, whose gradients have the names of its files then.
+    """A plain loop: each sequence alone through transformers' own model, torch's AdamW; only PEFT's
+    `adapter` if there is one, whose gradients have the names of its files then.
     """
     from transformers import AutoModelForCausalLM
 
     torch.set_default_dtype(torch.float32)
     options = {"experts_implementation": "eager"}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", **options
+    )
     if dtype == torch.float64:
         _keep_double(sys.modules[type(model).__module__])
     if adapter is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": 0.01},
@@ -151,7 +200,9 @@ def train_by_transformers(
         loss = 0.0
         for sample in batch:
             found = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0]
-            each = cross_entropy(found.to(_wide(dtype)), torch.from_numpy(sample.labels), reduction="none")
+            each = cross_entropy(
+                found.to(_wide(dtype)), torch.from_numpy(sample.labels), reduction="none"
+            )
             weighted = (each * torch.from_numpy(sample.loss_mask)).sum() / num_tokens
             weighted.backward()
             loss += weighted.item()
@@ -173,7 +224,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _keep_double(module: Any) -> None:
-    """Float64 where transformers says float32: norms and routers; rotary angles are float32 on both sides."""
+    """Float64 where transformers says float32: norms and routers; rotary angles are float32 on both
+    sides.
+    """
     for function in cpu_support._functions_of(module):
         if "Rotary" not in function.__qualname__:
             cpu_support.rewrite(function, {}, {"float32": "float64", "float": "double"})
@@ -199,7 +252,9 @@ def _on_disk_names(model: Any, gradients: dict[str, Tensor | None]) -> dict[str,
 
 
 def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> None:
-    """An adapter that peft has made, with random values in A and B, as somebody's training leaves it."""
+    """An adapter that peft has made, with random values in A and B, as somebody's training leaves
+    it.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -214,7 +269,11 @@ def write_peft(model_folder: Path, folder: Path, options: dict[str, Any]) -> Non
 
 def _names_of_peft(model: Any, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
     names = {name: re.sub(r"\.(modules_to_save\.)?default\b", "", name) for name in gradients}
-    return {names[name]: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+    return {
+        names[name]: gradient.clone()
+        for name, gradient in gradients.items()
+        if gradient is not None
+    }
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -234,8 +293,9 @@ def train_by_product(
     weights_to: Path | None = None,
     lr: float = 1e-3,
 ) -> tuple[list[float], list[tuple[Tensor, Tensor]]]:
-    """The product in the layout of `text`, on this rank: losses, and (labels, logits) of each pack of the first step
-    where this rank has them. Writes the first step's gradients and the initial weights as HuggingFace folders.
+    """The product in the layout of `text`, on this rank: losses, and (labels, logits) of each pack
+    of the first step where this rank has them. Writes the first step's gradients and the initial
+    weights as HuggingFace folders.
     """
     config = options(text, folder, len(batches), lr)
     _prepare(config, dtype)
@@ -254,11 +314,21 @@ def train_by_product(
             write_adapter(weights_to, gpts, adapter, beside)
             weights_to = weights_to.with_name("merged")
         values_of = merged_values(gpts)
-        write_folder(weights_to, gpts, pretrained.weights, partial(_with_config, companions, dtype), 100_000, values_of)
+        write_folder(
+            weights_to,
+            gpts,
+            pretrained.weights,
+            partial(_with_config, companions, dtype),
+            100_000,
+            values_of,
+        )
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
-    rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, num_ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = PackedPasses(get_forward_backward_func())
     losses: list[float] = []
@@ -290,8 +360,10 @@ def train_by_product(
 def options(text: str, folder: Path, num_steps: int, lr: float = 1e-3) -> SFTConfig:
     """The run's options; everything that the layouts share, and `text`."""
     common = (
-        f"--pretrained-checkpoint {folder} --mock-data --seq-length 64 --sequence-packing --train-iters {num_steps} "
-        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad {CLIP_GRAD} --eval-iters 0"
+        f"--pretrained-checkpoint {folder} --mock-data --seq-length 64 --sequence-packing "
+        f"--train-iters {num_steps} "
+        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad {CLIP_GRAD} "
+        "--eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], dist.get_world_size())
 
@@ -332,7 +404,9 @@ def _write_gradients(folder: Path, gpts: Sequence[Any], weights: Any, dtype: tor
             write_adapter(folder, gpts, weights, lambda _: None)
         else:
             write_folder(folder, gpts, weights, partial(_keep_dtype, dtype))
-        for parameter, values in zip((p for gpt in gpts for p in gpt.parameters()), held, strict=True):
+        for parameter, values in zip(
+            (p for gpt in gpts for p in gpt.parameters()), held, strict=True
+        ):
             parameter.copy_(values)
 
 
@@ -345,7 +419,9 @@ def _keep_dtype(dtype: torch.dtype, folder: Path) -> str:
     return _name(dtype)
 
 
-def logits_of(batch: Sequence[Sample], packs: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> list[Tensor]:
+def logits_of(
+    batch: Sequence[Sample], packs: Sequence[tuple[Tensor, Tensor]], vocab_size: int
+) -> list[Tensor]:
     """Those of each sequence, found by its labels in some pack."""
     found = []
     for sample in batch:

@@ -1,9 +1,10 @@
-"""A run that is interrupted at random moments, again and again, has the losses of one that never was.
+"""A run that is interrupted at random moments, again and again, has the losses of one that never
+was.
 
 python -m tests.functional_tests.interruptions --kinds TERM KILL-rank --number 40
 
-Of a signal that asks, and of a time limit, every rank ends with status 0, with the last step saved; after a KILL of a
-rank, or of the launcher, all ranks are gone within 10 seconds.
+Of a signal that asks, and of a time limit, every rank ends with status 0, with the last step saved;
+after a KILL of a rank, or of the launcher, all ranks are gone within 10 seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from tests.functional_tests.forked_runs import launch
 
 KINDS = ("INT", "TERM", "TERM-rank", "time limit", "KILL-rank", "KILL-launcher")
 LONGEST_MOMENT = 1.5
-"""Seconds after a first step at which an interruption comes; half of that time is spent saving and evaluating."""
+"""Seconds after a first step at which an interruption comes; half of that time is spent saving and
+evaluating.
+"""
 
 
 class Interrupted:
@@ -54,14 +57,22 @@ class Interrupted:
         """Start or continue the run, interrupt it; what did not hold, or ''."""
         run = self._folder / "run"
         before = max(steps_of(run), default=0)
-        limit = ("--exit-duration-in-mins", str(self._random.uniform(0.1, 1) / 60)) if "limit" in self._kind else ()
+        limit = (
+            ("--exit-duration-in-mins", str(self._random.uniform(0.1, 1) / 60))
+            if "limit" in self._kind
+            else ()
+        )
         launcher, files = self.start(run, "--train-iters", "100000", *limit)
         wait_until(lambda: max(steps_of(run), default=0) > before)
         ranks = [psutil.Process(pid) for pid in json.loads((files / "pids.json").read_text())]
-        everybody = [process for rank in ranks for process in [rank, *rank.children(recursive=True)]]
+        everybody = [
+            process for rank in ranks for process in [rank, *rank.children(recursive=True)]
+        ]
         time.sleep(self._random.uniform(0, LONGEST_MOMENT))
         start = time.monotonic()
-        number = signal.Signals[f"SIG{self._kind.split('-')[0]}"] if "limit" not in self._kind else None
+        number = (
+            signal.Signals[f"SIG{self._kind.split('-')[0]}"] if "limit" not in self._kind else None
+        )
         if number is not None:
             os.kill(self._random.choice(ranks).pid if "rank" in self._kind else launcher, number)
         _, alive = psutil.wait_procs(everybody, timeout=30)
@@ -86,7 +97,11 @@ class Interrupted:
         os.waitpid(self.start(whole, "--train-iters", str(max(found)))[0], 0)
         expected = steps_of(whole)
         differing = [step for step in expected if found.get(step) != expected[step]]
-        return f"{len(differing)} of {len(expected)} steps differ, from {differing[0]}" if differing else ""
+        return (
+            f"{len(differing)} of {len(expected)} steps differ, from {differing[0]}"
+            if differing
+            else ""
+        )
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -104,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, more = parser.parse_known_args(arguments)
     OPTIONS.extend(more)  # of the trainer, such as --async-save
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(36, 1)  # the child subreaper: ranks whose launcher is killed become this process's
+    ctypes.CDLL(None).prctl(
+        36, 1
+    )  # the child subreaper: ranks whose launcher is killed become this process's
     root, bad = Path(tempfile.mkdtemp()), 0
     write_chats(root / "chats.jsonl", 40)
     for kind in options.kinds:
@@ -114,7 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failures += [failure] if (failure := run.compare()) else []
         bad += bool(failures)
         seconds = time.monotonic() - start
-        print(f"{options.number} x {kind}, {options.layout}: {failures or 'holds'} ({seconds:.0f} s)", flush=True)
+        print(
+            f"{options.number} x {kind}, {options.layout}: {failures or 'holds'} ({seconds:.0f} s)",
+            flush=True,
+        )
     if not bad:
         shutil.rmtree(root)
     sys.exit(f"{bad} kinds do not hold; see {root}" if bad else 0)

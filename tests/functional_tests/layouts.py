@@ -1,9 +1,13 @@
-"""The matrix of parallel layouts, models, optimizers, rank orders and schedulers that must all train alike.
+"""The matrix of parallel layouts, models, optimizers, rank orders and schedulers that must all
+train alike.
 
-`MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of up to 8
-processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING` is the part of it that
-every test run does: each pair of features that occurs together in the matrix occurs in it. `CHOSEN` is what this run
-does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING` where it says LAYOUTS=few.
+`MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of
+up to 8 processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING`
+is the part of it that
+every test run does: each pair of features that occurs together in the matrix occurs in it. `CHOSEN`
+is what this run
+does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING` where it says
+LAYOUTS=few.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 ROPE = (
-    "--position-embedding-type rope --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights "
     "--disable-bias-linear"
 )
 MODELS = {
@@ -63,7 +68,8 @@ class Layout(NamedTuple):
         parts = [
             MODELS[self.model],
             OPTIMIZERS[self.optimizer],
-            f"--tensor-model-parallel-size {self.tensor} --pipeline-model-parallel-size {self.pipeline}",
+            f"--tensor-model-parallel-size {self.tensor} --pipeline-model-parallel-size "
+            f"{self.pipeline}",
             f"--context-parallel-size {self.context} --expert-model-parallel-size {self.experts}",
             f"--sequence-packing --sequence-packing-scheduler {self.scheduler}",
         ]
@@ -73,7 +79,10 @@ class Layout(NamedTuple):
         return " ".join(parts)
 
     def __str__(self) -> str:
-        sizes = [f"tp{self.tensor}{'sp' * self.sequence}", f"pp{self.pipeline}{'i' * self.interleaved}"]
+        sizes = [
+            f"tp{self.tensor}{'sp' * self.sequence}",
+            f"pp{self.pipeline}{'i' * self.interleaved}",
+        ]
         sizes += [f"cp{self.context}", f"dp{self.data}", self.model, self.optimizer, self.scheduler]
         return "-".join(sizes + ["pp-first"] * self.pipeline_before_data)
 
@@ -82,7 +91,11 @@ def _parallel(largest_world: int) -> Iterator[Layout]:
     for tensor, pipeline, context, data in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 3, 4)):
         for sequence, interleaved in product((False, True), repeat=2):
             layout = Layout(tensor, sequence, pipeline, interleaved, context, data)
-            if layout.world_size > largest_world or (sequence and tensor == 1) or (interleaved and pipeline != 2):
+            if (
+                layout.world_size > largest_world
+                or (sequence and tensor == 1)
+                or (interleaved and pipeline != 2)
+            ):
                 continue
             yield layout
 
@@ -117,28 +130,62 @@ def _matrix() -> list[Layout]:
         Layout(tensor=4, sequence=True, model="learned"),
         Layout(tensor=4, sequence=True, context=2, model="tied", optimizer="sharded"),
         Layout(tensor=2, pipeline=2, data=3, sequence=True, model="experts", optimizer="sharded"),
-        Layout(tensor=2, pipeline=2, context=2, data=2, sequence=True, interleaved=True, model="grouped"),
-        Layout(tensor=2, pipeline=2, context=2, data=2, sequence=True, model="experts", optimizer="overlapped"),
+        Layout(
+            tensor=2,
+            pipeline=2,
+            context=2,
+            data=2,
+            sequence=True,
+            interleaved=True,
+            model="grouped",
+        ),
+        Layout(
+            tensor=2,
+            pipeline=2,
+            context=2,
+            data=2,
+            sequence=True,
+            model="experts",
+            optimizer="overlapped",
+        ),
         Layout(pipeline=4, context=2, data=2, model="further", scheduler="empty"),
-        Layout(tensor=2, sequence=True, pipeline=2, data=2, model="experts", pipeline_before_data=True),
+        Layout(
+            tensor=2, sequence=True, pipeline=2, data=2, model="experts", pipeline_before_data=True
+        ),
         Layout(pipeline=2, data=3, model="tied", pipeline_before_data=True),
-        Layout(pipeline=2, model="further-tied"),  # the last stage computes logits with a copy of the embedding
+        Layout(
+            pipeline=2, model="further-tied"
+        ),  # the last stage computes logits with a copy of the embedding
         Layout(pipeline=2, interleaved=True, data=2, model="further-tied", optimizer="overlapped"),
-        Layout(tensor=2, sequence=True, pipeline=2, context=2, model="further-tied", optimizer="sharded"),
+        Layout(
+            tensor=2,
+            sequence=True,
+            pipeline=2,
+            context=2,
+            model="further-tied",
+            optimizer="sharded",
+        ),
     ]
     return list(dict.fromkeys(layouts))
 
 
 def covering(layouts: Sequence[Layout], together: int = 2) -> list[Layout]:
-    """Select few layouts that hold every combination of `together` features in `layouts`, small worlds first."""
+    """Select few layouts that hold every combination of `together` features in `layouts`, small
+    worlds first.
+    """
 
     def combinations_of(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-        return set(combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), together))
+        return set(
+            combinations(sorted(layout._asdict().items(), key=lambda item: item[0]), together)
+        )
 
     missing = set().union(*(combinations_of(layout) for layout in layouts))
     chosen = []
     while missing:
-        best = max(layouts, key=lambda layout: len(combinations_of(layout) & missing) / (2 + layout.world_size))
+        best = max(
+            layouts,
+            key=lambda layout: len(combinations_of(layout) & missing) / (2 + layout.world_size),
+        )
         chosen.append(best)
         missing -= combinations_of(best)
     return chosen

@@ -1,19 +1,21 @@
-"""What a step must come to: each sequence alone, unpacked, in one process, by megatron-core's own attention and
-torch's Adam.
+"""What a step must come to: each sequence alone, unpacked, in one process, by megatron-core's own
+attention and torch's Adam.
 
-`train_packed` runs the same sequences through the product in some layout. Both start from weights that are functions of
-their names, and tell per step the loss, all gradients and the weights after it; `assemble` makes full tensors of what
-the ranks told, and `differences` compares.
+`train_packed` runs the same sequences through the product in some layout. Both start from weights
+that are functions of their names, and tell per step the loss, all gradients and the weights after
+it; `assemble` makes full tensors of what the ranks told, and `differences` compares.
 
-Two runs add in other orders, on other processors by other instructions, so they agree up to rounding. Two things keep
-rounding what it is, whatever the numbers are:
+Two runs add in other orders, on other processors by other instructions, so they agree up to
+rounding. Two things keep rounding what it is, whatever the numbers are:
 
-- a gradient is measured in units of the largest one in its module, not of its own largest entry. It may be zero in
-  truth, as those of queries and keys where each sequence has one token: softmax over one. What is computed then is the
-  rounding of terms that cancel, and these are as large as the module's other gradients, which are made of them too;
-- Adam's epsilon is as large as the learning rate. A step is lr * m / (sqrt(v) + eps), so a weight moves by no more than
-  what its gradients round by. With a small epsilon Adam divides a gradient that is rounding by itself, and two runs
-  step by noise. Gradients are up to a hundred times larger than epsilon, so what Adam does to them still shows.
+- a gradient is measured in units of the largest one in its module, not of its own largest entry. It
+  may be zero in truth, as those of queries and keys where each sequence has one token: softmax over
+  one. What is computed then is the rounding of terms that cancel, and these are as large as the
+  module's other gradients, which are made of them too;
+- Adam's epsilon is as large as the learning rate. A step is lr * m / (sqrt(v) + eps), so a weight
+  moves by no more than what its gradients round by. With a small epsilon Adam divides a gradient
+  that is rounding by itself, and two runs step by noise. Gradients are up to a hundred times larger
+  than epsilon, so what Adam does to them still shows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -68,7 +73,9 @@ from tests.functional_tests.pieces import Piece, cut, gradient_of, pieces_of, pl
 VOCAB_SIZE = 96
 SEQ_LENGTH = 64
 CLIP_GRAD = 0.25
-"""Below the norms of most steps' gradients (1 to 1.5 in the layouts' batches), so that clipping shows."""
+"""Below the norms of most steps' gradients (1 to 1.5 in the layouts' batches), so that clipping
+shows.
+"""
 CPU = torch.device("cpu")
 
 
@@ -101,8 +108,9 @@ class RankStep(NamedTuple):
 
 
 def sequences(step: int, lengths: Sequence[int]) -> list[Sample]:
-    """Samples with masked stretches, in each form that they may have on the wire: labels that are the next tokens or
-    any, a mask of one weight or of several, positions that count from zero or are any. The first is the hardest.
+    """Samples with masked stretches, in each form that they may have on the wire: labels that are
+    the next tokens or any, a mask of one weight or of several, positions that count from zero or
+    are any. The first is the hardest.
     """
     random = np.random.default_rng(step)
     samples = []
@@ -117,8 +125,8 @@ def sequences(step: int, lengths: Sequence[int]) -> list[Sample]:
 
 
 class Numbers(NamedTuple):
-    """What a run computes in, and which weights it starts from: `routed` see `_route`, of experts only; `rounded` are
-    the random ones, about half of them off by one rounding.
+    """What a run computes in, and which weights it starts from: `routed` see `_route`, of experts
+    only; `rounded` are the random ones, about half of them off by one rounding.
     """
 
     dtype: torch.dtype = torch.float64
@@ -133,14 +141,19 @@ Shape = Literal["plain", "padded", "packed"]
 def draws_of(
     batch: Sequence[Sample], placement: Placement, shape: Shape, rank: int, num_ranks: int
 ) -> list[list[dict[str, Any]]]:
-    """What a data-parallel rank draws of a global batch, one list per `next`; equally many on all ranks.
+    """What a data-parallel rank draws of a global batch, one list per `next`; equally many on all
+    ranks.
 
-    placement: contiguous even shares, or all on the last rank. shape: Megatron-LM's three: plain sequences, padded
-    ones with `original_seq_len`, or all of the rank's sequences in one dict with `cu_seqlens` and padding at its
-    tail.
+    placement: contiguous even shares, or all on the last rank. shape: Megatron-LM's three: plain
+    sequences, padded ones with `original_seq_len`, or all of the rank's sequences in one dict with
+    `cu_seqlens` and padding at its tail.
     """
     size = len(batch)
-    starts = [size * r // num_ranks for r in range(num_ranks + 1)] if placement == "even" else [0] * num_ranks + [size]
+    starts = (
+        [size * r // num_ranks for r in range(num_ranks + 1)]
+        if placement == "even"
+        else [0] * num_ranks + [size]
+    )
     mine = list(batch[starts[rank] : starts[rank + 1]])
     num_draws = max(max(b - a for a, b in pairwise(starts)), 1)
     if shape == "packed":
@@ -158,13 +171,22 @@ def _plain(sample: Sample) -> dict[str, Any]:
 
 def _padded(sample: Sample) -> dict[str, Any]:
     junk = 5
-    fields = {name: np.concatenate((values, values[:1].repeat(junk))) for name, values in _plain(sample).items()}
-    return {**fields, "original_seq_len": len(sample.tokens), "padded_seq_len": len(sample.tokens) + junk}
+    fields = {
+        name: np.concatenate((values, values[:1].repeat(junk)))
+        for name, values in _plain(sample).items()
+    }
+    return {
+        **fields,
+        "original_seq_len": len(sample.tokens),
+        "padded_seq_len": len(sample.tokens) + junk,
+    }
 
 
 def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
     fields = {
-        name: np.concatenate([getattr(sample, name) for sample in samples] + [np.ones(7, dtype=np.int64)])
+        name: np.concatenate(
+            [getattr(sample, name) for sample in samples] + [np.ones(7, dtype=np.int64)]
+        )
         for name in Sample._fields
     }
     ends = np.cumsum([0] + [len(sample.tokens) for sample in samples])
@@ -176,26 +198,35 @@ def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> 
     common = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
         f"--seq-length {SEQ_LENGTH} "
-        f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias --init-method-std 0.1 "
+        f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias "
+        "--init-method-std 0.1 "
         f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --adam-eps 1e-3 "
         f"--lr-decay-style constant --clip-grad {CLIP_GRAD} --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], world_size)
 
 
-def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Numbers = EXACT) -> list[Step]:
-    """The reference; in a world of one process. Gradients of the sequences are added in float64 in any case."""
+def train_one_by_one(
+    text: str, batches: Sequence[Sequence[Sample]], numbers: Numbers = EXACT
+) -> list[Step]:
+    """The reference; in a world of one process. Gradients of the sequences are added in float64 in
+    any case.
+    """
     config = options(text, batches, 1)
     _prepare(config, numbers.dtype)
     transformer_config = build_transformer_config(config, CPU, params_dtype=numbers.dtype)
     block_spec = get_gpt_decoder_block_spec(
-        transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
+        transformer_config,
+        use_transformer_engine=False,
+        normalization=transformer_config.normalization,
     )
     predicts_further = transformer_config.mtp_num_layers is not None
     model: Any = GPTModel(
         config=transformer_config,
         transformer_layer_spec=block_spec,
-        mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False) if predicts_further else None,
+        mtp_block_spec=get_gpt_mtp_block_spec(transformer_config, block_spec, False)
+        if predicts_further
+        else None,
         vocab_size=padded_vocab_size(VOCAB_SIZE, config),
         max_sequence_length=config.model.seq_length,
         share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
@@ -207,24 +238,35 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
         model = model.bfloat16()
     if config.lora.lora:
         merge_adapters(model, config.lora, numbers)
-    parameters = {name.replace(MERGED, "adapter."): p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {
+        name.replace(MERGED, "adapter."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     decayed = [p for name, p in parameters.items() if p.dim() > 1]
     others = [p for name, p in parameters.items() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.training.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": config.training.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
         lr=config.training.lr,
         betas=(config.training.adam_beta1, config.training.adam_beta2),
         eps=config.training.adam_eps,
     )
     steps = []
     for batch in batches:
-        gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        gradients = {
+            name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()
+        }
         num_tokens = sum(int((sample.loss_mask != 0).sum()) for sample in batch)
         loss = 0.0
         for further_loss in (MTPLossAutoScaler, MoEAuxLossAutoScaler):
             further_loss.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         for sample in batch:
-            tokens, labels, loss_mask, positions = (torch.from_numpy(values).unsqueeze(0) for values in sample)
+            tokens, labels, loss_mask, positions = (
+                torch.from_numpy(values).unsqueeze(0) for values in sample
+            )
             mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
             losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)
             weighted = (losses * loss_mask).sum() / max(num_tokens, 1)
@@ -240,7 +282,14 @@ def train_one_by_one(text: str, batches: Sequence[Sequence[Sample]], numbers: Nu
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        steps.append(Step(loss, gradients, weights, torch.cat(router_logits) if router_logits else torch.empty(0)))
+        steps.append(
+            Step(
+                loss,
+                gradients,
+                weights,
+                torch.cat(router_logits) if router_logits else torch.empty(0),
+            )
+        )
         router_logits.clear()
     return steps
 
@@ -262,10 +311,18 @@ def train_packed(
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     scheduler = build_scheduler(config, optimizer)
-    rank, num_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, num_ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = PackedPasses(get_forward_backward_func())
-    frozen = [(p, p.detach().clone()) for chunk in model for p in chunk.parameters() if not p.requires_grad]
+    frozen = [
+        (p, p.detach().clone())
+        for chunk in model
+        for p in chunk.parameters()
+        if not p.requires_grad
+    ]
     steps = []
     for batch in batches:
         draws = draws_of(batch, placement, shape, rank, num_ranks)
@@ -283,22 +340,35 @@ def train_packed(
         )
         gradients = dict(pieces_of(model, optimizer, gradient_of))
         optimizer.step()
-        steps.append(RankStep(_global_loss(losses), gradients, dict(pieces_of(model, optimizer, torch.detach))))
+        steps.append(
+            RankStep(
+                _global_loss(losses), gradients, dict(pieces_of(model, optimizer, torch.detach))
+            )
+        )
         scheduler.step(increment=config.training.global_batch_size)
-    assert all(torch.equal(parameter, before) for parameter, before in frozen), "frozen weights have changed"
+    assert all(torch.equal(parameter, before) for parameter, before in frozen), (
+        "frozen weights have changed"
+    )
     parallel_state.destroy_model_parallel()
     return steps
 
 
 def assemble(per_rank: Sequence[list[RankStep]], relative: float = 1e-12) -> list[Step]:
-    """Full tensors from all ranks' pieces; replicas must agree, and shards hold each element exactly once."""
+    """Full tensors from all ranks' pieces; replicas must agree, and shards hold each element
+    exactly once.
+    """
     steps = []
     for ranks in zip(*per_rank, strict=True):
         assert all(rank.loss == ranks[0].loss for rank in ranks), "ranks report different losses"
         gradients, furthest_gradients = _wholes([rank.gradients for rank in ranks])
         weights, furthest_weights = _wholes([rank.weights for rank in ranks])
         steps.append(Step(ranks[0].loss, gradients, weights))
-        _check(Step(ranks[0].loss, furthest_gradients, furthest_weights), steps[-1], relative, "replicas differ")
+        _check(
+            Step(ranks[0].loss, furthest_gradients, furthest_weights),
+            steps[-1],
+            relative,
+            "replicas differ",
+        )
     return steps
 
 
@@ -315,21 +385,28 @@ def _wholes(per_rank: Sequence[dict[str, Piece]]) -> tuple[dict[str, Tensor], di
 
 
 def differences(step: Step, expected: Step) -> dict[str, float]:
-    """By what differs, how far loss, gradients and weights are from what is expected: relative to the loss, to the
-    largest gradient of the module (see above), to the weight's largest entry. NaN where one is.
+    """By what differs, how far loss, gradients and weights are from what is expected: relative to
+    the loss, to the largest gradient of the module (see above), to the weight's largest entry. NaN
+    where one is.
     """
     found = {"loss": _relative(abs(step.loss - expected.loss), abs(expected.loss))}
     modules: dict[str, float] = {}
     for name, gradient in expected.gradients.items():
-        modules[_module_of(name)] = max(modules.get(_module_of(name), 0.0), gradient.abs().max().item())
+        modules[_module_of(name)] = max(
+            modules.get(_module_of(name), 0.0), gradient.abs().max().item()
+        )
     for kind, tensors, wanted in (
         ("gradient", step.gradients, expected.gradients),
         ("weight", step.weights, expected.weights),
     ):
         assert tensors.keys() == wanted.keys()
         for name, tensor in tensors.items():
-            assert tensor.shape == wanted[name].shape, f"{name}: {tensor.shape}, not {wanted[name].shape}"
-            unit = modules[_module_of(name)] if kind == "gradient" else wanted[name].abs().max().item()
+            assert tensor.shape == wanted[name].shape, (
+                f"{name}: {tensor.shape}, not {wanted[name].shape}"
+            )
+            unit = (
+                modules[_module_of(name)] if kind == "gradient" else wanted[name].abs().max().item()
+            )
             found[f"{kind} of {name}"] = _relative((tensor - wanted[name]).abs().max().item(), unit)
     return found
 
@@ -349,7 +426,9 @@ def _module_of(name: str) -> str:
 def largest_difference(steps: Sequence[Step], reference: Sequence[Step]) -> float:
     """The worst of all `differences`; NaN if one is."""
     found = [differences(step, expected) for step, expected in zip(steps, reference, strict=True)]
-    return torch.tensor([value for step in found for value in step.values()]).max().item()  # Python's passes over NaN
+    return (
+        torch.tensor([value for step in found for value in step.values()]).max().item()
+    )  # Python's passes over NaN
 
 
 def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: float) -> None:
@@ -359,9 +438,15 @@ def assert_same(steps: Sequence[Step], reference: Sequence[Step], relative: floa
 
 
 def _check(step: Step, expected: Step, relative: float, where: str) -> None:
-    wrong = [(found, what) for what, found in differences(step, expected).items() if not found <= relative]
+    wrong = [
+        (found, what)
+        for what, found in differences(step, expected).items()
+        if not found <= relative
+    ]
     worst = ", ".join(f"{what} by {found:.1e}" for found, what in sorted(wrong, reverse=True)[:5])
-    assert not wrong, f"{where}: {len(wrong)} numbers differ by more than {relative:.1e}, such as {worst}"
+    assert not wrong, (
+        f"{where}: {len(wrong)} numbers differ by more than {relative:.1e}, such as {worst}"
+    )
 
 
 def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
@@ -377,20 +462,31 @@ def _prepare(config: SFTConfig, dtype: torch.dtype = torch.float64) -> None:
 
 
 def _keep_double() -> None:
-    """Float64 also where megatron-core says float32: cross entropy, router, the distributed optimizer."""
+    """Float64 also where megatron-core says float32: cross entropy, router, the distributed
+    optimizer.
+    """
     LanguageModule.compute_language_model_loss = _cross_entropy  # type: ignore[method-assign]
-    for function in (moe_utils.topk_routing_with_score_function, moe_utils.compute_routing_scores_for_aux_loss):
+    for function in (
+        moe_utils.topk_routing_with_score_function,
+        moe_utils.compute_routing_scores_for_aux_loss,
+    ):
         cpu_support.rewrite(function, {}, {"float32": "float64"})
     clip_grads.l2_norm_impl = _norm
-    cpu_support.rewrite(clip_grads.clip_grad_by_total_norm_fp32, {"torch.FloatTensor": "torch.DoubleTensor"}, {})
+    cpu_support.rewrite(
+        clip_grads.clip_grad_by_total_norm_fp32, {"torch.FloatTensor": "torch.DoubleTensor"}, {}
+    )
     for function in (
         DistributedOptimizer._build_model_and_main_param_groups.__func__,
         DistributedOptimizer._copy_model_grads_to_main_grads,
     ):
-        cpu_support.rewrite(function, {"torch.FloatTensor": "torch.DoubleTensor"}, {"float": "double"})
+        cpu_support.rewrite(
+            function, {"torch.FloatTensor": "torch.DoubleTensor"}, {"float": "double"}
+        )
 
 
-def _norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object) -> tuple[Tensor, None]:
+def _norm(
+    chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object
+) -> tuple[Tensor, None]:
     return torch.stack([gradient.norm() for gradient in tensors[0]]).norm().reshape(1), None
 
 
@@ -428,16 +524,22 @@ MERGED = "parametrizations.weight.0."
 
 
 class Merged(torch.nn.Module):
-    """The weight of a layer with its adapter in it: W + scale * B A, row by row. Its gradients are autograd's of that
-    sum; nothing else is known of adapters here.
+    """The weight of a layer with its adapter in it: W + scale * B A, row by row. Its gradients are
+    autograd's of that sum; nothing else is known of adapters here.
     """
 
     lora_A: Tensor
     lora_B: Tensor
 
-    def __init__(self, name: str, config: Any, lora: LoraConfig, shape: torch.Size, numbers: Numbers) -> None:
+    def __init__(
+        self, name: str, config: Any, lora: LoraConfig, shape: torch.Size, numbers: Numbers
+    ) -> None:
         super().__init__()
-        heads, groups, head = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        heads, groups, head = (
+            config.num_attention_heads,
+            config.num_query_groups,
+            config.kv_channels,
+        )
         modules = {
             "linear_qkv": (["q"] * (heads // groups * head) + ["k"] * head + ["v"] * head) * groups,
             "linear_proj": ["o"] * shape[0],
@@ -464,7 +566,9 @@ class Merged(torch.nn.Module):
 
 
 def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
-    """Freeze a model but for `lora_modules_to_save`, and for the adapters in the weights of its layers."""
+    """Freeze a model but for `lora_modules_to_save`, and for the adapters in the weights of its
+    layers.
+    """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     whole = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
@@ -472,7 +576,9 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
     for module in lora.lora_modules_to_save:
         parameters[whole[module]].requires_grad_(True)
     modules: list[tuple[str, Any]] = list(model.named_modules())
-    layers = [(name, layer) for name, layer in modules if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)]
+    layers = [
+        (name, layer) for name, layer in modules if re.search(r"linear_(qkv|proj|fc1|fc2)$", name)
+    ]
     for name, layer in layers:
         merged = Merged(name, model.config, lora, layer.weight.shape, numbers)
         if merged.rows:
@@ -480,10 +586,11 @@ def merge_adapters(model: Any, lora: LoraConfig, numbers: Numbers) -> None:
 
 
 def _route(name: str, whole: Tensor, num_experts: int) -> None:
-    """Let a token's embedding decide which experts it goes to, by a margin that no rounding crosses.
+    """Let a token's embedding decide which experts it goes to, by a margin that no rounding
+    crosses.
 
-    Its first elements rank the experts, each token by another permutation; they outweigh what layers add to them, and
-    the router looks at little else.
+    Its first elements rank the experts, each token by another permutation; they outweigh what
+    layers add to them, and the router looks at little else.
     """
     if name == "embedding.word_embeddings.weight":
         ranks = torch.tensor(list(permutations(range(num_experts))), dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""A rank's part of each weight and of its gradient, and full tensors from the parts of all ranks."""
+"""A rank's part of each weight and of its gradient, and full tensors from the parts of all
+ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for [gates; values] halves,
-    each cut on its own.
+    """Where a rank's parameter stands in the full tensor: `dim` None for all of it; `gated` for
+    [gates; values] halves, each cut on its own.
     """
 
     dim: int | None
@@ -31,7 +32,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of a parameter or its gradient: all of it, or the shard that its distributed optimizer steps."""
+    """What a rank has of a parameter or its gradient: all of it, or the shard that its distributed
+    optimizer steps.
+    """
 
     place: Place
     shape: tuple[int, ...]
@@ -48,8 +51,8 @@ def pieces_of(
     optimizer: MegatronOptimizer,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
 ) -> Iterator[tuple[str, Piece]]:
-    """This rank's piece of `tensor_of` each of its parameters that are trained: of `gradient_of`, as the optimizer will
-    take it; of `torch.detach`, as it has stepped it.
+    """This rank's piece of `tensor_of` each of its parameters that are trained: of `gradient_of`,
+    as the optimizer will take it; of `torch.detach`, as it has stepped it.
     """
     for chunk in model:
         for name, parameter, place in places_of([unwrap_model(chunk)]):
@@ -63,13 +66,17 @@ def pieces_of(
 def _shard(
     parameter: torch.nn.Parameter, chunk: DistributedDataParallel, optimizer: MegatronOptimizer
 ) -> tuple[int, int, tuple[int, ...]]:
-    """The first element of a parameter that this rank's optimizer steps, the end of them, and the ranks that share it.
+    """The first element of a parameter that this rank's optimizer steps, the end of them, and the
+    ranks that share it.
 
-    The distributed optimizer leaves the gradient of the other elements unreduced, or reduced in part.
+    The distributed optimizer leaves the gradient of the other elements unreduced, or reduced in
+    part.
     """
     if not chunk.ddp_config.use_distributed_optimizer:
         return 0, parameter.numel(), (dist.get_rank(),)
-    (buffer,) = (b for b in chunk.buffers + chunk.expert_parallel_buffers if parameter in b.param_index_map)
+    (buffer,) = (
+        b for b in chunk.buffers + chunk.expert_parallel_buffers if parameter in b.param_index_map
+    )
     sharers = tuple(dist.get_process_group_ranks(buffer.data_parallel_group))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parameter in part.model_param_gbuf_map:
@@ -98,7 +105,9 @@ def places_of(chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Place]]:
                 name = f"{match[1]}.{_first_expert(chunk) + int(match[2])}{match[3]}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
-            is_cut = getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
+            is_cut = (
+                getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
+            )
             count = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
             gated = chunk.config.gated_linear_unit and "linear_fc1" in name
             dim = parameter.partition_dim if is_cut else None
@@ -134,8 +143,8 @@ def _join(parts: dict[Place, Tensor]) -> Tensor:
 
 
 def whole_of(name: str, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
-    """The full tensor of `name`, and how far replicas of each element are from it. Shards must hold each element
-    exactly once.
+    """The full tensor of `name`, and how far replicas of each element are from it. Shards must hold
+    each element exactly once.
     """
     replicas: dict[tuple[Place, tuple[int, ...]], list[Piece]] = {}
     for piece in pieces:
@@ -151,11 +160,17 @@ def whole_of(name: str, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
 
 def _of_shards(name: str, shards: Sequence[Piece]) -> Tensor:
     """One replica from its shards."""
-    in_order = sorted((shard for shard in shards if shard.values.numel()), key=lambda shard: shard.start)
+    in_order = sorted(
+        (shard for shard in shards if shard.values.numel()), key=lambda shard: shard.start
+    )
     end = 0
     for shard in in_order:
-        assert shard.start == end, f"the shards of {name} hold element {min(shard.start, end)} not once"
+        assert shard.start == end, (
+            f"the shards of {name} hold element {min(shard.start, end)} not once"
+        )
         end += shard.values.numel()
     (shape,) = {shard.shape for shard in shards}
-    assert end == math.prod(shape), f"the shards of {name} end after {end} elements of {math.prod(shape)}"
+    assert end == math.prod(shape), (
+        f"the shards of {name} end after {end} elements of {math.prod(shape)}"
+    )
     return torch.cat([shard.values for shard in in_order]).view(shape)

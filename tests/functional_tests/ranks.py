@@ -1,6 +1,8 @@
-"""Run a function on several processes over gloo. A hang is a failure: after the timeout each rank's stacks are shown.
+"""Run a function on several processes over gloo. A hang is a failure: after the timeout each rank's
+stacks are shown.
 
-Ranks are forked from a parent that has imported megatron-core, which costs a tenth of starting them anew.
+Ranks are forked from a parent that has imported megatron-core, which costs a tenth of starting them
+again.
 """
 
 from __future__ import annotations
@@ -26,15 +28,22 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 90.0
-torch.set_num_threads(1)  # threads that the parent computes with do not live on in a fork, which would wait for them
+torch.set_num_threads(
+    1
+)  # threads that the parent computes with do not live on in a fork, which would wait for them
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """`function(*arguments)` on each rank, with the default process group made; what each rank returned.
+    """`function(*arguments)` on each rank, with the default process group made; what each rank
+    returned.
 
-    Raises AssertionError with every rank's traceback if one fails, with every rank's stacks if they hang.
+    Raises AssertionError with every rank's traceback if one fails, with every rank's stacks if they
+    hang.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
@@ -43,7 +52,8 @@ def run_ranks(
             context.Process(target=_rank_main, args=(rank, world_size, folder, function, arguments))
             for rank in range(world_size)
         ]
-        gc.freeze()  # a collection in a rank would copy each page that holds an object of the parent's
+        # a collection in a rank would copy each page that holds an object of the parent's
+        gc.freeze()
         for process in ranks:
             process.start()
         hung = _wait(ranks, folder, timeout_seconds)
@@ -65,7 +75,9 @@ def _rank_main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
         result = function(*arguments)
         (folder / f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -79,7 +91,9 @@ def _rank_main(
 
 
 def _wait(ranks: Sequence[Any], folder: Path, timeout_seconds: float) -> bool:
-    """Wait for all ranks; once one fails the others get a few seconds, since they may wait for it. True for a hang."""
+    """Wait for all ranks; once one fails the others get a few seconds, since they may wait for it.
+    True for a hang.
+    """
     deadline = time.monotonic() + timeout_seconds
     failed_at: float | None = None
     while any(process.is_alive() for process in ranks):

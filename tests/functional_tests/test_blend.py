@@ -1,4 +1,6 @@
-"""Whole runs of pretrain_sft.py on a metadataset: proportions as asked for, and losses by source in any layout."""
+"""Whole runs of pretrain_sft.py on a metadataset: proportions as asked for, and losses by source in
+any layout.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,18 @@ BATCH = ("--global-batch-size", "8", "--eval-iters", "2", "--eval-interval", "3"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a metadataset of a JSONL file, a Parquet file, a prepared WebDataset and a token file."""
+    """A folder with a metadataset of a JSONL file, a Parquet file, a prepared WebDataset and a
+    token file.
+    """
     folder = tmp_path_factory.mktemp("data")
     write_lines(
-        folder / "chats.jsonl", [{"instruction": f"{i}?", "output": "yes " * (1 + i * 7 % 19)} for i in range(50)]
+        folder / "chats.jsonl",
+        [{"instruction": f"{i}?", "output": "yes " * (1 + i * 7 % 19)} for i in range(50)],
     )
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"instruction": f"q{i}", "output": "no " * (1 + i % 17), "weight": 0.5} for i in range(25)]
+    rows = [
+        {"instruction": f"q{i}", "output": "no " * (1 + i % 17), "weight": 0.5} for i in range(25)
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "alpaca.parquet")
     (folder / "texts").mkdir()
     for shard in range(2):
@@ -59,21 +66,46 @@ def write_documents(path: Path, documents: list[list[int]]) -> None:
     bounds = np.arange(len(lengths) + 1, dtype=np.int64)
     counts = np.array([len(lengths), len(bounds)], np.uint64).tobytes()
     head = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([8])
-    Path(f"{path}.idx").write_bytes(head + counts + lengths.tobytes() + starts.tobytes() + bounds.tobytes())
+    Path(f"{path}.idx").write_bytes(
+        head + counts + lengths.tobytes() + starts.tobytes() + bounds.tobytes()
+    )
 
 
 def write_metadataset(path: Path, weights: dict[str, int], **changes: Any) -> Path:
     blend = [{"weight": weight, "path": PATHS[name]} for name, weight in weights.items()]
     blend[-1]["subflavors"] = {"sample_weight": 0.25}
-    splits = {"train": {"blend": blend}, "val": {"blend": [{"path": "texts"}, {"path": "alpaca.parquet"}]}, **changes}
-    path.write_text(json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}))
+    splits = {
+        "train": {"blend": blend},
+        "val": {"blend": [{"path": "texts"}, {"path": "alpaca.parquet"}]},
+        **changes,
+    }
+    path.write_text(
+        json.dumps(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
+        )
+    )
     return path
 
 
 def options(data: Path, folder: Path, train_iters: int = 6) -> list[str]:
     return [
-        *("--data-path", str(data / "blend.yaml"), "--train-iters", str(train_iters), "--run-dir", str(folder), *BATCH),
-        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--load", str(folder / "checkpoints")),
+        *(
+            "--data-path",
+            str(data / "blend.yaml"),
+            "--train-iters",
+            str(train_iters),
+            "--run-dir",
+            str(folder),
+            *BATCH,
+        ),
+        *(
+            "--save",
+            str(folder / "checkpoints"),
+            "--save-interval",
+            "2",
+            "--load",
+            str(folder / "checkpoints"),
+        ),
     ]
 
 
@@ -84,7 +116,9 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps on two data-parallel ranks, never stopped, with a checkpoint at every second."""
+    """A run of 6 steps on two data-parallel ranks, never stopped, with a checkpoint at every
+    second.
+    """
     folder = tmp_path_factory.mktemp("whole")
     output = train(2, *options(data, folder))
     assert " | chats " in output
@@ -93,7 +127,9 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_counts_follow_the_weights_and_losses_sum_up(whole: Path) -> None:
-    """A source drawn too often, or a loss under another source's name, changes no loss curve that anyone looks at."""
+    """A source drawn too often, or a loss under another source's name, changes no loss curve that
+    anyone looks at.
+    """
     drawn, position = dict.fromkeys(WEIGHTS, 0), 0
     for step in steps_of(whole).values():
         position += 8
@@ -104,13 +140,21 @@ def test_counts_follow_the_weights_and_losses_sum_up(whole: Path) -> None:
             assert abs(drawn[name] - position * weight / 10) < 1 + 1e-9
         assert sum(source["sequences"] for source in sources.values()) == step["sequences"] == 8
         assert sum(source["tokens"] for source in sources.values()) == step["tokens"]
-        assert sum(source["num_loss_tokens"] for source in sources.values()) == step["num_loss_tokens"]
-        weighted = {name: source["loss"] * source["num_loss_tokens"] for name, source in sources.items()}
+        assert (
+            sum(source["num_loss_tokens"] for source in sources.values()) == step["num_loss_tokens"]
+        )
+        weighted = {
+            name: source["loss"] * source["num_loss_tokens"] for name, source in sources.items()
+        }
         total = sum(loss * SAMPLE_WEIGHTS.get(name, 1) for name, loss in weighted.items())
         assert total == pytest.approx(step["loss"] * step["num_loss_tokens"], rel=1e-6)
     first = steps_of(whole)[1]["sources"]
-    assert first["docs"]["loss"] == pytest.approx(first["chats"]["loss"], rel=0.1)  # whatever its samples weigh
-    assert [list(evaluation["sources"]) for evaluation in evaluations_of(whole)] == [["texts", "alpaca"]] * 3
+    assert first["docs"]["loss"] == pytest.approx(
+        first["chats"]["loss"], rel=0.1
+    )  # whatever its samples weigh
+    assert [list(evaluation["sources"]) for evaluation in evaluations_of(whole)] == [
+        ["texts", "alpaca"]
+    ] * 3
 
 
 LAYOUTS = {
@@ -123,13 +167,19 @@ def assert_same_sources(found: dict[str, Any], expected: dict[str, Any]) -> None
     assert list(found) == list(expected)
     for name, source in found.items():
         counts = ("sequences", "tokens", "num_loss_tokens")
-        assert [source[column] for column in counts] == [expected[name][column] for column in counts]
+        assert [source[column] for column in counts] == [
+            expected[name][column] for column in counts
+        ]
         assert source["loss"] == pytest.approx(expected[name]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_by_source_are_those_of_any_layout(data: Path, whole: Path, tmp_path: Path, layout: str) -> None:
-    """Shards of a sequence, or a stage that does not know the sources, would put losses under the wrong name."""
+def test_losses_by_source_are_those_of_any_layout(
+    data: Path, whole: Path, tmp_path: Path, layout: str
+) -> None:
+    """Shards of a sequence, or a stage that does not know the sources, would put losses under the
+    wrong name.
+    """
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("2")
     train(2, *options(data, tmp_path / "run"), *LAYOUTS[layout].split())
@@ -137,14 +187,18 @@ def test_losses_by_source_are_those_of_any_layout(data: Path, whole: Path, tmp_p
     assert list(found) == list(expected)
     for iteration in range(3, 7):
         assert_same_sources(found[iteration]["sources"], expected[iteration]["sources"])
-    for evaluation, reference in zip(evaluations_of(tmp_path / "run")[1:], evaluations_of(whole)[1:], strict=True):
+    for evaluation, reference in zip(
+        evaluations_of(tmp_path / "run")[1:], evaluations_of(whole)[1:], strict=True
+    ):
         assert_same_sources(evaluation["sources"], reference["sources"])
 
 
 def test_padded_run_has_the_same_losses_by_source(data: Path, whole: Path, tmp_path: Path) -> None:
     """The baseline must be compared source by source, too."""
     flags = [flag for flag in MODEL if flag != "--sequence-packing"]
-    status, output = train_forked(2, [*flags, *options(data, tmp_path, 2), "--micro-batch-size", "2"])
+    status, output = train_forked(
+        2, [*flags, *options(data, tmp_path, 2), "--micro-batch-size", "2"]
+    )
     assert status == 0, output
     for iteration, step in steps_of(tmp_path).items():
         assert_same_sources(step["sources"], steps_of(whole)[iteration]["sources"])
@@ -170,8 +224,14 @@ def test_another_blend_is_refused_by_name(data: Path, whole: Path, tmp_path: Pat
     arguments = [*MODEL, *options(data, folder, 8), "--data-path", str(other)]
     status, output = train_forked(1, arguments)
     assert status != 0
-    assert "the order of the sources was chats, alpaca, texts, docs, is alpaca, chats, texts, docs" in output
-    assert "the weight of chats was 5/10, is 4/9" in output or "the weight of chats was 1/2, is 4/9" in output
+    assert (
+        "the order of the sources was chats, alpaca, texts, docs, is alpaca, chats, texts, docs"
+        in output
+    )
+    assert (
+        "the weight of chats was 5/10, is 4/9" in output
+        or "the weight of chats was 1/2, is 4/9" in output
+    )
     output = train(1, *options(data, folder, 8), "--data-path", str(other), "--allow-changed-data")
     assert list(steps_of(folder)) == list(range(1, 9))
     assert "was trained on other data" in output
@@ -189,7 +249,9 @@ def test_mistakes_are_told_at_once(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_broken_source_ends_all_ranks(data: Path, tmp_path: Path) -> None:
-    """Skipped one by one, a source that is broken altogether would silently be no part of the blend."""
+    """Skipped one by one, a source that is broken altogether would silently be no part of the
+    blend.
+    """
     for name in ("alpaca.parquet", "texts", "docs.bin", "docs.idx"):
         (tmp_path / name).symlink_to(data / name)
     lines = (data / "chats.jsonl").read_text().splitlines()

@@ -1,4 +1,6 @@
-"""Megatron-LM's own way of calling: a namespace for the config, samples that are padded, no iterator on most ranks."""
+"""Megatron-LM's own way of calling: a namespace for the config, samples that are padded, no
+iterator on most ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron.packing import conventions, plugin
-from megatron.packing.data_schedule import get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator
+from megatron.packing.data_schedule import (
+    get_batch_on_this_rank_for_sequence_packing,
+    wrap_data_iterator,
+)
 from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 from tests.unit_tests.packing.plugged import Model, forward_step, make_config
@@ -42,10 +47,15 @@ def wrap_and_drain(tensor: int, pipeline: int, scheduler: str) -> tuple[int, int
         virtual_pipeline_model_parallel_size=None,
         sequence_packing_scheduler=scheduler,
     )
-    rank, draws = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank() == 0
+    rank, draws = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank() == 0,
+    )
     given = iter([sample(length) for length in LENGTHS[rank]]) if draws else None
     iterator: Any
-    iterator, num_microbatches, num_tokens, square_sum = wrap_data_iterator(given, config, len(LENGTHS[rank]))
+    iterator, num_microbatches, num_tokens, square_sum = wrap_data_iterator(
+        given, config, len(LENGTHS[rank])
+    )
     counted = 0
     for _ in range(num_microbatches):
         tokens, labels, loss_mask, attention_mask, _, params, padding_mask = (
@@ -67,7 +77,9 @@ def wrap_and_drain(tensor: int, pipeline: int, scheduler: str) -> tuple[int, int
 @pytest.mark.parametrize("scheduler", ["DP_BALANCED", "default"])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_calls_as_megatron_lm_has_them(tensor: int, pipeline: int, scheduler: str) -> None:
-    """A script that calls the functions itself has no model's config at hand, and reads only some ranks' data."""
+    """A script that calls the functions itself has no model's config at hand, and reads only some
+    ranks' data.
+    """
     ranks = run_ranks(wrap_and_drain, 4, tensor, pipeline, scheduler)
     real = [length for lengths in LENGTHS for length in lengths]
     counted = {rank: count for rank, count, *_ in ranks if count}
@@ -76,9 +88,15 @@ def test_calls_as_megatron_lm_has_them(tensor: int, pipeline: int, scheduler: st
         assert (num_tokens, square_sum) == (sum(real), sum(length**2 for length in real))
 
 
-def call_as_written(tensor: int, pipeline: int, context: int, virtual: int | None) -> dict[str, Any]:
-    """What upstream's packing tests do on each rank: wrap, look at the microbatches, and take them one by one."""
-    parallel_state.initialize_model_parallel(tensor, pipeline, virtual, context_parallel_size=context)
+def call_as_written(
+    tensor: int, pipeline: int, context: int, virtual: int | None
+) -> dict[str, Any]:
+    """What upstream's packing tests do on each rank: wrap, look at the microbatches, and take them
+    one by one.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, virtual, context_parallel_size=context
+    )
     config = SimpleNamespace(
         max_seqlen_per_dp_cp_rank=1024,
         microbatch_group_size_per_vp_stage=pipeline,
@@ -90,17 +108,24 @@ def call_as_written(tensor: int, pipeline: int, context: int, virtual: int | Non
         parallel_state.get_pipeline_model_parallel_rank(),
     )
     samples = [sample(length) for length in LENGTHS[parallel_state.get_data_parallel_rank()]]
-    given: Any = RerunDataIterator(iter(samples)) if is_first and stage in (0, pipeline - 1) else None
+    given: Any = (
+        RerunDataIterator(iter(samples)) if is_first and stage in (0, pipeline - 1) else None
+    )
     if virtual is not None and is_first:
         given = [given] + [None] * (virtual - 1) if stage == 0 else [None] * (virtual - 1) + [given]
     iterator: Any
     iterator, count, *sums = conventions.wrap_data_iterator(given, config, len(samples))
-    # The hook must find alike on all ranks that these are packs already: else some would wait to pack them again.
+    # The hook must find alike on all ranks that these are packs already: else some would wait to
+    # pack them again.
     model = Model(make_config(sequence_packing_scheduler="default", sequence_packing_options=CALLS))
     hook = plugin.PackingSchedule(lambda **arguments: [arguments["data_iterator"]])
     assert hook(data_iterator=iterator, model=model, forward_step_func=forward_step) == [iterator]
     found: dict[str, Any] = {
-        "place": (parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank(), stage)
+        "place": (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            stage,
+        )
     }
     if not is_first:
         assert iterator == (None if virtual is None else [None] * virtual)
@@ -110,31 +135,57 @@ def call_as_written(tensor: int, pipeline: int, context: int, virtual: int | Non
         stages = [[next(one) for _ in range(count)] for one in iterator]
         assert {len(microbatches) for microbatches in stages} == {count}
         shown = stages[0 if stage == 0 else -1]
-        found["tokens"] = [int(each["tokens"].sum()) for each in shown if stage in (0, pipeline - 1)]
+        found["tokens"] = [
+            int(each["tokens"].sum()) for each in shown if stage in (0, pipeline - 1)
+        ]
         hidden = ("padding_mask", "sources")  # which Megatron-LM's microbatches lack
-        iterator = [iter([{k: v for k, v in each.items() if k not in hidden} for each in one]) for one in stages]
+        iterator = [
+            iter([{k: v for k, v in each.items() if k not in hidden} for each in one])
+            for one in stages
+        ]
     batches = []
     for vp_stage, one in enumerate(iterator):
-        place: dict[str, Any] = {} if virtual is None else {"vpp_size": virtual, "vp_stage": vp_stage}
+        place: dict[str, Any] = (
+            {} if virtual is None else {"vpp_size": virtual, "vp_stage": vp_stage}
+        )
         for _ in range(count):
-            batch = conventions.get_batch_on_this_rank_for_sequence_packing(one, **place, dynamic_cp=False, config=None)
+            batch = conventions.get_batch_on_this_rank_for_sequence_packing(
+                one, **place, dynamic_cp=False, config=None
+            )
             batches.append(batch)
         with pytest.raises(StopIteration):
             conventions.get_batch_on_this_rank_for_sequence_packing(one, **place)
-    with pytest.raises((ValueError, RuntimeError), match="must have a data iterator"):  # on all, and none waits
+    with pytest.raises(
+        (ValueError, RuntimeError), match="must have a data iterator"
+    ):  # on all, and none waits
         conventions.get_batch_on_this_rank_for_sequence_packing(None)
     params = [batch.packed_seq_params for batch in batches]
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     layouts = [{tuple(getattr(each, name).tolist()) for name in names} for each in params]
-    assert [each.padded_lengths for each in params] == [tuple(each.cu_seqlens_q.diff().tolist()) for each in params]
+    assert [each.padded_lengths for each in params] == [
+        tuple(each.cu_seqlens_q.diff().tolist()) for each in params
+    ]
     fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
-    found["batches"] = [[None if getattr(b, f) is None else getattr(b, f).tolist() for f in fields] for b in batches]
-    return {**found, "sums": sums, "layouts": layouts, "longest": [each.max_seqlen_q for each in params]}
+    found["batches"] = [
+        [None if getattr(b, f) is None else getattr(b, f).tolist() for f in fields] for b in batches
+    ]
+    return {
+        **found,
+        "sums": sums,
+        "layouts": layouts,
+        "longest": [each.max_seqlen_q for each in params],
+    }
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "context", "virtual"), [(2, 1, 2, None), (2, 2, 1, None), (1, 4, 1, 2)])
-def test_calls_as_upstreams_own_tests_write_them(tensor: int, pipeline: int, context: int, virtual: int | None) -> None:
-    """Megatron-LM's scripts have an iterator on one tensor-parallel rank, and are told there is none elsewhere."""
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "context", "virtual"), [(2, 1, 2, None), (2, 2, 1, None), (1, 4, 1, 2)]
+)
+def test_calls_as_upstreams_own_tests_write_them(
+    tensor: int, pipeline: int, context: int, virtual: int | None
+) -> None:
+    """Megatron-LM's scripts have an iterator on one tensor-parallel rank, and are told there is
+    none elsewhere.
+    """
     ranks = run_ranks(call_as_written, 4, tensor, pipeline, context, virtual)
     replicas = 4 // (tensor * pipeline * context)
     real = [length for lengths in LENGTHS[:replicas] for length in lengths]
@@ -146,16 +197,33 @@ def test_calls_as_upstreams_own_tests_write_them(tensor: int, pipeline: int, con
     assert {len(peers) for peers in by_place.values()} == {tensor}
     tokens = {(stage, context): 0 for _, context, stage in by_place}
     for (replica, part, stage), (first, *others) in by_place.items():
-        assert all(other["batches"] == first["batches"] and other["layouts"] == first["layouts"] for other in others)
+        assert all(
+            other["batches"] == first["batches"] and other["layouts"] == first["layouts"]
+            for other in others
+        )
         assert first["layouts"] == by_place[replica, 0, 0][0]["layouts"]
         tokens[stage, part] += sum(first["tokens"])
         held = [[values is not None for values in batch] for batch in first["batches"]]
         count = len(held) // (virtual or 1)
         is_first, is_last = stage == 0, stage == pipeline - 1
-        assert held[0] == [is_first, is_last and virtual is None, is_last and virtual is None, is_first, True]
-        assert held[-1] == [is_first and virtual is None, is_last, is_last, is_first and virtual is None, True]
+        assert held[0] == [
+            is_first,
+            is_last and virtual is None,
+            is_last and virtual is None,
+            is_first,
+            True,
+        ]
+        assert held[-1] == [
+            is_first and virtual is None,
+            is_last,
+            is_last,
+            is_first and virtual is None,
+            True,
+        ]
         assert count == len(first["tokens"]) or stage not in (0, pipeline - 1)
         for batch, (layout,) in zip(first["batches"], first["layouts"]):
             assert len(batch[-1][0]) == layout[-1] // context
     expected = sum(length * (length + 1) // 2 for length in real)
-    assert {count for (stage, _), count in tokens.items() if stage in (0, pipeline - 1)} == {expected}
+    assert {count for (stage, _), count in tokens.items() if stage in (0, pipeline - 1)} == {
+        expected
+    }

@@ -19,7 +19,8 @@ from tests.functional_tests.test_run import steps_of
 
 NUM_STEPS = 4
 ARGUMENTS = (
-    "--seq-length 96 --global-batch-size 8 --mock-data --sequence-packing --over-length-policy truncate --eval-iters 0 "
+    "--seq-length 96 --global-batch-size 8 --mock-data --sequence-packing --over-length-policy "
+    "truncate --eval-iters 0 "
     f"--lr 1e-3 --bf16 --train-iters {NUM_STEPS}"
 )
 FOUND = "found on the stand-in: "
@@ -42,17 +43,22 @@ def main_on_stand_in() -> None:
     print(FOUND + json.dumps({"reads": reads, "mixed": cuda_stand_in.mixed}))
 
 
-@pytest.mark.parametrize(("model", "flags"), [("llama3", ""), ("gemma", "--lora"), ("qwen3", "--async-save")])
+@pytest.mark.parametrize(
+    ("model", "flags"), [("llama3", ""), ("gemma", "--lora"), ("qwen3", "--async-save")]
+)
 def test_a_step_trains_as_on_cpu_and_waits_once(model: str, flags: str, tmp_path: Path) -> None:
-    """A tensor left on the host ends a run on a GPU; each further read empties the device's queue, and no figure says
-    why.
+    """A tensor left on the host ends a run on a GPU; each further read empties the device's queue,
+    and no figure says why.
     """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: make gpu-test")
     run_ranks(write_model, 1, model, tmp_path / "model")
     outputs = {}
     for name, script in (("cpu", main), ("here", main_on_stand_in)):
-        text = f"{ARGUMENTS} {flags} --pretrained-checkpoint {tmp_path}/model --run-dir {tmp_path}/{name}"
+        text = (
+            f"{ARGUMENTS} {flags} --pretrained-checkpoint {tmp_path}/model --run-dir "
+            f"{tmp_path}/{name}"
+        )
         text += f" --save {tmp_path}/{name}/checkpoints --save-hf {tmp_path}/{name}/model"
         status, outputs[name] = train_forked(1, text.split(), script)
         assert status == 0, outputs[name]

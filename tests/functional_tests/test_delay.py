@@ -1,4 +1,6 @@
-"""Outliers that wait for later steps, over real processes and in whole runs: none is lost, none is seen twice."""
+"""Outliers that wait for later steps, over real processes and in whole runs: none is lost, none is
+seen twice.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from typing import Any
 
 import pytest
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    initialize_rerun_state_machine,
+)
 
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.step.delay import DelayQueue
@@ -21,7 +27,14 @@ from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import is_drawing_rank, road_groups
 from tests.functional_tests.forked_runs import train_forked
 from tests.functional_tests.ranks import run_ranks
-from tests.functional_tests.test_global_batch import CAPACITY, MOST_COLLECTIVES, Layout, count_calls, sample, start
+from tests.functional_tests.test_global_batch import (
+    CAPACITY,
+    MAX_COLLECTIVES,
+    Layout,
+    count_calls,
+    sample,
+    start,
+)
 from tests.functional_tests.test_run import Run, steps_of, wait_for_step
 
 MAX_STEPS = 2
@@ -38,8 +51,8 @@ LAYOUTS = [
 
 
 def lengths_of(rank: int) -> list[int]:
-    """Of what a data-parallel rank draws: short ones, now and then one as long as a pack, and at the end more outliers
-    than may leave a step without company.
+    """Of what a data-parallel rank draws: short ones, now and then one as long as a pack, and at
+    the end more outliers than may leave a step without company.
     """
     early = range(DRAWS * (NUM_STEPS - 1))
     lengths = [CAPACITY if (7 * i + 3 * rank) % 11 == 0 else 1 + (i + rank) % 3 for i in early]
@@ -62,7 +75,9 @@ def numbers_in(microbatches: Any) -> list[int]:
 
 
 def played(layout: Layout, max_steps: int | None) -> Any:
-    """All steps of finite data: whose sequences each had here, its account; and what the steps called."""
+    """All steps of finite data: whose sequences each had here, its account; and what the steps
+    called.
+    """
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     queue = None if max_steps is None else DelayQueue(max_steps)
@@ -74,7 +89,11 @@ def played(layout: Layout, max_steps: int | None) -> Any:
     while True:
         try:
             batch = schedule_global_batch(
-                [iterator] * (layout.virtual or 1) if layout.virtual else iterator, config, DRAWS, groups, queue=queue
+                [iterator] * (layout.virtual or 1) if layout.virtual else iterator,
+                config,
+                DRAWS,
+                groups,
+                queue=queue,
             )
         except StopIteration:
             break
@@ -94,11 +113,19 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
     assert len({len(steps) for _, steps, _ in ranks}) == 1
     firsts = [steps for (_, is_first), steps, _ in ranks if is_first]
     assert len(firsts) == data_parallel
-    by_step = [sorted(number for steps in firsts for number in steps[i][0]) for i in range(len(firsts[0]))]
+    by_step = [
+        sorted(number for steps in firsts for number in steps[i][0]) for i in range(len(firsts[0]))
+    ]
     assert len(by_step) == NUM_STEPS + (data_parallel > 1), "what still waits leaves in one step"
-    drawn_at = {1 + 100 * rank + i: i // DRAWS for rank in range(data_parallel) for i in range(DRAWS * NUM_STEPS)}
+    drawn_at = {
+        1 + 100 * rank + i: i // DRAWS
+        for rank in range(data_parallel)
+        for i in range(DRAWS * NUM_STEPS)
+    }
     assert sorted(number for numbers in by_step for number in numbers) == sorted(drawn_at)
-    delays = [[step - drawn_at[number] for number in numbers] for step, numbers in enumerate(by_step)]
+    delays = [
+        [step - drawn_at[number] for number in numbers] for step, numbers in enumerate(by_step)
+    ]
     assert max(map(max, delays)) == (MAX_STEPS if data_parallel > 1 else 0)
     for i, found in enumerate(delays):
         assert min(found) >= 0
@@ -106,30 +133,42 @@ def test_each_sequence_once_and_all_at_the_end_of_the_data(layout: Layout) -> No
             _, stats, histogram, waiting, calls = steps[i]
             assert stats == firsts[0][i][1]
             assert histogram == [found.count(delay) for delay in range(max(found) + 1)]
-            assert waiting == sum(map(len, by_step[i + 1 :])) - sum(at > i for at in drawn_at.values())
-            assert calls <= MOST_COLLECTIVES
+            assert waiting == sum(map(len, by_step[i + 1 :])) - sum(
+                at > i for at in drawn_at.values()
+            )
+            assert calls <= MAX_COLLECTIVES
             assert left == 0
 
 
 def test_a_queue_in_which_none_may_wait_changes_nothing() -> None:
     """Runs that leave the option off must train as they did before there was one."""
     layout = Layout(2)
-    without, with_queue = (run_ranks(played, layout.world, layout, max_steps) for max_steps in (None, 0))
+    without, with_queue = (
+        run_ranks(played, layout.world, layout, max_steps) for max_steps in (None, 0)
+    )
     for one, other in zip(without, with_queue, strict=True):
-        assert [(step[0], step[1], step[4]) for step in one[1]] == [(step[0], step[1], step[4]) for step in other[1]]
+        assert [(step[0], step[1], step[4]) for step in one[1]] == [
+            (step[0], step[1], step[4]) for step in other[1]
+        ]
         assert all(step[2] == [] for step in one[1])
 
 
 def repeated(layout: Layout) -> Any:
-    """Steps of which each is run twice on a rewound iterator, and once by a queue whose steps are not."""
+    """Steps of which each is run twice on a rewound iterator, and once by a queue whose steps are
+    not.
+    """
     config = start(layout)
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)  # the iterator keeps nothing without it
+    initialize_rerun_state_machine(
+        mode=RerunMode.VALIDATE_RESULTS
+    )  # the iterator keeps nothing without it
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     source, plain = RerunDataIterator(data(groups.dp.rank())), data(groups.dp.rank())
     queue, plain_queue = DelayQueue(MAX_STEPS), DelayQueue(MAX_STEPS)
 
     def step(iterator: Any, own_queue: DelayQueue) -> list[list[int]]:
-        loader = wrap_dataloader(iterator if is_drawing_rank(groups) else None, config, DRAWS, queue=own_queue)
+        loader = wrap_dataloader(
+            iterator if is_drawing_rank(groups) else None, config, DRAWS, queue=own_queue
+        )
         assert not isinstance(loader.data_iterator, list)
         return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]
 
@@ -144,7 +183,9 @@ def repeated(layout: Layout) -> Any:
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(4, tensor=2)], ids=str)
 def test_a_step_run_again_packs_the_same(layout: Layout) -> None:
-    """Megatron reruns a step whose result it doubts: with what waits advanced twice it would see other packs."""
+    """Megatron reruns a step whose result it doubts: with what waits advanced twice it would see
+    other packs.
+    """
     ranks = run_ranks(repeated, layout.world, layout)
     for steps in ranks:
         for first, second, plain, _ in steps:
@@ -153,7 +194,9 @@ def test_a_step_run_again_packs_the_same(layout: Layout) -> None:
 
 
 def failing(layout: Layout) -> Any:
-    """A step in which a rank fails, after one in which some wait: what it says, and what waits before and after."""
+    """A step in which a rank fails, after one in which some wait: what it says, and what waits
+    before and after.
+    """
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     queue = DelayQueue(MAX_STEPS)
@@ -173,7 +216,9 @@ def failing(layout: Layout) -> Any:
 
 
 def test_an_error_leaves_the_queue_as_it_was() -> None:
-    """The run is saved at the step before: the sequences that the failed one took would be missing there."""
+    """The run is saved at the step before: the sequences that the failed one took would be missing
+    there.
+    """
     ranks = run_ranks(failing, 2, Layout(2))
     assert all(before == after for before, after, _ in ranks)
     assert any(num_waiting for *_, num_waiting in ranks)
@@ -182,8 +227,10 @@ def test_an_error_leaves_the_queue_as_it_was() -> None:
 LAST = 12
 GLOBAL_BATCH = 8
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 512 --position-embedding-type rope --lr 1e-2 "
-    f"--sequence-packing --eval-iters 0 --mock-data --train-iters {LAST} --global-batch-size {GLOBAL_BATCH} "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 512 "
+    "--position-embedding-type rope --lr 1e-2 "
+    f"--sequence-packing --eval-iters 0 --mock-data --train-iters {LAST} --global-batch-size "
+    f"{GLOBAL_BATCH} "
     "--log-interval 1 --save-interval 2"
 ).split()
 
@@ -221,7 +268,9 @@ def delayed(lengths: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_with_delay_loses_nothing(lengths: Path, delayed: Path, tmp_path: Path) -> None:
-    """All that is drawn must be trained on, at the last step at the latest; off means that nothing is told of it."""
+    """All that is drawn must be trained on, at the last step at the latest; off means that nothing
+    is told of it.
+    """
     train(2, tmp_path, lengths)
     assert trained_on(tmp_path) == trained_on(delayed)
     plain, found = steps_of(tmp_path), steps_of(delayed)
@@ -238,17 +287,29 @@ def trained_on(folder: Path) -> Counter[int]:
     """How many sequences of each length all steps together had."""
     lines = [json.loads(line) for line in (folder / "packs.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, LAST + 1))
-    return Counter(length for line in lines for rank in line["packs"] for pack in rank for length in pack)
+    return Counter(
+        length for line in lines for rank in line["packs"] for pack in rank for length in pack
+    )
 
 
 def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    timed = ("step_seconds", "data_seconds", "passes_seconds", "tokens_per_second", "tflops_per_device")
+    timed = (
+        "step_seconds",
+        "data_seconds",
+        "passes_seconds",
+        "tokens_per_second",
+        "tflops_per_device",
+    )
     return {name: value for name, value in step.items() if name not in timed}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_run_continues_as_if_never_stopped(lengths: Path, delayed: Path, tmp_path: Path, number: int) -> None:
-    """Sequences that wait are in no model and no position of the data: a checkpoint without them loses them."""
+def test_a_stopped_run_continues_as_if_never_stopped(
+    lengths: Path, delayed: Path, tmp_path: Path, number: int
+) -> None:
+    """Sequences that wait are in no model and no position of the data: a checkpoint without them
+    loses them.
+    """
     flags = ("--outlier-delay-steps", str(LAST))
     started = Run(2, arguments_of(tmp_path, lengths, flags))
     wait_for_step(started, tmp_path, 5)
@@ -267,12 +328,18 @@ def test_a_stopped_run_continues_as_if_never_stopped(lengths: Path, delayed: Pat
 def test_continues_to_the_bit_however_far_ahead_batches_are_prepared(
     lengths: Path, delayed: Path, tmp_path: Path, ahead: str
 ) -> None:
-    """A checkpoint of what was drawn, not of what was trained, would lose the batches between the two."""
+    """A checkpoint of what was drawn, not of what was trained, would lose the batches between the
+    two.
+    """
     folder = tmp_path / "run"
     shutil.copytree(delayed, folder)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("6")
-    train(2, folder, lengths, "--outlier-delay-steps", str(LAST), "--prefetch-global-batches", ahead)
-    assert list(map(untimed, steps_of(folder).values())) == list(map(untimed, steps_of(delayed).values()))
+    train(
+        2, folder, lengths, "--outlier-delay-steps", str(LAST), "--prefetch-global-batches", ahead
+    )
+    assert list(map(untimed, steps_of(folder).values())) == list(
+        map(untimed, steps_of(delayed).values())
+    )
 
 
 OTHERS = {
@@ -283,8 +350,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_continues_in_another_layout_with_what_waits(lengths: Path, delayed: Path, tmp_path: Path, other: str) -> None:
-    """A rank that is no more, or is new, must not take sequences with it, or load those of others."""
+def test_continues_in_another_layout_with_what_waits(
+    lengths: Path, delayed: Path, tmp_path: Path, other: str
+) -> None:
+    """A rank that is no more, or is new, must not take sequences with it, or load those of
+    others."""
     num_processes, flags = OTHERS[other]
     folder = tmp_path / "run"
     shutil.copytree(delayed, folder)

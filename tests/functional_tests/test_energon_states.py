@@ -1,4 +1,6 @@
-"""States of all ranks in one place, as energon's users save them: gathered and sent over torch.distributed."""
+"""States of all ranks in one place, as energon's users save them: gathered and sent over
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.functional_tests.ranks import run_ranks
 def saved(path: str) -> tuple[Any, list[str]]:
     """Draw five, save on the last rank, and return what the loader goes on with."""
     group = dist.new_group([0, 1, 2])
-    loader = get_savable_loader(get_train_dataset(path), WorkerConfig(num_workers=0, data_parallel_group=group))
+    loader = get_savable_loader(
+        get_train_dataset(path), WorkerConfig(num_workers=0, data_parallel_group=group)
+    )
     list(islice(loader, 5))
     states = loader.save_state_global(2)
     return states, [sample["__key__"] for sample in islice(loader, 4)]

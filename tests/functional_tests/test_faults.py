@@ -1,4 +1,6 @@
-"""What is wrong on one rank, or on disk, ends all ranks with one message, and leaves no process behind."""
+"""What is wrong on one rank, or on disk, ends all ranks with one message, and leaves no process
+behind.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from megatron.sft.model.checkpoint_files import (
     sums_of_own,
     written_or_refused,
 )
-from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path, file_names, sum_of, write_checksums
+from megatron.sft.model.checkpoint_folder import (
+    TRACKER,
+    checkpoint_path,
+    file_names,
+    sum_of,
+    write_checksums,
+)
 from tests.functional_tests.fault_injection import Fault
 from tests.functional_tests.faults import OPTIONS, write_chats
 from tests.functional_tests.forked_runs import train_forked
@@ -42,7 +50,8 @@ def test_ranks_started_apart_are_refused() -> None:
     """Replicas with another learning rate train apart without a word; other sizes hang."""
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-3]) == [""] * 3
     told = (
-        "ranks must be started alike, with the same options, versions and files: --lr is 0.01 on rank 2, but 0.001 on "
+        "ranks must be started alike, with the same options, versions and files: --lr is 0.01 on "
+        "rank 2, but 0.001 on "
         "rank 0"
     )
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-2]) == [told] * 3
@@ -58,21 +67,27 @@ def folder_seen(folders: list[Path]) -> str:
 
 
 def test_a_folder_to_save_to_is_the_same_for_all(tmp_path: Path) -> None:
-    """A checkpoint of which each machine has a part on a disk of its own is none, and nobody would know before it is
-    needed.
+    """A checkpoint of which each machine has a part on a disk of its own is none, and nobody would
+    know before it is needed.
     """
     for name in ("shared", "own"):
         (tmp_path / name).mkdir()
     assert run_ranks(folder_seen, 2, [tmp_path / "shared"] * 2) == ["", ""]
     found = run_ranks(folder_seen, 2, [tmp_path / "shared", tmp_path / "own"])
     assert (
-        found == [f"--save {tmp_path}/shared is another folder on rank 1 than on rank 0; pass one that all share"] * 2
+        found
+        == [
+            f"--save {tmp_path}/shared is another folder on rank 1 than on rank 0; pass one that "
+            "all share"
+        ]
+        * 2
     )
     assert [path.name for path in (tmp_path / "shared").iterdir()] == [".lock"]
 
 
 def checked(folder: Path, damaged: str) -> list[str]:
-    """Save two checkpoints as all ranks do, damage a file of the newer one; what loading it says."""
+    """Save two checkpoints as all ranks do, damage a file of the newer one; what loading it
+    says."""
     for iteration in (5, 10):
         path = checkpoint_path(folder, iteration)
         with written_or_refused(path):
@@ -80,7 +95,9 @@ def checked(folder: Path, damaged: str) -> list[str]:
             (path / f"__{dist.get_rank()}_0.distcp").write_bytes(b"tensors" * 1000)
         sums = gathered(sums_of_own(path))
         if dist.get_rank() == 0:
-            write_checksums(path, {name: found for of_rank in sums for name, found in of_rank.items()})
+            write_checksums(
+                path, {name: found for of_rank in sums for name, found in of_rank.items()}
+            )
     dist.barrier()
     check_sound(folder, 10)
     dist.barrier()
@@ -114,7 +131,9 @@ def faults_of_own_copy(folders: list[Path]) -> list[str]:
 
 
 def test_each_copy_of_a_checkpoint_is_checked(tmp_path: Path) -> None:
-    """Half of the files would pass where machines have copies of their own, if each rank read a part of its copy."""
+    """Half of the files would pass where machines have copies of their own, if each rank read a
+    part of its copy.
+    """
     folders = [tmp_path / "node0", tmp_path / "node1"]
     for folder in folders:
         path = checkpoint_path(folder / "checkpoints", 10)
@@ -138,19 +157,30 @@ def fill_disk(on_rank: int) -> None:
 
 
 def test_a_damaged_checkpoint_is_named_with_the_one_to_go_back_to(tmp_path: Path) -> None:
-    """A flipped bit in a shard that one rank reads would train on other weights, or hang the others."""
+    """A flipped bit in a shard that one rank reads would train on other weights, or hang the
+    others.
+    """
     (damaged, unwritten), *others = run_ranks(checked, 3, tmp_path, "__2_0.distcp")
     assert others == [[damaged, unwritten]] * 2
     assert f"{checkpoint_path(tmp_path, 10)}/__2_0.distcp is damaged" in damaged
     assert f"write 5 into {tmp_path / TRACKER} to continue" in damaged
-    assert "iter_0000015 could not be saved: rank 1: OSError: [Errno 28] No space left on device" in unwritten
+    assert (
+        "iter_0000015 could not be saved: rank 1: OSError: [Errno 28] No space left on device"
+        in unwritten
+    )
 
 
 @pytest.mark.parametrize("stage", ["start", "metrics", "save", "tracker", "shard", "evaluate"])
 def test_a_full_disk_is_one_line_in_a_single_process(tmp_path: Path, stage: str) -> None:
     """A traceback of a hundred lines hides which disk was full."""
     write_chats(tmp_path / "chats.jsonl", 40)
-    arguments = [*OPTIONS, "--data-path", str(tmp_path / "chats.jsonl"), "--save", str(tmp_path / "save")]
+    arguments = [
+        *OPTIONS,
+        "--data-path",
+        str(tmp_path / "chats.jsonl"),
+        "--save",
+        str(tmp_path / "save"),
+    ]
 
     def train_on_a_full_disk() -> None:
         Fault("disk full", stage).inject()

@@ -1,4 +1,6 @@
-"""The road of one global batch over real processes: every token arrives once; whatever goes wrong, all ranks agree."""
+"""The road of one global batch over real processes: every token arrives once; whatever goes wrong,
+all ranks agree.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, initialize_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    initialize_rerun_state_machine,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.data_schedule import wrap_dataloader
@@ -52,7 +58,11 @@ LAYOUTS = [
 def sample(number: int, length: int) -> dict[str, torch.Tensor]:
     """A sequence whose tokens say whose they are: 1000 number + position."""
     tokens = 1000 * number + torch.arange(length)
-    return {"tokens": tokens, "labels": tokens + 1, "loss_mask": (tokens % 3 > 0).float() * (1 + number % 2)}
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "loss_mask": (tokens % 3 > 0).float() * (1 + number % 2),
+    }
 
 
 def with_extra(number: int, length: int) -> dict[str, torch.Tensor]:
@@ -65,7 +75,8 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, layout.virtual, context_parallel_size=layout.context
     )
-    # Where packs are cut, some tokens more than whole alignment units: a pack still holds no more than CAPACITY.
+    # Where packs are cut, some tokens more than whole alignment units: a pack still holds no more
+    # than CAPACITY.
     per_rank = -(-CAPACITY // layout.context) + (layout.tensor * layout.context > 1)
     config = TransformerConfig(
         num_layers=8,
@@ -88,14 +99,18 @@ def start(layout: Layout, scheduler: str = "default", **settings: Any) -> Transf
 
 
 def iterators(layout: Layout, make: Callable[[int], Iterator[Any]]) -> Any:
-    """What this rank hands over: `make(data-parallel rank)` where it draws, one per virtual stage; None elsewhere."""
+    """What this rank hands over: `make(data-parallel rank)` where it draws, one per virtual stage;
+    None elsewhere.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp"])
     own = make(groups.dp.rank()) if is_drawing_rank(groups) else None
     return own if layout.virtual is None else [own] * layout.virtual
 
 
 def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) -> Any:
-    """On each rank: the two sums, number of microbatches, and what `get_batch` gives for each, with its coordinates."""
+    """On each rank: the two sums, number of microbatches, and what `get_batch` gives for each, with
+    its coordinates.
+    """
     config = start(layout, scheduler)
     drawn = 0
 
@@ -108,7 +123,9 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
 
     num_draws = max(len(lengths) for lengths in lengths_of_ranks)
     loader = wrap_dataloader(iterators(layout, draws), config, num_draws)
-    chunks = loader.data_iterator if isinstance(loader.data_iterator, list) else [loader.data_iterator]
+    chunks = (
+        loader.data_iterator if isinstance(loader.data_iterator, list) else [loader.data_iterator]
+    )
     batches = []
     for number, iterator in enumerate(chunks):
         for _ in range(loader.num_microbatches):
@@ -140,19 +157,28 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
 @pytest.mark.parametrize("scheduler", ["default", "empty", "dp_balanced"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
-    """A sample sent to the wrong rank, cut wrongly over context parallel, or packed twice still trains."""
+    """A sample sent to the wrong rank, cut wrongly over context parallel, or packed twice still
+    trains.
+    """
     data_parallel = layout.world // (layout.tensor * layout.pipeline * layout.context)
     by_rank = [[5, 64, 1, 17, 30], [33, 2, 8, 64, 9], [7, 7, 50, 12, 21]][:data_parallel]
     ranks = run_ranks(received, layout.world, layout, scheduler, by_rank)
     lengths = [length for lengths in by_rank for length in lengths]
     for data_rank in range(data_parallel):
-        layouts = [[batch["cu_seqlens"] for batch in rank[4]] for rank in ranks if rank[3]["dp"] == data_rank]
+        layouts = [
+            [batch["cu_seqlens"] for batch in rank[4]]
+            for rank in ranks
+            if rank[3]["dp"] == data_rank
+        ]
         assert all(known == layouts[0] for known in layouts), "stages or shards see different packs"
     assert {rank[:2] for rank in ranks} == {(ranks[0][0], sum(lengths))}
     assert {rank[2] for rank in ranks} == {sum(length**2 for length in lengths)}
     assert ranks[0][0] % (layout.pipeline if layout.virtual else 1) == 0
     expected = {1 + i: with_extra(1 + i, length) for i, length in enumerate(lengths)}
-    first = {name: seen(ranks, name, stage=0, context=layout.context) for name in ("tokens", "position_ids")}
+    first = {
+        name: seen(ranks, name, stage=0, context=layout.context)
+        for name in ("tokens", "position_ids")
+    }
     last = {
         name: seen(ranks, name, stage=layout.pipeline - 1, context=layout.context)
         for name in ("labels", "loss_mask", "advantages")
@@ -181,13 +207,18 @@ def test_every_token_arrives_once(layout: Layout, scheduler: str) -> None:
 
 
 def seen(ranks: list[Any], name: str, stage: int, context: int) -> list[list[Any]]:
-    """`name` of every segment of every pack, context-parallel shards put together; equal on tensor-parallel ranks."""
+    """`name` of every segment of every pack, context-parallel shards put together; equal on
+    tensor-parallel ranks.
+    """
     segments: list[list[Any]] = []
     shards: dict[tuple[int, int], dict[int, Any]] = {}
     for *_, place, batches in ranks:
         if place["pp"] != stage:
             assert all(
-                batch[field] is None for batch in batches for field in ("tokens", "labels") if field.startswith(name)
+                batch[field] is None
+                for batch in batches
+                for field in ("tokens", "labels")
+                if field.startswith(name)
             )
             continue
         for number, batch in enumerate(batch for batch in batches if batch[name] is not None):
@@ -217,7 +248,9 @@ def outcome(layout: Layout, case: str) -> str:
     """What this rank gets to hear in a case that cannot work."""
     policy: Any = {"truncate": "truncate", "drop": "drop"}.get(case, "error")
     scheduler = {"over capacity": "empty", "scheduler exits": "sys:exit"}.get(case, "default")
-    config = start(layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy=policy))
+    config = start(
+        layout, scheduler, sequence_packing_options=PackingOptions(over_length_policy=policy)
+    )
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     last_data = groups.dp.size() - 1
 
@@ -282,7 +315,9 @@ def test_all_ranks_agree(layout: Layout, case: str, words: str) -> None:
 
 
 def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
-    """Every rank hands an iterator over: the batch's tokens, how often this rank's was drawn from, whether it draws."""
+    """Every rank hands an iterator over: the batch's tokens, how often this rank's was drawn from,
+    whether it draws.
+    """
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp"])
     drawn = 0
@@ -298,22 +333,34 @@ def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
 
 
 def test_iterators_of_ranks_that_do_not_draw_are_left_alone() -> None:
-    """Scripts give every rank a loader: drawing from all of them would encode each sample many times over."""
+    """Scripts give every rank a loader: drawing from all of them would encode each sample many
+    times over.
+    """
     for tokens, drawn, draws in run_ranks(with_iterators_everywhere, 8, PIPELINED):
         assert tokens == 2 * (1 + 2 + 3)
         assert drawn == (3 if draws else 0)
 
 
 COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "barrier", "broadcast", "gather"),
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+    ),
     *("reduce", "reduce_scatter_tensor", "scatter", "send", "recv"),
 )
-MOST_COLLECTIVES = 8
+MAX_COLLECTIVES = 8
 """Of a step, where torch's collectives of objects make two: their size and their bytes."""
 
 
 def count_calls(calls: list[str]) -> None:
-    """From now on note this process's collectives, those that torch's collectives of objects make among them."""
+    """From now on note this process's collectives, those that torch's collectives of objects make
+    among them.
+    """
     for module in (dist, dist.distributed_c10d):
         for name in COLLECTIVES:
             setattr(module, name, _noted(getattr(module, name), name, calls))
@@ -328,7 +375,9 @@ def _noted(original: Callable[..., Any], name: str, calls: list[str]) -> Callabl
 
 
 def count_collectives(layout: Layout, lengths: list[int]) -> dict[str, Any]:
-    """How often this rank calls which collective, and the bytes of samples that it sends, for one global batch."""
+    """How often this rank calls which collective, and the bytes of samples that it sends, for one
+    global batch.
+    """
     config = start(layout)
     road_groups(ProcessGroupCollection.use_mpu_process_groups(GROUPS))  # made once per run
     calls: list[str] = []
@@ -356,15 +405,19 @@ def count_collectives(layout: Layout, lengths: list[int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", [Layout(2), Layout(8, tensor=2, pipeline=2), Layout(4, context=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2), Layout(8, tensor=2, pipeline=2), Layout(4, context=2)], ids=str
+)
 def test_collectives_do_not_grow_with_microbatches(layout: Layout) -> None:
-    """A broadcast per field and microbatch is what makes packing slow elsewhere; here all travels once per step."""
+    """A broadcast per field and microbatch is what makes packing slow elsewhere; here all travels
+    once per step.
+    """
     few = run_ranks(count_collectives, layout.world, layout, [50, 40])
     many = run_ranks(count_collectives, layout.world, layout, [50, 40] * 20)
     assert many[0]["microbatches"] >= 10 * few[0]["microbatches"]
     for one, other in zip(few, many, strict=True):
         assert one["per step"] == other["per step"]
-        assert len(one["per step"]) <= MOST_COLLECTIVES
+        assert len(one["per step"]) <= MAX_COLLECTIVES
         assert one["in microbatches"] == other["in microbatches"] == []
         assert other["bytes per token"] < 5.5
     assert any(rank["bytes per token"] > 5 for rank in many)
@@ -373,7 +426,9 @@ def test_collectives_do_not_grow_with_microbatches(layout: Layout) -> None:
 def repeated(layout: Layout) -> Any:
     """One step run twice on a rewound iterator, and what the next step draws."""
     config = start(layout)
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)  # the iterator keeps nothing without it
+    initialize_rerun_state_machine(
+        mode=RerunMode.VALIDATE_RESULTS
+    )  # the iterator keeps nothing without it
     source = RerunDataIterator(iter([sample(number, 5 * number) for number in range(1, 9)]))
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
 
@@ -391,8 +446,8 @@ def repeated(layout: Layout) -> Any:
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2, tensor=2), Layout(2)], ids=str)
 def test_a_step_run_again_packs_the_same_and_draws_nothing_more(layout: Layout) -> None:
-    """Megatron reruns a step whose result it doubts: it must see the same packs, and the step after it the next
-    samples.
+    """Megatron reruns a step whose result it doubts: it must see the same packs, and the step after
+    it the next samples.
     """
     for first, second, following in run_ranks(repeated, layout.world, layout):
         assert first == second
@@ -402,13 +457,17 @@ def test_a_step_run_again_packs_the_same_and_draws_nothing_more(layout: Layout) 
 
 
 def with_own_groups(layout: Layout) -> Any:
-    """The same batch through global groups, and through a collection where there are no global ones."""
+    """The same batch through global groups, and through a collection where there are no global
+    ones.
+    """
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "mp"])
     data = [sample(1 + groups.dp.rank(), 20), sample(5 + groups.dp.rank(), 31)]
 
     def step(**arguments: Any) -> list[Any]:
-        loader = wrap_dataloader(iter(data) if is_drawing_rank(groups) else None, config, 2, **arguments)
+        loader = wrap_dataloader(
+            iter(data) if is_drawing_rank(groups) else None, config, 2, **arguments
+        )
         assert not isinstance(loader.data_iterator, list)
         batches = [
             get_batch_on_this_rank_for_sequence_packing(loader.data_iterator, **arguments)
@@ -421,7 +480,9 @@ def with_own_groups(layout: Layout) -> Any:
     return expected, step(pg_collection=groups)
 
 
-@pytest.mark.parametrize("layout", [Layout(4, tensor=2), Layout(4, context=2), Layout(4, pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(4, tensor=2), Layout(4, context=2), Layout(4, pipeline=2)], ids=str
+)
 def test_groups_need_not_be_global(layout: Layout) -> None:
     """Callers that hand their own groups over would silently get the global ones."""
     for expected, found in run_ranks(with_own_groups, layout.world, layout):

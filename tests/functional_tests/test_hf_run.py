@@ -21,7 +21,10 @@ from tests.functional_tests.forked_runs import ROOT, train_forked
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
 
-COMMON = "--seq-length 96 --global-batch-size 4 --sequence-packing --over-length-policy truncate --eval-iters 0"
+COMMON = (
+    "--seq-length 96 --global-batch-size 4 --sequence-packing --over-length-policy truncate "
+    "--eval-iters 0"
+)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -56,30 +59,46 @@ def write_tokenizer(folder: Path) -> None:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = byte_level, decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, initial_alphabet=byte_level.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=special, initial_alphabet=byte_level.alphabet()
+    )
     bpe.train_from_iterator(["yes yes yes", "how are you today"], trainer)
     bpe.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "do_sample": False}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 0, "do_sample": False})
+    )
 
 
 def talk(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """What transformers complains of when it loads a folder, and what its generation config says; it answers a chat."""
+    """What transformers complains of when it loads a folder, and what its generation config says;
+    it answers a chat.
+    """
     import transformers
 
     library: Any = transformers
     model, told = library.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "how are you"}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     answer = model.generate(**prompt, max_new_tokens=5)
     assert len(answer[0]) > prompt["input_ids"].shape[1]
-    return [str(name) for names in told.values() for name in names], model.generation_config.to_dict()
+    return [
+        str(name) for names in told.values() for name in names
+    ], model.generation_config.to_dict()
 
 
 def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[float, int]:
-    """The mean loss of the answers' tokens by transformers, each chat alone, and how many tokens these are."""
+    """The mean loss of the answers' tokens by transformers, each chat alone, and how many tokens
+    these are.
+    """
     import transformers
 
     library: Any = transformers
@@ -87,7 +106,9 @@ def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[f
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
     total, count = 0.0, 0
     for chat in turns:
-        question = tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, tokenize=False)
+        question = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, tokenize=False
+        )
         whole = question + chat[-1]["content"] + "<|im_end|>"
         ids = torch.tensor(tokenizer(whole)["input_ids"])
         num_before = len(tokenizer(question)["input_ids"])
@@ -103,8 +124,10 @@ def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[f
 @pytest.mark.parametrize(
     ("model", "dtype", "world_size", "flags"),
     [
-        ("qwen2-moe", torch.bfloat16, 4, "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-         "--expert-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce "
+        ("qwen2-moe", torch.bfloat16, 4, "--bf16 --tensor-model-parallel-size 2 "
+                                         "--pipeline-model-parallel-size 2 "
+         "--expert-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+         "--overlap-grad-reduce "
          "--overlap-param-gather"),
         ("gemma", torch.bfloat16, 2, "--tensor-model-parallel-size 2"),
         ("qwen3", torch.float32, 1, ""),
@@ -113,12 +136,15 @@ def answers_loss(folder: Path, turns: Sequence[list[dict[str, str]]]) -> tuple[f
 def test_without_training_every_tensor_keeps_its_bytes(
     tmp_path: Path, model: str, dtype: torch.dtype, world_size: int, flags: str
 ) -> None:
-    """Steps at a learning rate of zero; a tensor that is cut, joined or rounded wrongly would differ."""
+    """Steps at a learning rate of zero; a tensor that is cut, joined or rounded wrongly would
+    differ.
+    """
     source, target = tmp_path / "source", tmp_path / "target"
     run_ranks(write_model, 1, model, source, dtype)
     train(
         world_size,
-        f"--pretrained-checkpoint {source} --mock-data --train-iters 2 --lr 0 --run-dir {tmp_path / 'run'} "
+        f"--pretrained-checkpoint {source} --mock-data --train-iters 2 --lr 0 --run-dir "
+        f"{tmp_path / 'run'} "
         f"--save-hf {target} {flags}".split(),
     )
     expected, found = read_folder(source), read_folder(target)
@@ -126,7 +152,9 @@ def test_without_training_every_tensor_keeps_its_bytes(
     for name, tensor in expected.items():
         assert found[name].dtype == dtype
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert json.loads((target / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((target / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
 
 
 def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
@@ -135,20 +163,31 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     run_ranks(write_model, 1, "llama3", source, torch.float32, 320)
     write_tokenizer(source)
     chats = tmp_path / "chats.jsonl"
-    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * i}] for i in range(1, 9)]
+    turns = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * i}]
+        for i in range(1, 9)
+    ]
     chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     arguments = (
-        f"--pretrained-checkpoint {source} --data-path {chats} --lr 1e-3 --run-dir {run} --save {run / 'checkpoints'} "
-        f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --valid-data-path {chats} --eval-iters 2 "
+        f"--pretrained-checkpoint {source} --data-path {chats} --lr 1e-3 --run-dir {run} --save "
+        f"{run / 'checkpoints'} "
+        f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --valid-data-path {chats} "
+        "--eval-iters 2 "
         "--hidden-dropout 0.2"
     ).split()
     assert "no checkpoint" in train(2, [*arguments, "--train-iters", "2", "--save-hf", str(first)])
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run / "checkpoints"), str(second)], cwd=ROOT)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(run / "checkpoints"), str(second)], cwd=ROOT
+    )
     assert killed.returncode == -9
     assert not second.exists()
     command = [sys.executable, "-m", "megatron.sft.export", str(run / "checkpoints"), str(second)]
     done = subprocess.run(
-        [*command, "--max-shard-gigabytes", "0.0001"], cwd=ROOT, env={**os.environ}, capture_output=True, text=True
+        [*command, "--max-shard-gigabytes", "0.0001"],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     written, exported, before = read_folder(first), read_folder(second), read_folder(source)
@@ -158,18 +197,26 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     index = json.loads((second / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert all(name in load_file(second / file) for name, file in index["weight_map"].items())
-    # Two batches of answers of different lengths: only a mean over all of their tokens, without dropout, is this.
+    # Two batches of answers of different lengths: only a mean over all of their tokens, without
+    # dropout, is this.
     ((loss, num_tokens),) = run_ranks(answers_loss, 1, first, turns)
     evaluation = [
-        record for record in map(json.loads, (run / "metrics.jsonl").open()) if record["kind"] == "evaluation"
+        record
+        for record in map(json.loads, (run / "metrics.jsonl").open())
+        if record["kind"] == "evaluation"
     ][-1]
     assert (evaluation["iteration"], evaluation["num_tokens"]) == (2, num_tokens)
     assert evaluation["loss"] == pytest.approx(loss, rel=1e-6)
     for folder in (first, second):
         ((complaints, generation),) = run_ranks(talk, 1, folder)
         assert complaints == []
-        assert generation["eos_token_id"] == [0, 2]  # <|endoftext|>, and <|im_end|>, which was trained
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2  # it is there already
+        assert generation["eos_token_id"] == [
+            0,
+            2,
+        ]  # <|endoftext|>, and <|im_end|>, which was trained
+    assert (
+        subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
+    )  # it is there already
     for file in source.glob("*.safetensors"):
         file.unlink()
     assert "continuing" in train(2, [*arguments, "--train-iters", "3"])
@@ -181,9 +228,11 @@ def main_in_own_folder() -> None:
     main()
 
 
-def test_ranks_that_read_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With half a model of each of two revisions a run trains on, at a loss that nobody suspects; so it does with other
-    records or another chat template on some machines.
+def test_ranks_that_read_other_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With half a model of each of two revisions a run trains on, at a loss that nobody suspects;
+    so it does with other records or another chat template on some machines.
     """
     own, other = tmp_path / "rank0", tmp_path / "rank1"
     own.mkdir()
@@ -202,13 +251,19 @@ def test_ranks_that_read_other_files_are_refused(tmp_path: Path, monkeypatch: py
         (other / name).write_text((other / name).read_text().replace("yes", "no ") + "\n\n")
     monkeypatch.setenv("OWN_FOLDERS", str(tmp_path))
     arguments = (
-        "--pretrained-checkpoint model --data-path chats.jsonl --valid-data-path held_out.jsonl --chat-template "
+        "--pretrained-checkpoint model --data-path chats.jsonl --valid-data-path held_out.jsonl "
+        "--chat-template "
         "template.jinja --train-iters 1 --lr 1e-3 --tensor-model-parallel-size 2"
     )
     status, output = train_forked(2, [*COMMON.split(), *arguments.split()], main_in_own_folder)
     assert status == 2, output
     (line,) = output.splitlines()
-    assert "ranks must be started alike, with the same options, versions and files: the data chats.jsonl" in line
+    assert (
+        "ranks must be started alike, with the same options, versions and files: the data "
+        "chats.jsonl" in line
+    )
     for name in ("the data chats.jsonl", "template.jinja", f"model/{weights.name}"):
-        assert re.search(rf"{re.escape(name)}[^;]* is [^;]* on rank 1, but [^;]* on rank 0", line), line
+        assert re.search(
+            rf"{re.escape(name)}[^;]* is [^;]* on rank 1, but [^;]* on rank 0", line
+        ), line
     assert line.count(" on rank 1") == 3  # nothing else differs

@@ -1,4 +1,5 @@
-"""Steps of AdamW take a model of a HuggingFace folder where a plain loop of transformers takes it."""
+"""Steps of AdamW take a model of a HuggingFace folder where a plain loop of transformers takes
+it."""
 
 from __future__ import annotations
 
@@ -22,10 +23,19 @@ def folder(tmp_path: Path, model: str) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("llama3", "TP2"), ("qwen2", "PP2"), ("qwen3", "CP2"), ("gemma", "DP2"), ("qwen2-moe", "TP2"), ("mixtral", "DP2")],
+    [
+        ("llama3", "TP2"),
+        ("qwen2", "PP2"),
+        ("qwen3", "CP2"),
+        ("gemma", "DP2"),
+        ("qwen2-moe", "TP2"),
+        ("mixtral", "DP2"),
+    ],
 )
 def test_losses_of_twenty_steps(folder: Path, model: str, layout: str) -> None:
-    """A parameter that is not decayed, or whose gradient is summed twice, shows from the second step on."""
+    """A parameter that is not decayed, or whose gradient is summed twice, shows from the second
+    step on.
+    """
     (theirs,) = run_ranks(train_by_transformers, 1, folder, DATA, torch.float64)
     world_size, flags = layout_of(layout, model)
     ranks = run_ranks(train_by_product, world_size, flags, folder, DATA, torch.float64)

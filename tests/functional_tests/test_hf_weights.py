@@ -1,4 +1,6 @@
-"""A HuggingFace folder read in any layout computes what transformers computes, and is written back to the bit."""
+"""A HuggingFace folder read in any layout computes what transformers computes, and is written back
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "tp4-sp-two-groups": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "pp2-interleaved": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "pp2-interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
     "cp2-dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
     "ep2": (2, "--expert-model-parallel-size 2"),
     "tp2-pp2-ep2-sp": (
         4,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 2 "
         "--sequence-parallel",
     ),
     "tp2-ep4-dp2-sp": (
@@ -83,8 +89,8 @@ def transformers(folders):
 def test_it_computes_what_transformers_computes(folders, transformers, tmp_path, model, layout):
     """A wrong cut of a matrix passes every check of shapes and trains to garbage.
 
-    Logits, loss and gradients agree in float64, relative to the largest of each tensor; and what was read is written
-    with equal bits.
+    Logits, loss and gradients agree in float64, relative to the largest of each tensor; and what
+    was read is written with equal bits.
     """
     world_size, flags = LAYOUTS[layout] if layout else (1, "")
     paths = (tmp_path / "gradients", tmp_path / "weights")
@@ -104,22 +110,30 @@ def test_it_computes_what_transformers_computes(folders, transformers, tmp_path,
         assert losses[0] == pytest.approx(expected.losses[0], rel=1e-12)
     if "--context-parallel-size" not in flags:
         packs = [pack for _, first in per_rank for pack in first]
-        for found, wanted in zip(logits_of(BATCHES[0], packs, wanted_size(expected)), expected.logits, strict=True):
+        for found, wanted in zip(
+            logits_of(BATCHES[0], packs, wanted_size(expected)), expected.logits, strict=True
+        ):
             assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     if not is_sharded:
         assert_equal(read_folder(paths[0]), expected.gradients, 1e-12)
     source = read_folder(folders(model))
-    assert_equal(read_folder(paths[1]), {name: tensor.double() for name, tensor in source.items()}, 0.0)
+    assert_equal(
+        read_folder(paths[1]), {name: tensor.double() for name, tensor in source.items()}, 0.0
+    )
 
 
 def wanted_size(trained: Trained) -> int:
     return trained.logits[0].shape[-1]
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         wanted = expected[name]
         assert tensor.shape == wanted.shape, name
         difference = (tensor - wanted).abs().max().item()
-        assert difference <= relative * max(wanted.abs().max().item(), 1e-6), f"{name} differs by {difference:.1e}"
+        assert difference <= relative * max(wanted.abs().max().item(), 1e-6), (
+            f"{name} differs by {difference:.1e}"
+        )

@@ -1,5 +1,5 @@
-"""Batches that break packers: each trains like its sequences alone, in several layouts, and none hangs. Those that are
-drawn alike are steps of one run.
+"""Batches that break packers: each trains like its sequences alone, in several layouts, and none
+hangs. Those that are drawn alike are steps of one run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ CASES = {
     "packed samples with repeated cu_seqlens": Case((5, 30, 9, 2, 17), shape="packed"),
     "padded samples": Case((5, 30, 64, 2, 17), shape="padded"),
     "duplicates": Case((21, 21, 21, 21), mask="same sample"),
-    "one rank and its packs masked": Case((20, 21, 22, 23, 24, 25), mask="first half masked", scheduler="empty"),
+    "one rank and its packs masked": Case(
+        (20, 21, 22, 23, 24, 25), mask="first half masked", scheduler="empty"
+    ),
     "one shard of each sequence counts": Case((20, 40, 64, 8), mask="first tokens only"),
     "all masked": Case((12, 40, 3, 25), mask="none"),
 }
@@ -87,7 +89,11 @@ def runs() -> list[tuple[str, ...]]:
 
 def batches_of(names: Sequence[str]) -> list[list[Sample]]:
     """The hostile ones, and the step after each trains as well."""
-    return [batch for name in names for batch in (batch_of(CASES[name]), sequences(8, (30, 5, 12, 40, 9, 22)))]
+    return [
+        batch
+        for name in names
+        for batch in (batch_of(CASES[name]), sequences(8, (30, 5, 12, 40, 9, 22)))
+    ]
 
 
 @lru_cache(maxsize=len(CASES) * len(MODELS))
@@ -95,24 +101,33 @@ def reference(names: tuple[str, ...], model: str) -> list[Step]:
     return run_ranks(train_one_by_one, 1, MODELS[model], batches_of(names))[0]
 
 
-# Three shapes of samples become one where they are drawn, before anything depends on more of the layout.
+# Three shapes of samples become one where they are drawn, before anything depends on more of the
+# layout.
 CHOSEN = [
-    (names, layout) for names in runs() for layout in (LAYOUTS if CASES[names[0]].shape == "plain" else LAYOUTS[1:3])
+    (names, layout)
+    for names in runs()
+    for layout in (LAYOUTS if CASES[names[0]].shape == "plain" else LAYOUTS[1:3])
 ]
 
 
 @pytest.mark.parametrize(("names", "layout"), CHOSEN, ids=str)
 def test_hostile_batches(names: tuple[str, ...], layout: Layout) -> None:
-    """NaN from an empty mean, an idle rank that others wait for, a pad that is attended to: all of them seen in the
-    field.
+    """NaN from an empty mean, an idle rank that others wait for, a pad that is attended to: all of
+    them seen in the field.
     """
     case, batches = CASES[names[0]], batches_of(names)
     layout = layout._replace(scheduler=case.scheduler)  # `empty` leaves samples where they are
     if case.mask == "first half masked":
         first_share = draws_of(batches[0], case.placement, case.shape, 0, max(layout.data, 2))
         assert not any(sample["loss_mask"].any() for draw in first_share for sample in draw)
-    steps = assemble(run_ranks(train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape))
-    assert_same(steps, reference(names, layout.model), relative=1e-12)  # step 2n is that of names[n]
+    steps = assemble(
+        run_ranks(
+            train_packed, layout.world_size, layout.flags, batches, case.placement, case.shape
+        )
+    )
+    assert_same(
+        steps, reference(names, layout.model), relative=1e-12
+    )  # step 2n is that of names[n]
     for name, step in zip(names, steps[::2], strict=True):
         if CASES[name].mask == "none":
             assert step.loss == 0

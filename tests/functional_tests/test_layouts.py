@@ -1,4 +1,6 @@
-"""Any parallel layout and any packing give the same loss and gradients as each sequence alone in one process."""
+"""Any parallel layout and any packing give the same loss and gradients as each sequence alone in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_layout_trains_like_each_sequence_alone(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "message"), [((0, 3), "element 2 not once"), ((0, 1), "element 1 not once"), ((0,), "end after 2")]
+    ("starts", "message"),
+    [((0, 3), "element 2 not once"), ((0, 1), "element 1 not once"), ((0,), "end after 2")],
 )
 def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], message: str) -> None:
     """Elements that no rank reduced would be compared with nothing."""
@@ -54,7 +57,9 @@ def test_shards_that_leave_or_repeat_elements_fail(starts: tuple[int, ...], mess
 
 def test_the_distributed_optimizer_shares_gradients_out() -> None:
     """Were each rank said to hold all of its gradients, ranks would be compared with themselves."""
-    ranks = run_ranks(train_packed, 2, Layout(data=2, model="experts", optimizer="overlapped").flags, BATCHES[:1])
+    ranks = run_ranks(
+        train_packed, 2, Layout(data=2, model="experts", optimizer="overlapped").flags, BATCHES[:1]
+    )
     pieces = [rank[0].gradients for rank in ranks]
     dense = [name for name in pieces[0] if "experts" not in name]
     held = [sum(rank[name].values.numel() for name in dense) for rank in pieces]

@@ -41,15 +41,19 @@ def alone(flags: str) -> list[Step]:
 
 @lru_cache(maxsize=2)
 def in_one_process(flags: str) -> list[Step]:
-    return assemble(run_ranks(train_packed, 1, f"{LAYOUTS[0].flags} {flags}", BATCHES, "even", "packed"))
+    return assemble(
+        run_ranks(train_packed, 1, f"{LAYOUTS[0].flags} {flags}", BATCHES, "even", "packed")
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_pack_is_balanced_alike_in_every_layout(layout: Layout) -> None:
-    """Padding that counts, or a weight that depends on the number of ranks, trains the router to another balance.
+    """Padding that counts, or a weight that depends on the number of ranks, trains the router to
+    another balance.
 
-    Packs of one sequence are balanced like the sequence alone; seven leave an empty pack to one of two data-parallel
-    ranks. In a pack of all sequences tokens are counted over all ranks of the pack.
+    Packs of one sequence are balanced like the sequence alone; seven leave an empty pack to one of
+    two data-parallel ranks. In a pack of all sequences tokens are counted over all ranks of the
+    pack.
     """
     ranks = run_ranks(train_both, layout.world_size, layout.flags, layout.data == 1)
     of_one, of_all = ([steps for steps in found if steps] for found in zip(*ranks, strict=True))
@@ -67,7 +71,8 @@ def train_both(flags: str, also_all: bool) -> tuple[list[RankStep], list[RankSte
 
 
 def test_the_load_balancing_loss_shows_in_the_gradients() -> None:
-    """Were it too weak to see, or one pack as balanced as many, the others would compare nothing."""
+    """Were it too weak to see, or one pack as balanced as many, the others would compare
+    nothing."""
     name = "decoder.layers.0.mlp.router.weight"
     found = [
         alone(BALANCED),

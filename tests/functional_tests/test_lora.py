@@ -1,4 +1,6 @@
-"""Adapters train alike in any layout: as autograd trains weights that have them in, each sequence alone."""
+"""Adapters train alike in any layout: as autograd trains weights that have them in, each sequence
+alone.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,20 @@ import torch
 
 from tests.functional_tests.hf_models import sequences_in_order, train_by_product, write_model
 from tests.functional_tests.layouts import Layout
-from tests.functional_tests.oracle import Step, assemble, assert_same, sequences, train_one_by_one, train_packed
+from tests.functional_tests.oracle import (
+    Step,
+    assemble,
+    assert_same,
+    sequences,
+    train_one_by_one,
+    train_packed,
+)
 from tests.functional_tests.ranks import run_ranks
 
-BATCHES = [sequences(step, lengths) for step, lengths in enumerate([(40, 3, 17, 64, 1, 25, 8, 33), (5, 64, 12, 9, 30)])]
+BATCHES = [
+    sequences(step, lengths)
+    for step, lengths in enumerate([(40, 3, 17, 64, 1, 25, 8, 33), (5, 64, 12, 9, 30)])
+]
 LORA = "--lora --lora-rank 3 --lora-alpha 5"
 RECOMPUTE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 CASES = [
@@ -29,7 +41,8 @@ CASES = [
     (Layout(tensor=2, sequence=True, model="experts", optimizer="sharded"), LORA),
     (
         Layout(data=2, model="experts"),
-        f"{LORA} --lora-target-modules k_proj o_proj gate_proj down_proj --lora-modules-to-save lm_head",
+        f"{LORA} --lora-target-modules k_proj o_proj gate_proj down_proj --lora-modules-to-save "
+        "lm_head",
     ),
     (Layout(tensor=4, sequence=True, model="grouped"), f"{LORA} {RECOMPUTE}"),
 ]
@@ -42,9 +55,19 @@ def reference(flags: str) -> tuple[Step, ...]:
 
 @pytest.mark.parametrize(("layout", "lora"), CASES, ids=str)
 def test_adapters_train_like_merged_weights(layout: Layout, lora: str) -> None:
-    """A sum over the wrong ranks, or rows of the wrong module, trains on, only worse; and no frozen bit changes."""
+    """A sum over the wrong ranks, or rows of the wrong module, trains on, only worse; and no frozen
+    bit changes.
+    """
     steps = assemble(run_ranks(train_packed, layout.world_size, f"{layout.flags} {lora}", BATCHES))
-    one = layout._replace(tensor=1, sequence=False, pipeline=1, interleaved=False, context=1, data=1, optimizer="plain")
+    one = layout._replace(
+        tensor=1,
+        sequence=False,
+        pipeline=1,
+        interleaved=False,
+        context=1,
+        data=1,
+        optimizer="plain",
+    )
     assert_same(steps, reference(f"{one.flags} {lora}".replace(RECOMPUTE, "")), relative=1e-12)
 
 
@@ -55,7 +78,9 @@ def test_the_first_loss_is_the_base_models_to_the_bit(tmp_path: Path, flags: str
     batches = [sequences_in_order(step, (40, 12, 17, 64)) for step in (5, 6)]
     size = 2 if "size 2" in flags else 1
     (plain, _), (adapted, _) = (
-        run_ranks(train_by_product, size, flags + lora, tmp_path / "base", batches, torch.float32)[-1]
+        run_ranks(train_by_product, size, flags + lora, tmp_path / "base", batches, torch.float32)[
+            -1
+        ]
         for lora in ("", " --lora")
     )
     assert plain[0] == adapted[0]

@@ -1,4 +1,6 @@
-"""PEFT's adapters in and out: what peft and transformers train, the product trains, and peft reads what it writes."""
+"""PEFT's adapters in and out: what peft and transformers train, the product trains, and peft reads
+what it writes.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,22 @@ PARTS = ["q_proj", "v_proj", "up_proj"]
     ("model", "layout", "num_steps", "options"),
     [
         ("llama3", "tp2-sp", 2, {"target_modules": "all-linear", **TIED}),
-        ("qwen2", "pp2", 20, {"target_modules": PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]}),
+        (
+            "qwen2",
+            "pp2",
+            20,
+            {"target_modules": PARTS, "use_rslora": True, "modules_to_save": ["lm_head"]},
+        ),
         ("qwen2-yarn-tied", "tp4-sp-two-groups", 1, {"target_modules": [*ATTENTION, "up_proj"]}),
         ("qwen3-moe", "ep2", 1, {"target_modules": ATTENTION}),
     ],
 )
-def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]) -> None:
-    """A module's rows or rank taken for another's pass every check of shapes; so does a merge with the wrong scale."""
+def test_steps_beside_peft(
+    tmp_path: Path, model: str, layout: str, num_steps: int, options: dict[str, Any]
+) -> None:
+    """A module's rows or rank taken for another's pass every check of shapes; so does a merge with
+    the wrong scale.
+    """
     base, source, ours, merged, gradients = (
         tmp_path / name for name in ("base", "source", "ours", "merged", "gradients")
     )
@@ -56,11 +67,18 @@ def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: i
         gradients,
         ours,
     )
-    assert_equal(read_folder(ours), {n: tensor.double() for n, tensor in read_folder(source).items()}, 0.0)
-    (theirs,) = run_ranks(train_by_transformers, 1, base, BATCHES[:num_steps], torch.float64, 1e-3, ours)
+    assert_equal(
+        read_folder(ours), {n: tensor.double() for n, tensor in read_folder(source).items()}, 0.0
+    )
+    (theirs,) = run_ranks(
+        train_by_transformers, 1, base, BATCHES[:num_steps], torch.float64, 1e-3, ours
+    )
     expected_gradients = dict(theirs.gradients)
     if "ensure_weight_tying" in options:  # one weight, which is written by both names
-        head, embedding = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+        head, embedding = (
+            "base_model.model.lm_head.weight",
+            "base_model.model.model.embed_tokens.weight",
+        )
         expected_gradients[head] = expected_gradients[embedding]
     assert_equal(read_folder(gradients), expected_gradients, 1e-12)
     assert num_steps < 20 or theirs.losses[-1] < theirs.losses[0] - 0.2
@@ -69,9 +87,14 @@ def test_steps_beside_peft(tmp_path: Path, model: str, layout: str, num_steps: i
     packs = [pack for _, first in per_rank for pack in first]
     (whole,) = run_ranks(train_by_transformers, 1, merged, BATCHES[:1], torch.float64)
     for expected, of_merged, found in zip(
-        theirs.logits, whole.logits, logits_of(BATCHES[0], packs, theirs.logits[0].shape[-1]), strict=True
+        theirs.logits,
+        whole.logits,
+        logits_of(BATCHES[0], packs, theirs.logits[0].shape[-1]),
+        strict=True,
     ):
         assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
         assert (of_merged - expected).abs().max() <= 1e-12 * expected.abs().max()
     told = json.loads((ours / "adapter_config.json").read_text())
-    assert told["target_modules"] == sorted(json.loads((source / "adapter_config.json").read_text())["target_modules"])
+    assert told["target_modules"] == sorted(
+        json.loads((source / "adapter_config.json").read_text())["target_modules"]
+    )

@@ -1,4 +1,6 @@
-"""Runs with --lora: checkpoints of adapters alone, continued to the bit and in another layout, beside one base only."""
+"""Runs with --lora: checkpoints of adapters alone, continued to the bit and in another layout,
+beside one base only.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ FIRST = f"{SHARED} --tensor-model-parallel-size 2 --sequence-parallel"
 LORA = "--lora --lora-rank 2 --lora-modules-to-save lm_head"
 
 
-def train(num_processes: int, path: Path, run: str, rest: str, base: str = "base", lora: str = LORA) -> str:
-    """A run of four steps, which continues `run` if it is there; what it is refused for, if it is."""
+def train(
+    num_processes: int, path: Path, run: str, rest: str, base: str = "base", lora: str = LORA
+) -> str:
+    """A run of four steps, which continues `run` if it is there; what it is refused for, if it
+    is."""
     text = (
         f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 "
         f"--adam-eps 1e-3 --run-dir {path / run} "  # a smaller one would divide rounding by itself
-        f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf {path / run}-adapter "
+        f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf "
+        f"{path / run}-adapter "
         f"--num-workers 0 {lora} {rest}"
     )
     with socket.socket() as free:
@@ -59,18 +65,24 @@ def _train(text: str, port: int) -> str:
             datasets = build_datasets(config)
             pretrained = open_pretrained(config, datasets.vocab_size)
             assert config.output.run_dir is not None
-            Trainer(config, datasets, device, Path(config.output.run_dir), pretrained).train(StopSignals())
+            Trainer(config, datasets, device, Path(config.output.run_dir), pretrained).train(
+                StopSignals()
+            )
     except AgreedError as failure:
         refused = str(failure)
         dist.destroy_process_group()
     store = dist.FileStore(f"{config.output.save}.store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)  # as whoever started us left it
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size
+    )  # as whoever started us left it
     return refused
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, a model; `run`, checkpoints of two and of four steps; `run-adapter`, what it wrote at the end."""
+    """`base`, a model; `run`, checkpoints of two and of four steps; `run-adapter`, what it wrote at
+    the end.
+    """
     path = tmp_path_factory.mktemp("lora")
     run_ranks(write_model, 1, "qwen2-moe", path / "base", torch.bfloat16)
     assert train(2, path, "run", f"{FIRST} --save-interval 2") == ""
@@ -78,8 +90,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("layout", "apart"), [(FIRST, 0.0), (SHARED, 1e-5)])
-def test_it_continues_to_the_bit_and_in_another_layout(folder: Path, layout: str, apart: float) -> None:
-    """A shard of an adapter that is saved as a replica, or an expert's under another's name, is lost on the way."""
+def test_it_continues_to_the_bit_and_in_another_layout(
+    folder: Path, layout: str, apart: float
+) -> None:
+    """A shard of an adapter that is saved as a replica, or an expert's under another's name, is
+    lost on the way.
+    """
     whole = read_folder(folder / "run-adapter")
     assert any("experts.7.gate_proj.lora_B" in name for name in whole)
     assert all(tensor.abs().max() > 0 for tensor in whole.values())
@@ -110,12 +126,16 @@ def test_adapters_of_weights_in_bfloat16_continue(folder: Path, lora: str) -> No
 
 @pytest.mark.parametrize("lora", [LORA, ""], ids=["lora", "whole"])
 def test_the_norm_of_gradients_is_that_of_one_process(folder: Path, lora: str) -> None:
-    """A shard that is taken for a copy is not counted: gradients are clipped too little, which no gradient shows."""
+    """A shard that is taken for a copy is not counted: gradients are clipped too little, which no
+    gradient shows.
+    """
     norms = []
     for num_processes, layout in ((1, ""), (2, FIRST)):
         run = f"norm-{num_processes}-{len(lora)}"
         assert train(num_processes, folder, run, f"{layout} --train-iters 1", lora=lora) == ""
-        steps = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
+        ]
         norms += [step["grad_norm"] for step in steps if step.get("grad_norm")]
     assert norms == [pytest.approx(norms[0], rel=1e-5)] * 2
 
@@ -135,7 +155,9 @@ def test_another_base_is_refused(folder: Path) -> None:
     """Adapters beside other weights than those that they were trained beside compute nonsense."""
     shutil.copytree(folder / "base", folder / "other")
     file = sorted((folder / "other").glob("*.safetensors"))[0]
-    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    save_file(
+        {name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
     assert f"the base model (then {folder / 'base'}) was " in train(
         1, folder, "run", f"--save-hf {folder / 'never'}", "other"
     )

@@ -1,4 +1,6 @@
-"""Weights travel between this trainer and Megatron-LM by checkpoints in megatron-core's format, under the same keys."""
+"""Weights travel between this trainer and Megatron-LM by checkpoints in megatron-core's format,
+under the same keys.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,32 @@ from megatron.sft.model.checkpoint_folder import TRACKER, file_names, sum_of, wr
 from megatron.sft.model.huggingface.pretrained import open_pretrained
 from megatron.sft.options.config import SFTConfig
 from tests.functional_tests.layouts import MODELS
-from tests.functional_tests.oracle import CPU, EXACT, VOCAB_SIZE, _prepare, _set_weights, options, sequences
+from tests.functional_tests.oracle import (
+    CPU,
+    EXACT,
+    VOCAB_SIZE,
+    _prepare,
+    _set_weights,
+    options,
+    sequences,
+)
 from tests.functional_tests.ranks import run_ranks
 
-SHAPES = {"grouped": MODELS["grouped"], "tied": MODELS["tied"] + " --swiglu", "experts": MODELS["experts"]}
+SHAPES = {
+    "grouped": MODELS["grouped"],
+    "tied": MODELS["tied"] + " --swiglu",
+    "experts": MODELS["experts"],
+}
 LAYOUTS = {
     "one process": (1, ""),
-    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size {experts}"),
-    "pp2-interleaved": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "tp2-sp": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size {experts}",
+    ),
+    "pp2-interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
 }
 
 
@@ -42,7 +62,9 @@ def megatrons_own_model(config: SFTConfig) -> Any:
     """A GPTModel as Megatron-LM builds it."""
     transformer_config = build_transformer_config(config, CPU, params_dtype=torch.float64)
     spec = get_gpt_decoder_block_spec(
-        transformer_config, use_transformer_engine=False, normalization=transformer_config.normalization
+        transformer_config,
+        use_transformer_engine=False,
+        normalization=transformer_config.normalization,
     )
     return GPTModel(
         transformer_config,
@@ -69,13 +91,18 @@ def chunks_from(flags: str, folder: Path) -> list[Any]:
     config = prepared(f"{flags} --pretrained-checkpoint {folder}")
     pretrained = open_pretrained(config, VOCAB_SIZE)
     transformer_config = build_transformer_config(config, CPU, params_dtype=torch.float64)
-    return [unwrap_model(chunk) for chunk in build_model(config, transformer_config, VOCAB_SIZE, CPU, pretrained)]
+    return [
+        unwrap_model(chunk)
+        for chunk in build_model(config, transformer_config, VOCAB_SIZE, CPU, pretrained)
+    ]
 
 
 def num_other_weights(flags: str, folder: Path) -> tuple[int, list[str]]:
     """How many parameters this rank holds, and which are not those that were saved."""
     chunks = chunks_from(flags, folder)
-    found = [(name, p.detach().clone(), p) for chunk in chunks for name, p in chunk.named_parameters()]
+    found = [
+        (name, p.detach().clone(), p) for chunk in chunks for name, p in chunk.named_parameters()
+    ]
     _set_weights(chunks, EXACT)
     return len(found), [name for name, before, p in found if not torch.equal(before, p.detach())]
 
@@ -83,10 +110,14 @@ def num_other_weights(flags: str, folder: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_starts_from_weights_of_megatron_lm(tmp_path: Path, shape: str) -> None:
     """In any layout; what is beside the weights is not looked at."""
-    run_ranks(save_as_megatron_lm, 1, SHAPES[shape], tmp_path, "release" if shape == "tied" else "7")
+    run_ranks(
+        save_as_megatron_lm, 1, SHAPES[shape], tmp_path, "release" if shape == "tied" else "7"
+    )
     for num_ranks, flags in LAYOUTS.values():
         layout = flags.format(experts=2 if shape == "experts" else 1)
-        for number, others in run_ranks(num_other_weights, num_ranks, f"{SHAPES[shape]} {layout}", tmp_path):
+        for number, others in run_ranks(
+            num_other_weights, num_ranks, f"{SHAPES[shape]} {layout}", tmp_path
+        ):
             assert number > 3
             assert others == []
 
@@ -100,7 +131,8 @@ def told(flags: str, folder: Path) -> str:
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     run_ranks(save_as_megatron_lm, 1, SHAPES["grouped"], tmp_path, "7")
     others = {
-        "--ffn-hidden-size 24": r"mlp.linear_fc1.weight is \[4, 96, 32\] there, but \[4, 48, 32\] here",
+        "--ffn-hidden-size 24": r"mlp.linear_fc1.weight is \[4, 96, 32\] there, "
+        r"but \[4, 48, 32\] here",
         "--num-layers 8": r"is \[4, .*\] there, but \[8, .*\] here",
         "--qk-layernorm": "it has no .*layernorm.weight",
         "--lora": "--lora needs a HuggingFace folder",
@@ -113,12 +145,17 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
 def save_as_this_trainer(flags: str, folder: Path) -> None:
     config = prepared(flags)
     transformer_config = build_transformer_config(config, CPU, params_dtype=torch.float64)
-    chunks = [unwrap_model(chunk) for chunk in build_model(config, transformer_config, VOCAB_SIZE, CPU)]
+    chunks = [
+        unwrap_model(chunk) for chunk in build_model(config, transformer_config, VOCAB_SIZE, CPU)
+    ]
     _set_weights(chunks, EXACT)
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    parts = {f"model{number}": chunk.sharded_state_dict(metadata=METADATA) for number, chunk in enumerate(chunks)}
+    parts = {
+        f"model{number}": chunk.sharded_state_dict(metadata=METADATA)
+        for number, chunk in enumerate(chunks)
+    }
     dist_checkpointing.save(parts, str(folder))
 
 
@@ -141,7 +178,9 @@ def test_megatron_core_reads_what_this_trainer_saves(tmp_path: Path, shape: str)
 
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_damaged_files_are_named_and_not_trained_from(tmp_path: Path, has_checksums: bool) -> None:
-    """Flipped bits would train on as if nothing were; without checksums at least a file cut off is noticed."""
+    """Flipped bits would train on as if nothing were; without checksums at least a file cut off is
+    noticed.
+    """
     run_ranks(save_as_megatron_lm, 1, SHAPES["grouped"], tmp_path, "7")
     path = tmp_path / "iter_0000007"
     if has_checksums:

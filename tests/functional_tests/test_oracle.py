@@ -1,4 +1,6 @@
-"""The reference itself: rounding stays rounding in it, and one wrong number in a batch or a step shows."""
+"""The reference itself: rounding stays rounding in it, and one wrong number in a batch or a step
+shows.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,20 @@ def expected() -> list[Step]:
 @pytest.mark.parametrize("model", ["learned", "tied", "experts"])
 @pytest.mark.parametrize("names", runs()[:1], ids=" - ".join)
 def test_rounding_stays_rounding(names: tuple[str, ...], model: str) -> None:
-    """A comparison that amplifies rounding passes or fails by the brand of the processor: what Adam divides by itself,
-    gradients that are zero in truth. Weights that are off by one rounding stand for another processor.
+    """A comparison that amplifies rounding passes or fails by the brand of the processor: what Adam
+    divides by itself, gradients that are zero in truth. Weights that are off by one rounding stand
+    for another processor.
     """
     batches = batches_of(names)
     steps, rounded = (
         run_ranks(train_one_by_one, 1, MODELS[model], batches, Numbers(weights=weights))[0]
         for weights in ("random", "rounded")
     )
-    found = [value for one, other in zip(rounded, steps, strict=True) for value in differences(one, other).values()]
+    found = [
+        value
+        for one, other in zip(rounded, steps, strict=True)
+        for value in differences(one, other).values()
+    ]
     assert 1e-17 < max(found) < TOLERANCE / 10
 
 
@@ -67,7 +74,9 @@ def test_one_wrong_number_in_a_batch_shows(change: str) -> None:
     assert max(differences(step, expected()[0]).values()) > 1e6 * TOLERANCE
 
 
-@pytest.mark.parametrize("flag", ["--adam-beta1 0.91", "--adam-beta2 0.99", "--weight-decay 0.02", "--adam-eps 9e-4"])
+@pytest.mark.parametrize(
+    "flag", ["--adam-beta1 0.91", "--adam-beta2 0.99", "--weight-decay 0.02", "--adam-eps 9e-4"]
+)
 def test_a_wrong_step_of_the_optimizer_shows(flag: str) -> None:
     """The reference is torch's Adam: with an epsilon that drowned it, any optimizer would pass."""
     steps = run_ranks(train_one_by_one, 1, f"{MODELS['learned']} {flag}", BATCHES)[0]

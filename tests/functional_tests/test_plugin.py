@@ -19,9 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func  # before any install, as scripts do
+from megatron.core.pipeline_parallel import (
+    get_forward_backward_func,
+)  # before any install, as scripts do
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,9 +50,22 @@ Step = tuple[float, float, int]
 def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, int]]:
     """Loss and number of microbatches of each step that examples/plugin/train.py prints."""
     process = subprocess.Popen(
-        [sys.executable, *LAUNCHER, str(num_processes), "examples/plugin/train.py", "--train-iters", "3", *arguments],
+        [
+            sys.executable,
+            *LAUNCHER,
+            str(num_processes),
+            "examples/plugin/train.py",
+            "--train-iters",
+            "3",
+            *arguments,
+        ],
         cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
+        env={
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -54,7 +73,9 @@ def run_example(*arguments: str, num_processes: int = 2) -> list[tuple[float, in
     try:
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        ranks = psutil.Process(process.pid).children(recursive=True)  # torchrun gives each a session of its own
+        ranks = psutil.Process(process.pid).children(
+            recursive=True
+        )  # torchrun gives each a session of its own
         for rank in ranks:
             rank.send_signal(signal.SIGABRT)  # the fault handler shows where each stands
         psutil.wait_procs(ranks, timeout=5)
@@ -78,7 +99,9 @@ def steps_in(output: str) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["whole", "lora"])
 def test_the_example_trains_packed_as_padded(lora: tuple[str, ...]) -> None:
-    """Users copy the example: a loss that is scaled, weighted or masked otherwise when packed would be their loss."""
+    """Users copy the example: a loss that is scaled, weighted or masked otherwise when packed would
+    be their loss.
+    """
     arguments = (*lora, *PACKING.split(), "--prefetch-global-batches", "2")
     padded = run_forked(*lora)
     packed = run_forked(*arguments) if lora else run_example(*arguments)  # once as users start it
@@ -128,16 +151,22 @@ def wrapped(config: TransformerConfig, number: int, num_chunks: int) -> Distribu
     with torch.no_grad():  # weights that do not depend on which stage draws first
         for name, parameter in gpt.named_parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).sin().view_as(parameter))
+                parameter.copy_(
+                    torch.linspace(-0.3, 0.3, parameter.numel()).sin().view_as(parameter)
+                )
             elif "bias" in name:
                 parameter.zero_()
-    return DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=gpt)
+    return DistributedDataParallel(
+        config=config, ddp_config=DistributedDataParallelConfig(), module=gpt
+    )
 
 
 def losses_in_a_pipeline(virtual: int | None, packing: bool) -> list[Step]:
     """Per step: loss, norm of all gradients, and number of microbatches that ran."""
     config = start(dist.get_world_size(), virtual)
-    arguments = plugin.add_arguments(ArgumentParser()).parse_args(PACKING.split() if packing else [])
+    arguments = plugin.add_arguments(ArgumentParser()).parse_args(
+        PACKING.split() if packing else []
+    )
     with plugin.install(config, arguments):
         model = [wrapped(config, number, virtual or 1) for number in range(virtual or 1)]
         stream: Iterator[Any] = example.samples(seed=parallel_state.get_data_parallel_rank())
@@ -161,8 +190,16 @@ def losses_in_a_pipeline(virtual: int | None, packing: bool) -> list[Step]:
 
 
 def reduced(losses: list[Any], model: list[DistributedDataParallel]) -> Step:
-    squares = sum(float((p.main_grad.double() ** 2).sum()) for chunk in model for p in chunk.module.parameters())
-    total = torch.stack([loss["lm loss"].double() for loss in losses]).sum(0) if losses else torch.zeros(2).double()
+    squares = sum(
+        float((p.main_grad.double() ** 2).sum())
+        for chunk in model
+        for p in chunk.module.parameters()
+    )
+    total = (
+        torch.stack([loss["lm loss"].double() for loss in losses]).sum(0)
+        if losses
+        else torch.zeros(2).double()
+    )
     numbers = torch.tensor([*total, squares, len(losses)], dtype=torch.float64)
     dist.all_reduce(numbers)
     return (numbers[0] / numbers[1]).item(), numbers[2].sqrt().item(), int(numbers[3])
@@ -170,7 +207,9 @@ def reduced(losses: list[Any], model: list[DistributedDataParallel]) -> Step:
 
 @pytest.mark.parametrize("virtual", [None, 2], ids=["pipeline", "interleaved"])
 def test_a_pipeline_whose_script_imported_the_function_first(virtual: int | None) -> None:
-    """A name bound before install would go on training padded; a hook on one schedule leaves the other two."""
+    """A name bound before install would go on training padded; a hook on one schedule leaves the
+    other two.
+    """
     padded = run_ranks(losses_in_a_pipeline, 2, virtual, False)
     packed = run_ranks(losses_in_a_pipeline, 2, virtual, True)
     assert padded[0] == padded[1]

@@ -1,4 +1,6 @@
-"""Global batches prepared ahead over real processes: the same batches, the same errors, and nobody hangs."""
+"""Global batches prepared ahead over real processes: the same batches, the same errors, and nobody
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,17 @@ def unsteady(items: Iterator[Any], rank: int) -> Iterator[Any]:
 
 
 def trained(layout: Layout, ahead: int, case: str) -> Any:
-    """What each training step and the evaluations between them had, and the end of it; threads that are left."""
-    config = start(layout, calculate_per_token_loss=True, overlap_p2p_comm=True, batch_p2p_comm=False)
+    """What each training step and the evaluations between them had, and the end of it; threads that
+    are left.
+    """
+    config = start(
+        layout, calculate_per_token_loss=True, overlap_p2p_comm=True, batch_p2p_comm=False
+    )
     config.deallocate_pipeline_outputs = False
     queue = DelayQueue(MAX_STEPS)
-    config.sequence_packing_options = PackingOptions(delay_queue=queue, prefetch_global_batches=ahead)  # type: ignore[attr-defined]
+    config.sequence_packing_options = PackingOptions(
+        delay_queue=queue, prefetch_global_batches=ahead
+    )  # type: ignore[attr-defined]
     rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
     machine = rerun.get_rerun_state_machine()
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
@@ -58,14 +66,18 @@ def trained(layout: Layout, ahead: int, case: str) -> Any:
 
     source = rerun.RerunDataIterator(draws()) if is_drawing_rank(groups) else None
     given = [source] * layout.virtual if layout.virtual else source
-    held_out = iter([sample(900 + i, 5) for i in range(NUM_STEPS + 1)]) if source is not None else None
+    held_out = (
+        iter([sample(900 + i, 5) for i in range(NUM_STEPS + 1)]) if source is not None else None
+    )
     passes = PackedPasses(forward_backward)
     model = SimpleNamespace(config=config)
     steps: list[Any] = []
     end = ""
     arguments: dict[str, Any] = {"model": model, "pg_collection": groups}
     try:
-        for _ in range(NUM_STEPS + 2 * (case != "rerun")):  # megatron-core cannot repeat a step beyond the end
+        for _ in range(
+            NUM_STEPS + 2 * (case != "rerun")
+        ):  # megatron-core cannot repeat a step beyond the end
             again = [list(passes(data_iterator=given, num_microbatches=DRAWS, **arguments))]
             if case == "rerun":  # as megatron-core's state machine has it, which needs a GPU
                 machine.state = rerun.RerunState.RERUNNING_IN_PLACE
@@ -78,19 +90,28 @@ def trained(layout: Layout, ahead: int, case: str) -> Any:
             assert all(packs == again[0] for packs in again)
             steps.append((again[0], len(queue)))
             evaluated = passes(
-                data_iterator=[held_out] * (layout.virtual or 1), num_microbatches=1, forward_only=True, **arguments
+                data_iterator=[held_out] * (layout.virtual or 1),
+                num_microbatches=1,
+                forward_only=True,
+                **arguments,
             )
             steps.append(list(evaluated))
     except (StopIteration, RuntimeError) as failure:
         end = repr(failure)
     passes.close()
-    return steps, end, [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    return (
+        steps,
+        end,
+        [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")],
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", ["end of data", "error", "rerun"])
 def test_batches_prepared_ahead_are_those_drawn_in_the_step(layout: Layout, case: str) -> None:
-    """A batch that skips, repeats or mixes with evaluation's still trains; and what one rank alone hears of hangs."""
+    """A batch that skips, repeats or mixes with evaluation's still trains; and what one rank alone
+    hears of hangs.
+    """
     inline = run_ranks(trained, layout.world, layout, 0, case)
     ahead = run_ranks(trained, layout.world, layout, 2, case)
     assert ahead == inline

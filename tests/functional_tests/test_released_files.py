@@ -1,4 +1,6 @@
-"""Folders as other libraries and model makers write them, trained on, saved, exported, and loaded by them again."""
+"""Folders as other libraries and model makers write them, trained on, saved, exported, and loaded
+by them again.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,25 @@ from tests.functional_tests.test_hf_run import talk
 RELEASED = ROOT / "tests/fixtures/released"
 CHATS = RELEASED / "datasets/chats.jsonl"
 STEPS = (
-    "--seq-length 128 --global-batch-size 4 --train-iters 2 --lr 1e-3 --sequence-packing --eval-iters 0 --num-workers 0"
+    "--seq-length 128 --global-batch-size 4 --train-iters 2 --lr 1e-3 --sequence-packing "
+    "--eval-iters 0 --num-workers 0"
 )
 HUGE = "1000000000000000019884624838656"
 ONE_LINE = r"pretrain_sft.py: error: (.*)\n"
 
 
-def train(model: str, *arguments: object, data: Path = CHATS, num_processes: int = 1) -> tuple[int, str]:
+def train(
+    model: str, *arguments: object, data: Path = CHATS, num_processes: int = 1
+) -> tuple[int, str]:
     """Exit status and output of two steps from a released folder."""
-    given = ["--pretrained-checkpoint", RELEASED / model, "--data-path", data, *STEPS.split(), *arguments]
+    given = [
+        "--pretrained-checkpoint",
+        RELEASED / model,
+        "--data-path",
+        data,
+        *STEPS.split(),
+        *arguments,
+    ]
     return train_forked(num_processes, list(map(str, given)))
 
 
@@ -43,9 +55,13 @@ def settings_of(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("model", ["llama2", "mistral", "gemma", "llama3", "qwen", "trl"])
 def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
-    """Its files are read at the start and written at the end: what the end cannot write is a training lost."""
+    """Its files are read at the start and written at the end: what the end cannot write is a
+    training lost.
+    """
     checkpoints, first, second = (tmp_path / name for name in ("checkpoints", "first", "second"))
-    status, output = train(model, "--save", checkpoints, "--save-hf", first, "--run-dir", tmp_path / "run")
+    status, output = train(
+        model, "--save", checkpoints, "--save-hf", first, "--run-dir", tmp_path / "run"
+    )
     assert status == 0, output
 
     def run_export() -> None:
@@ -63,8 +79,12 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
     for name in ("config.json", "generation_config.json"):
         kept = json.loads(before[name])
         found = json.loads(written[name])
-        assert {key: found[key] for key in kept if key not in ("_name_or_path", "eos_token_id")} == {
-            key: value for key, value in kept.items() if key not in ("_name_or_path", "eos_token_id")
+        assert {
+            key: found[key] for key in kept if key not in ("_name_or_path", "eos_token_id")
+        } == {
+            key: value
+            for key, value in kept.items()
+            if key not in ("_name_or_path", "eos_token_id")
         }
     ((complaints, _),) = run_ranks(talk, 1, second)
     assert complaints == []
@@ -74,7 +94,15 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
 def test_an_adapter_of_trl_is_trained_on(tmp_path: Path) -> None:
     """Beside the model that it was trained for, and peft loads what comes out."""
     target = tmp_path / "adapter"
-    arguments = ["--lora", "--lora-adapter", RELEASED / "trl-adapter", "--save", tmp_path / "save", "--save-hf", target]
+    arguments = [
+        "--lora",
+        "--lora-adapter",
+        RELEASED / "trl-adapter",
+        "--save",
+        tmp_path / "save",
+        "--save-hf",
+        target,
+    ]
     status, output = train("qwen", *arguments)
     assert status == 0, output
     assert run_ranks(adapted_modules, 1, target) == [14]
@@ -85,7 +113,11 @@ def adapted_modules(folder: Path) -> int:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(RELEASED / "qwen")
-    names = [name for name, _ in PeftModel.from_pretrained(model, folder).named_modules() if name.endswith("lora_A")]
+    names = [
+        name
+        for name, _ in PeftModel.from_pretrained(model, folder).named_modules()
+        if name.endswith("lora_A")
+    ]
     return len(names)
 
 
@@ -97,25 +129,41 @@ def test_released_data_are_trained_on(tmp_path: Path, data: str) -> None:
         status, output = train("qwen", "--run-dir", tmp_path / name, data=source)
         assert status == 0, output
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"])
+        losses.append(
+            [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+        )
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ("--save-hf {file}/model", "must be a folder that can be written to, but: File exists; pass another --save-hf"),
-        ("--run-dir {file}", "must be a folder that can be written to, but: File exists; pass another --run-dir"),
-        ("--tensorboard-dir {file}", "must be a folder that can be written to, but: File exists; pass another --tens"),
+        (
+            "--save-hf {file}/model",
+            "must be a folder that can be written to, but: File exists; pass another --save-hf",
+        ),
+        (
+            "--run-dir {file}",
+            "must be a folder that can be written to, but: File exists; pass another --run-dir",
+        ),
+        (
+            "--tensorboard-dir {file}",
+            "must be a folder that can be written to, but: File exists; pass another --tens",
+        ),
         ("--save-hf {folder}/" + "n" * 250, "--save-hf .* cannot be written: File name too long"),
-        ("--save-hf {folder}/model --tokenizer-model {odd}", "tokenizer_config.json cannot be read"),
+        (
+            "--save-hf {folder}/model --tokenizer-model {odd}",
+            "tokenizer_config.json cannot be read",
+        ),
         (
             "--save {folder}/save --pretrained-checkpoint {odd} --tokenizer-model {good}",
             "config.json has dtype 'int8', but must have float64 or",
         ),
     ],
 )
-def test_what_the_end_cannot_write_is_refused_at_the_start(tmp_path: Path, arguments: str, fault: str) -> None:
+def test_what_the_end_cannot_write_is_refused_at_the_start(
+    tmp_path: Path, arguments: str, fault: str
+) -> None:
     """... in one line, before a step is taken."""
     odd, file = tmp_path / "odd", tmp_path / "file"
     shutil.copytree(RELEASED / "qwen", odd)
@@ -125,7 +173,9 @@ def test_what_the_end_cannot_write_is_refused_at_the_start(tmp_path: Path, argum
     (odd / "tokenizer_config.json").write_text(settings.replace(HUGE, "1" * 4200))
     file.write_text("")
     given = arguments.format(file=file, folder=tmp_path, odd=odd, good=RELEASED / "qwen").split()
-    status, output = train("qwen", *(["--run-dir", tmp_path / "run"] if "--run-dir" not in given else []), *given)
+    status, output = train(
+        "qwen", *(["--run-dir", tmp_path / "run"] if "--run-dir" not in given else []), *given
+    )
     assert status != 0
     assert "Traceback" not in output
     assert "step 1" not in output

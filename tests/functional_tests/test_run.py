@@ -1,4 +1,6 @@
-"""Whole runs of pretrain_sft.py, as a user starts them: they end as they should, and continue as if never stopped."""
+"""Whole runs of pretrain_sft.py, as a user starts them: they end as they should, and continue as if
+never stopped.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,34 @@ from tests.functional_tests.forked_runs import ROOT, train_forked
 
 TIMEOUT_SECONDS = 120.0
 MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 --position-embedding-type rope "
-    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate --eval-iters 0"
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 "
+    "--position-embedding-type rope "
+    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate --eval-iters "
+    "0"
 ).split()
-EXACT = ("loss", "grad_norm", "lr", "tokens", "square_sum", "num_loss_tokens", "sequences", "consumed_samples")
+EXACT = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "square_sum",
+    "num_loss_tokens",
+    "sequences",
+    "consumed_samples",
+)
 
 
 class Run:
-    """A started command; `finish` waits for its end, with the stacks of all its processes if there is none."""
+    """A started command; `finish` waits for its end, with the stacks of all its processes if there
+    is none.
+    """
 
     def __init__(self, num_processes: int, arguments: Sequence[str], **environment: str) -> None:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)] if num_processes > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+            if num_processes > 1
+            else []
+        )
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "pretrain_sft.py", *arguments],
             cwd=ROOT,
@@ -116,13 +135,32 @@ def whole(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cost of MODEL's packs, measured here; again where other tests kept the machine so busy that none fits."""
+    """The cost of MODEL's packs, measured here; again where other tests kept the machine so busy
+    that none fits.
+    """
     path = tmp_path_factory.mktemp("cost") / "cost.json"
-    shape = [*MODEL[: MODEL.index("--global-batch-size")], "--vocab-size", "264", "--max-seqlen-per-dp-cp-rank", "512"]
-    command = [sys.executable, "-m", "megatron.packing.calibrate", *shape, "--repeats", "3", "--output", str(path)]
+    shape = [
+        *MODEL[: MODEL.index("--global-batch-size")],
+        "--vocab-size",
+        "264",
+        "--max-seqlen-per-dp-cp-rank",
+        "512",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.packing.calibrate",
+        *shape,
+        "--repeats",
+        "3",
+        "--output",
+        str(path),
+    ]
     for is_last in (False, False, True):
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        measured = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_SECONDS, check=is_last)
+        measured = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=TIMEOUT_SECONDS, check=is_last
+        )
         if measured.returncode == 0:
             break
     return path
@@ -131,12 +169,21 @@ def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(chats: Path, folder: Path, train_iters: int = 6) -> list[str]:
     return [
         *("--data-path", str(chats), "--train-iters", str(train_iters), "--run-dir", str(folder)),
-        *("--save", str(folder / "checkpoints"), "--save-interval", "2", "--load", str(folder / "checkpoints")),
+        *(
+            "--save",
+            str(folder / "checkpoints"),
+            "--save-interval",
+            "2",
+            "--load",
+            str(folder / "checkpoints"),
+        ),
     ]
 
 
 def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_path: Path) -> None:
-    """A position, optimizer or random state that is off by one would change the model and nobody would see it."""
+    """A position, optimizer or random state that is off by one would change the model and nobody
+    would see it.
+    """
     run = Run(2, [*MODEL, *options(chats, tmp_path)])
     wait_for_step(run, tmp_path, 3)
     run.signal_all(signal.SIGKILL)
@@ -145,14 +192,21 @@ def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_
     expected, found = steps_of(whole), steps_of(tmp_path)
     assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
     for iteration, step in found.items():
-        assert {name: step[name] for name in EXACT} == {name: expected[iteration][name] for name in EXACT}
+        assert {name: step[name] for name in EXACT} == {
+            name: expected[iteration][name] for name in EXACT
+        }
 
 
 @pytest.mark.parametrize(
     ("lr", "said"),
-    [("1e15", r"the loss is (nan|inf) on rank 0, 1, source"), ("1e4", r"the gradient norm is (nan|inf)")],
+    [
+        ("1e15", r"the loss is (nan|inf) on rank 0, 1, source"),
+        ("1e4", r"the gradient norm is (nan|inf)"),
+    ],
 )
-def test_what_is_not_finite_ends_the_run_unsaved(chats: Path, tmp_path: Path, lr: str, said: str) -> None:
+def test_what_is_not_finite_ends_the_run_unsaved(
+    chats: Path, tmp_path: Path, lr: str, said: str
+) -> None:
     """Weights of NaN would be saved over the last good ones, by a run that goes on for days."""
     arguments = [
         "--data-path",
@@ -168,14 +222,20 @@ def test_what_is_not_finite_ends_the_run_unsaved(chats: Path, tmp_path: Path, lr
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
     status, output = train_forked(2, [*MODEL, *arguments, *save, "--lr", lr])
     assert status != 0
-    told = re.findall(rf"^pretrain_sft.py: error: step (\d+): {said}.*; nothing was saved of it", output, re.MULTILINE)
+    told = re.findall(
+        rf"^pretrain_sft.py: error: step (\d+): {said}.*; nothing was saved of it",
+        output,
+        re.MULTILINE,
+    )
     assert [step for step, *_ in told] == ["2"], output
     assert list(steps_of(tmp_path)) == [1]
     assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000001"]
 
 
 def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path: Path) -> None:
-    """torch trusts whatever stands beside the tensors of a checkpoint: a file that is sent round would run code."""
+    """torch trusts whatever stands beside the tensors of a checkpoint: a file that is sent round
+    would run code.
+    """
     shutil.copytree(whole, tmp_path / "run")
     folder, ran = tmp_path / "run" / "checkpoints" / "iter_0000006", tmp_path / "ran"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -186,11 +246,15 @@ def test_objects_of_a_checkpoint_run_nothing(chats: Path, whole: Path, tmp_path:
         torch.save([Code(ran)], file)
         metadata.storage_data[index] = replace(place, offset=start, length=file.tell() - start)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    write_checksums(folder, {name: sum_of(folder / name) for name in file_names(folder)})  # as whoever crafts it would
+    write_checksums(
+        folder, {name: sum_of(folder / name) for name in file_names(folder)}
+    )  # as whoever crafts it would
     status, output = train_forked(2, [*MODEL, *options(chats, tmp_path / "run", train_iters=8)])
     assert status != 0
     assert re.search(
-        rf"^pretrain_sft.py: error: rank [01]: {folder}/\*.distcp holds a posix.mkdir, which", output, re.M
+        rf"^pretrain_sft.py: error: rank [01]: {folder}/\*.distcp holds a posix.mkdir, which",
+        output,
+        re.M,
     )
     assert not ran.exists()
 
@@ -211,7 +275,10 @@ def test_dumped_schedule_is_what_ran(whole: Path) -> None:
         record = json.loads((whole / f"schedule_{step}.json").read_text())
         packs = [json.loads(line) for line in (whole / "packs.jsonl").read_text().splitlines()]
         assert record["packs"] == next(line["packs"] for line in packs if line["iteration"] == step)
-        assert sum(sum(pack) for rank in record["packs"] for pack in rank) == steps_of(whole)[step]["tokens"]
+        assert (
+            sum(sum(pack) for rank in record["packs"] for pack in rank)
+            == steps_of(whole)[step]["tokens"]
+        )
         assert (whole / f"schedule_{step}.html").read_text().count("<svg") == 1
     assert not (whole / "schedule_4.json").exists()
     command = [sys.executable, "-m", "megatron.packing.plan", str(whole / "schedule_6.json")]
@@ -227,14 +294,23 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_continues_in_another_layout(chats: Path, whole: Path, pack_cost: Path, tmp_path: Path, layout: str) -> None:
-    """A checkpoint that only its own layout can read ties a run to its machine. The measured cost decides schedules
+def test_continues_in_another_layout(
+    chats: Path, whole: Path, pack_cost: Path, tmp_path: Path, layout: str
+) -> None:
+    """A checkpoint that only its own layout can read ties a run to its machine. The measured cost
+    decides schedules
     here: it must be read, predict each step's time, and change no loss.
     """
     num_processes, flags = LAYOUTS[layout]
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("4")
-    output = train(num_processes, *options(chats, tmp_path / "run"), *flags.split(), "--pack-cost", str(pack_cost))
+    output = train(
+        num_processes,
+        *options(chats, tmp_path / "run"),
+        *flags.split(),
+        "--pack-cost",
+        str(pack_cost),
+    )
     assert " ms, predicted " in output
     assert "mean absolute error of the passes" in output
     assert ("bubble" in output) == (layout == "pipeline")
@@ -255,11 +331,17 @@ def test_continues_in_another_layout(chats: Path, whole: Path, pack_cost: Path, 
     ],
 )
 def test_distributed_optimizer_continues(chats: Path, tmp_path: Path, further: str) -> None:
-    """megatron-core's own restore gives Adam one step counter for all parameters; with the gather of parameters
-    overlapped, what is saved without it are other ranks' weights of the step before; what is saved in the background
-    is the next step's, unless it is copied; and tied embeddings are in buckets behind padding, which shifts them.
+    """megatron-core's own restore gives Adam one step counter for all parameters; with the gather
+    of parameters overlapped, what is saved without it are other ranks' weights of the step before;
+    what is saved in the background is the next step's, unless it is copied; and tied embeddings are
+    in buckets behind padding, which shifts them.
     """
-    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", *further.split()]
+    sharded = [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        *further.split(),
+    ]
     train(2, *options(chats, tmp_path), *sharded)
     expected = steps_of(tmp_path)
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
@@ -268,11 +350,20 @@ def test_distributed_optimizer_continues(chats: Path, tmp_path: Path, further: s
     assert [found[i]["loss"] for i in range(1, 7)] == [expected[i]["loss"] for i in range(1, 7)]
 
 
-def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, tmp_path: Path) -> None:
-    """megatron-core restores the schedule of the checkpoint: a new --lr or --train-iters would be ignored without a
-    word.
+def test_continued_run_follows_its_own_learning_rate(
+    chats: Path, whole: Path, tmp_path: Path
+) -> None:
+    """megatron-core restores the schedule of the checkpoint: a new --lr or --train-iters would be
+    ignored without a word.
     """
-    arguments = ["--data-path", str(chats), "--train-iters", "8", "--load", str(whole / "checkpoints")]
+    arguments = [
+        "--data-path",
+        str(chats),
+        "--train-iters",
+        "8",
+        "--load",
+        str(whole / "checkpoints"),
+    ]
     new = ["--run-dir", str(tmp_path), "--lr", "5e-4", "--min-lr", "4e-4", "--seed", "5"]
     output = train(1, *arguments, *new)
     assert list(steps_of(tmp_path)) == [7, 8]
@@ -282,17 +373,22 @@ def test_continued_run_follows_its_own_learning_rate(chats: Path, whole: Path, t
 
 
 def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None:
-    """Weights of another step, or an optimizer that is there after all, train another model without a word."""
+    """Weights of another step, or an optimizer that is there after all, train another model without
+    a word.
+    """
     load = ["--data-path", str(chats), "--load", str(whole / "checkpoints"), "--ckpt-step", "2"]
     losses = {iteration: step["loss"] for iteration, step in steps_of(whole).items()}
-    # Without a learning rate, and with an optimizer that has copies of the weights, which must follow those loaded.
+    # Without a learning rate, and with an optimizer that has copies of the weights, which must
+    # follow those loaded.
     still = ["--train-iters", "3", "--lr", "0", "--bf16", "--use-distributed-optimizer"]
-    output = train(2, *load, *still, "--finetune", "--run-dir", str(tmp_path / "anew"))
+    output = train(2, *load, *still, "--finetune", "--run-dir", str(tmp_path / "again"))
     assert "taking the weights of" in output
-    anew = steps_of(tmp_path / "anew")
-    assert list(anew) == [1, 2, 3]
-    assert anew[3]["loss"] == pytest.approx(losses[3], abs=0.02)  # the same samples, the weights after step 2
-    assert abs(anew[1]["loss"] - losses[1]) > 0.1
+    again = steps_of(tmp_path / "again")
+    assert list(again) == [1, 2, 3]
+    assert again[3]["loss"] == pytest.approx(
+        losses[3], abs=0.02
+    )  # the same samples, the weights after step 2
+    assert abs(again[1]["loss"] - losses[1]) > 0.1
     parts = ["--no-load-optim", "--no-load-rng", "--exit-interval", "4"]
     output = train(2, *load, "--train-iters", "6", *parts, "--run-dir", str(tmp_path / "further"))
     assert "stopped by --exit-interval after step 4" in output
@@ -305,8 +401,8 @@ def test_parts_of_a_checkpoint(chats: Path, whole: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number: int) -> None:
-    """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last checkpoint; it may end
-    the processes that read, too.
+    """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last
+    checkpoint; it may end the processes that read, too.
     """
     run = Run(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"])
     wait_for_step(run, tmp_path, 3)  # one save is done, and nothing of it is needed again
@@ -340,7 +436,9 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     assert f"{broken}:18: " in output
     assert output.count(f"{broken}:18: ") == 2  # when it happens, and in torchrun's summary
     done = max(steps_of(tmp_path), default=0)
-    assert not done or (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == str(done)
+    assert not done or (
+        tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
+    ).read_text() == str(done)
     output = train(2, *options(broken, tmp_path / "skipping", train_iters=12), "--skip-bad-samples")
     assert sum(step["dropped_samples"] for step in steps_of(tmp_path / "skipping").values()) >= 1
 
@@ -369,9 +467,13 @@ def test_data_without_a_trained_token_end_a_run_before_it_begins(tmp_path: Path)
 
 
 def test_without_torchrun(tmp_path: Path) -> None:
-    """As Slurm starts a task per device: rank 0 keeps the store, and aborted at its end while it listened there."""
+    """As Slurm starts a task per device: rank 0 keeps the store, and aborted at its end while it
+    listened there.
+    """
     arguments = [*MODEL, "--mock-data", "--train-iters", "1", "--run-dir", str(tmp_path)]
-    with socket.socket() as held:  # bound, so that no connection of other tests takes the port before rank 0 listens
+    with (
+        socket.socket() as held
+    ):  # bound, so that no connection of other tests takes the port before rank 0 listens
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
@@ -398,12 +500,24 @@ def test_padded_run_has_the_same_losses(chats: Path, whole: Path, tmp_path: Path
 
 
 def test_adams_constants_are_those_of_the_run_that_continues(tmp_path: Path) -> None:
-    """As the learning rate is; those of the checkpoint were taken, while the run's options said otherwise."""
+    """As the learning rate is; those of the checkpoint were taken, while the run's options said
+    otherwise.
+    """
     first = ["--mock-data", "--save-interval", "2", "--save", str(tmp_path / "saved")]
     train(1, *first, "--run-dir", str(tmp_path / "first"), "--train-iters", "2")
     losses = []
-    for name, constants in (("same", []), ("other", ["--adam-beta1", "0", "--adam-beta2", "0.5", "--adam-eps", "1"])):
-        run = ["--load", str(tmp_path / "saved"), "--run-dir", str(tmp_path / name), "--train-iters", "5"]
+    for name, constants in (
+        ("same", []),
+        ("other", ["--adam-beta1", "0", "--adam-beta2", "0.5", "--adam-eps", "1"]),
+    ):
+        run = [
+            "--load",
+            str(tmp_path / "saved"),
+            "--run-dir",
+            str(tmp_path / name),
+            "--train-iters",
+            "5",
+        ]
         train(1, "--mock-data", *run, *constants)
         losses.append([step["loss"] for step in steps_of(tmp_path / name).values()])
     assert losses[0][0] == losses[1][0]  # of the weights that were loaded
@@ -411,15 +525,25 @@ def test_adams_constants_are_those_of_the_run_that_continues(tmp_path: Path) -> 
 
 
 def test_the_best_of_steps_that_were_gone_back_on(chats: Path, tmp_path: Path) -> None:
-    """With --ckpt-step a later best is none of this run's: it was kept, and the true one removed."""
+    """With --ckpt-step a later best is none of this run's: it was kept, and the true one
+    removed."""
     saved = tmp_path / "saved"
-    run = ["--data-path", str(chats), "--valid-data-path", str(chats), "--run-dir", str(tmp_path / "run")]
+    run = [
+        "--data-path",
+        str(chats),
+        "--valid-data-path",
+        str(chats),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     run += ["--save", str(saved), "--load", str(saved)]
     run += "--eval-iters 1 --eval-interval 2 --save-interval 2 --keep-best --train-iters 6".split()
     run += ["--lr-decay-style", "constant"]
     alone = tmp_path / "alone"
     train(1, *run, "--save", str(alone), "--load", str(alone), "--keep-checkpoints", "1")
-    assert [path.name for path in alone.glob("iter_*")] == ["iter_0000006"]  # the best until then is gone
+    assert [path.name for path in alone.glob("iter_*")] == [
+        "iter_0000006"
+    ]  # the best until then is gone
     train(1, *run)
     best = saved / "best_checkpointed_iteration.txt"
     assert best.read_text() == "6"
@@ -429,7 +553,8 @@ def test_the_best_of_steps_that_were_gone_back_on(chats: Path, tmp_path: Path) -
 
 
 def test_samples_are_counted_in_batches_of_one_size(tmp_path: Path) -> None:
-    """Steps of 4 samples were taken for steps of 8: half of what was asked for was never trained."""
+    """Steps of 4 samples were taken for steps of 8: half of what was asked for was never
+    trained."""
     run = ["--mock-data", "--save", str(tmp_path), "--load", str(tmp_path), "--train-samples", "16"]
     train(1, *run, "--exit-interval", "2")
     status, output = train_forked(1, [*MODEL, *run, "--global-batch-size", "8"])
@@ -438,11 +563,25 @@ def test_samples_are_counted_in_batches_of_one_size(tmp_path: Path) -> None:
 
 
 def test_the_lowest_loss_of_other_validation_data(chats: Path, tmp_path: Path) -> None:
-    """It was compared with: of harder data no checkpoint was ever the best again, and --early-stopping ended it."""
+    """It was compared with: of harder data no checkpoint was ever the best again, and
+    --early-stopping ended it.
+    """
     saved, other = tmp_path / "saved", tmp_path / "other.jsonl"
     other.write_text("".join(reversed(chats.read_text().splitlines(keepends=True))))
-    run = ["--data-path", str(chats), "--save", str(saved), "--load", str(saved), "--run-dir", str(tmp_path / "run")]
-    run += "--eval-iters 1 --eval-interval 1 --keep-best --early-stopping 1 --lr-decay-style constant --lr 0".split()
+    run = [
+        "--data-path",
+        str(chats),
+        "--save",
+        str(saved),
+        "--load",
+        str(saved),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    run += (
+        "--eval-iters 1 --eval-interval 1 --keep-best --early-stopping 1 --lr-decay-style "
+        "constant --lr 0"
+    ).split()
     output = train(1, *run, "--valid-data-path", str(chats), "--train-iters", "1")
     assert "note: other validation data" not in output
     output = train(1, *run, "--valid-data-path", str(other), "--train-iters", "2")
@@ -455,19 +594,35 @@ def test_the_lowest_loss_of_other_validation_data(chats: Path, tmp_path: Path) -
 
 
 def test_mock_data_experts_and_evaluation(tmp_path: Path) -> None:
-    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard, evaluation; and
-    torch's deterministic mode, which ends a run at an operation that has no such way.
+    """Options that no other run here uses together: mock lengths, experts, bf16, YAML, TensorBoard,
+    evaluation; and torch's deterministic mode, which ends a run at an operation that has no such
+    way.
     """
     config = tmp_path / "run.yaml"
     config.write_text(
         "mock-data: true\nnum-experts: 4\ndisable-bias-linear: true\nbf16: true\n"
         "eval-iters: 2\ntrain-iters: 3\neval-interval: 2\ndeterministic-mode: true\n"
     )
-    lengths = '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, "mean_seq_len": 40, '
+    lengths = (
+        '{"mode": "distribution", "type": "lognormal", "min_seq_len": 8, "max_seq_len": 96, '
+        '"mean_seq_len": 40, '
+    )
     output = train(
         2,
-        *("--config", str(config), "--run-dir", str(tmp_path / "run"), "--tensorboard-dir", str(tmp_path / "board")),
-        *("--sft-mock-dataset-config-json", lengths + '"lognormal_sigma": 1.1}', "--expert-model-parallel-size", "2"),
+        *(
+            "--config",
+            str(config),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--tensorboard-dir",
+            str(tmp_path / "board"),
+        ),
+        *(
+            "--sft-mock-dataset-config-json",
+            lengths + '"lognormal_sigma": 1.1}',
+            "--expert-model-parallel-size",
+            "2",
+        ),
         *("--use-distributed-optimizer", "--eval-iters", "1"),
     )
     assert output.count("valid loss") >= 3

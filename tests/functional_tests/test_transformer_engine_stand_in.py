@@ -1,4 +1,6 @@
-"""Layers that take packs, under a stand-in for Transformer Engine; those without are what the other tests train."""
+"""Layers that take packs, under a stand-in for Transformer Engine; those without are what the other
+tests train.
+"""
 
 import subprocess
 import sys
@@ -8,10 +10,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_layers_of_transformer_engine_are_told_where_segments_end():
-    """It never runs where these tests do. A layout in another form is accepted there, and attends to other tokens, or
-    leaves rows as they were in memory. A process of its own, since megatron-core is imported beside a stand-in.
+    """It never runs where these tests do. A layout in another form is accepted there, and attends
+    to other tokens, or leaves rows as they were in memory. A process of its own, since
+    megatron-core is imported beside a stand-in.
     """
     name = "tests.functional_tests.transformer_engine_stand_in"
-    done = subprocess.run([sys.executable, "-m", name], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", name], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("equal 2\n")

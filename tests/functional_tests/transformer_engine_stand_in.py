@@ -1,7 +1,9 @@
-"""A Transformer Engine that computes on the CPU what megatron-core asks of it, and looks at what packs tell it.
+"""A Transformer Engine that computes on the CPU what megatron-core asks of it, and looks at what
+packs tell it.
 
-Run as a program it stands in for the real one, before megatron-core is imported: a model of its modules takes packs,
-and its loss is that of the same model of torch's. The test of it is in `test_transformer_engine_stand_in`.
+Run as a program it stands in for the real one, before megatron-core is imported: a model of its
+modules takes packs, and its loss is that of the same model of torch's. The test of it is in
+`test_transformer_engine_stand_in`.
 """
 
 from __future__ import annotations
@@ -46,19 +48,25 @@ class LayerNormLinear(Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    def __init__(self, hidden_size: int = 0, eps: float = 0.0, normalized_shape: int = 0, **_: Any) -> None:
+    def __init__(
+        self, hidden_size: int = 0, eps: float = 0.0, normalized_shape: int = 0, **_: Any
+    ) -> None:
         super().__init__(hidden_size or normalized_shape, eps=eps)
 
 
 class DotProductAttention(nn.Module):
-    """Of segments as `cu_seqlens` say; AssertionError for what is slow, or wrong, in some release from 2.9 on."""
+    """Of segments as `cu_seqlens` say; AssertionError for what is slow, or wrong, in some release
+    from 2.9 on.
+    """
 
     def __init__(self, num_attention_heads: int, kv_channels: int, **options: Any) -> None:
         super().__init__()
         self.scale = options["softmax_scale"] or kv_channels**-0.5
         self.num_groups = options["num_gqa_groups"]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **told: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **told: Any
+    ) -> Tensor:
         from megatron.packing.model.attention_kernels import causal_attention
 
         CALLS.append(told)
@@ -67,8 +75,12 @@ class DotProductAttention(nn.Module):
         ends = told["cu_seqlens_q"]
         assert ends is told["cu_seqlens_kv"]
         assert ends.dtype == torch.int32
-        assert ends[-1] == len(query) == len(key), "rows beyond the last end are left as they were in memory"
-        assert told["cu_seqlens_q_padded"] is told["cu_seqlens_kv_padded"] is None, "both kinds: a kernel of its own"
+        assert ends[-1] == len(query) == len(key), (
+            "rows beyond the last end are left as they were in memory"
+        )
+        assert told["cu_seqlens_q_padded"] is told["cu_seqlens_kv_padded"] is None, (
+            "both kinds: a kernel of its own"
+        )
         lengths = tuple(ends.diff().tolist())
         assert told["max_seqlen_q"] == told["max_seqlen_kv"] == max(lengths)
         assert isinstance(told["max_seqlen_q"], int), "a tensor would be read in each layer"
@@ -81,7 +93,9 @@ def get_cpu_offload_context(*_: object, **__: object) -> tuple[Any, None]:
 
 
 class Stub(ModuleType):
-    """A module of Transformer Engine's that has every name: those above, and classes that nothing may be made of."""
+    """A module of Transformer Engine's that has every name: those above, and classes that nothing
+    may be made of.
+    """
 
     __version__ = "2.9.0"
 
@@ -96,7 +110,9 @@ class Finder(MetaPathFinder, Loader):
     """Finds a `Stub` for each module that megatron-core asks for."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        is_here = name.split(".")[0] == "transformer_engine" and not name.split(".")[-1].startswith("_")
+        is_here = name.split(".")[0] == "transformer_engine" and not name.split(".")[-1].startswith(
+            "_"
+        )
         return ModuleSpec(name, self, is_package=True) if is_here else None
 
     def create_module(self, spec: ModuleSpec) -> Stub:
@@ -136,14 +152,24 @@ def compare() -> None:
     with one_process(device):
         for is_there in (True, False):
             with (
-                mock.patch.object(get_batch, "transformer_engine_installed", lambda there=is_there: there),
-                mock.patch.object(layer_spec, "transformer_engine_installed", lambda there=is_there: there),
+                mock.patch.object(
+                    get_batch, "transformer_engine_installed", lambda there=is_there: there
+                ),
+                mock.patch.object(
+                    layer_spec, "transformer_engine_installed", lambda there=is_there: there
+                ),
             ):
-                model = GPTModel(config, layer_spec.packed_block_spec(config), 32, 64, position_embedding_type="rope")
+                model = GPTModel(
+                    config,
+                    layer_spec.packed_block_spec(config),
+                    32,
+                    64,
+                    position_embedding_type="rope",
+                )
                 named = {
-                    name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
-                        "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-                    ): parameter
+                    name.replace(
+                        "self_attention.linear_qkv.layer_norm_", "input_layernorm."
+                    ).replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."): parameter
                     for name, parameter in model.named_parameters()
                 }
                 for name, parameter in named.items():
@@ -151,7 +177,10 @@ def compare() -> None:
                 model.double()
                 params = get_batch.packed_seq_params(microbatch, device)
                 losses.append(model(tokens, tokens, None, labels=tokens, packed_seq_params=params))
-                assert "TE" in type(model.decoder.layers[0].self_attention.core_attention).__name__ or not is_there
+                assert (
+                    "TE" in type(model.decoder.layers[0].self_attention.core_attention).__name__
+                    or not is_there
+                )
                 assert len(weights) == len(named)
     assert len(CALLS) == config.num_layers
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)

@@ -1,8 +1,10 @@
-"""python -m tests.fuzz [--inputs 20000] [--seed 1] [--only NAME ...] [--write FILE]: every class of hostile input.
+"""python -m tests.fuzz [--inputs 20000] [--seed 1] [--only NAME ...] [--write FILE]: every class of
+hostile input.
 
-Each bad input must end in one error of the project's own kind that names its file, within seconds and megabytes. A
-class runs in a process of its own, so that a crash is found, too; input `n` of a class depends on the seed, the name
-and n alone, and `--only NAME --first n --inputs 1` runs it again.
+Each bad input must end in one error of the project's own kind that names its file, within seconds
+and megabytes. A class runs in a process of its own, so that a crash is found, too; input `n` of a
+class depends on the seed, the name and n alone, and `--only NAME --first n --inputs 1` runs it
+again.
 """
 
 from __future__ import annotations
@@ -35,13 +37,19 @@ class Hang(BaseException):
     """An input that takes too long."""
 
 
-def run_class(one: InputClass, inputs: int, seed: int = 1, first: int = 0, progress: Any = None) -> dict[str, Any]:
-    """Return {"read", "refused", "worst_seconds", "faults": {kind: count}, "examples": {kind: text}}."""
+def run_class(
+    one: InputClass, inputs: int, seed: int = 1, first: int = 0, progress: Any = None
+) -> dict[str, Any]:
+    """Return {"read", "refused", "worst_seconds", "faults": {kind: count}, "examples": {kind:
+    text}}.
+    """
     faults: Counter[str] = Counter()
     examples: dict[str, str] = {}
     refused = 0
     worst = 0.0
-    folder = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    folder = Path(
+        tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable()
@@ -65,16 +73,26 @@ def run_class(one: InputClass, inputs: int, seed: int = 1, first: int = 0, progr
                     before, memory = memory, _memory()
                     if memory - before > MEGABYTES:
                         faults[f"{memory - before:.0f} MB more"] += 1
-                        examples[f"{memory - before:.0f} MB more"] = f"one of the {INPUTS_PER_LOOK} up to {number}"
+                        examples[f"{memory - before:.0f} MB more"] = (
+                            f"one of the {INPUTS_PER_LOOK} up to {number}"
+                        )
         finally:
             logging.disable(logging.NOTSET)
             shutil.rmtree(folder)
     read_through = inputs - refused - sum(faults.values())
-    return {"read": read_through, "refused": refused, "worst": worst, "faults": faults, "examples": examples}
+    return {
+        "read": read_through,
+        "refused": refused,
+        "worst": worst,
+        "faults": faults,
+        "examples": examples,
+    }
 
 
 def _outcome(read: Any, content: bytes, limit: float = SECONDS) -> tuple[str, str]:
-    """Return "read", "refused", or what is wrong with how an input was refused, and the whole error."""
+    """Return "read", "refused", or what is wrong with how an input was refused, and the whole
+    error.
+    """
     signal.setitimer(signal.ITIMER_PROF, limit)  # of the processor, as others may use it, too
     signal.setitimer(signal.ITIMER_REAL, 20 * limit)  # of a clock, for who waits for nothing
     try:
@@ -86,7 +104,9 @@ def _outcome(read: Any, content: bytes, limit: float = SECONDS) -> tuple[str, st
         if is_own and isinstance(error, ValueError) and 0 < len(message) <= LONGEST_MESSAGE:
             return "refused", message
         frames = traceback.extract_tb(error.__traceback__)
-        where = next((frame for frame in reversed(frames) if "/megatron/" in frame.filename), frames[-1])
+        where = next(
+            (frame for frame in reversed(frames) if "/megatron/" in frame.filename), frames[-1]
+        )
         kind = f"long {type(error).__name__}" if is_own and message else type(error).__name__
         trace = "".join(traceback.format_exception(error))[-1500:]
         return f"{kind} at {Path(where.filename).name}:{where.lineno}", trace
@@ -126,28 +146,42 @@ def main() -> None:
         progress, results = context.Value("q", -1), context.SimpleQueue()
         start = time.perf_counter()
         process = context.Process(
-            target=_in_process, args=(name, options.inputs, options.seed, options.first, progress, results)
+            target=_in_process,
+            args=(name, options.inputs, options.seed, options.first, progress, results),
         )
         process.start()
         process.join()
         if process.exitcode or results.empty():
-            print(f"{name}: the process ended with {process.exitcode} at input {progress.value}", flush=True)
-            rows.append(f"| {name} | ended with {process.exitcode} at input {progress.value} | | | |")
+            print(
+                f"{name}: the process ended with {process.exitcode} at input {progress.value}",
+                flush=True,
+            )
+            rows.append(
+                f"| {name} | ended with {process.exitcode} at input {progress.value} | | | |"
+            )
             is_clean = False
             continue
         found = results.get()
         is_clean &= not found["faults"]
         bad = sum(found["faults"].values())
         seconds = time.perf_counter() - start
-        row = f"| {name} | {options.inputs:,} | {found['refused']:,} | {bad:,} | {found['worst']:.2f} s |"
+        row = (
+            f"| {name} | {options.inputs:,} | {found['refused']:,} | {bad:,} | "
+            f"{found['worst']:.2f} s |"
+        )
         print(row, f"{seconds:.0f} s", flush=True)
         rows.append(row)
         for kind, count in found["faults"].most_common():
             print(f"    {count} x {kind}\n{found['examples'][kind]}\n", flush=True)
-    head = "| class | inputs | refused in a line | anything else | slowest |\n|---|---:|---:|---:|---:|\n"
+    head = (
+        "| class | inputs | refused in a line | anything else | slowest "
+        "|\n|---|---:|---:|---:|---:|\n"
+    )
     if options.write:
         command = f"python -m tests.fuzz --inputs {options.inputs} --seed {options.seed}"
-        options.write.write_text(f"# Hostile input\n\n`{command}`\n\n{head}" + "\n".join(rows) + "\n")
+        options.write.write_text(
+            f"# Hostile input\n\n`{command}`\n\n{head}" + "\n".join(rows) + "\n"
+        )
     sys.exit(not is_clean)
 
 

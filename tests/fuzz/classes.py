@@ -1,7 +1,9 @@
-"""The classes of input that the product reads: sound examples, how they are mutated, and the code that reads them.
+"""The classes of input that the product reads: sound examples, how they are mutated, and the code
+that reads them.
 
-A reader takes mutated bytes. It returns if they are sound after all, or raises what the product raises. Whatever is
-trained on is read as training reads it, record by record: one that fails must say in which file it is.
+A reader takes mutated bytes. It returns if they are sound after all, or raises what the product
+raises. Whatever is trained on is read as training reads it, record by record: one that fails must
+say in which file it is.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ import numpy as np
 
 from megatron.blending.encoding.file_store import SystemFileStore, WebdatasetFileStore
 from megatron.blending.formats.decode import SampleDecoder, decode_part
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import (
+    Preparation,
+    prepare_jsonl,
+    prepare_webdataset,
+)
 from megatron.blending.formats.record import RecordError, read_records
 from megatron.blending.loading.load import get_train_dataset
 from megatron.blending.loading.loader import WorkerConfig, get_loader
@@ -54,7 +60,10 @@ RECORDS: list[dict[str, Any]] = [
     {"prompt": "once", "completion": " upon"},
     {"text": "a text"},
     {"tokens": [1, 2, 3]},
-    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "tools": "[]"},
+    {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
+        "tools": "[]",
+    },
 ]
 SPLIT = {"split_parts": {"train": ["{a,b}.tar"], "val": ["b.tar"]}, "exclude": ["a.tar/a/s1"]}
 LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
@@ -91,7 +100,9 @@ class InputClass:
 
 
 def train_on(path: Path, split: str = "train") -> None:
-    """Read eight records of each source and make samples of them, as training does; what fails must tell its file."""
+    """Read eight records of each source and make samples of them, as training does; what fails must
+    tell its file.
+    """
     task = ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), 64, "truncate"))
     faults = []
     for entry in source_entries(load_metadataset(path, split)):
@@ -136,7 +147,8 @@ def _parquet(folder: Path) -> tuple[Sequence[bytes], Read]:
     examples = []
     rows = [{"text": f"text {n} " * 5, "n": n} for n in range(12)]
     chats = [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(6)
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a{n}"}]}
+        for n in range(6)
     ]
     for table, options in (
         (pyarrow.Table.from_pylist(rows), {"row_group_size": 3, "compression": "none"}),
@@ -150,8 +162,18 @@ def _parquet(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 def _indexed(folder: Path) -> tuple[Sequence[bytes], Read]:
     np.arange(30, dtype=np.uint16).tofile(folder / "fuzzed.bin")
-    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + b"\x08" + (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
-    arrays: list[Any] = [np.array([10, 5, 15], np.int32), np.array([0, 20, 30], np.int64), np.arange(4, dtype=np.int64)]
+    head = (
+        b"MMIDIDX\0\0"
+        + (1).to_bytes(8, "little")
+        + b"\x08"
+        + (3).to_bytes(8, "little")
+        + (4).to_bytes(8, "little")
+    )
+    arrays: list[Any] = [
+        np.array([10, 5, 15], np.int32),
+        np.array([0, 20, 30], np.int64),
+        np.arange(4, dtype=np.int64),
+    ]
 
     def read(content: bytes) -> None:
         (folder / "fuzzed.idx").write_bytes(content)
@@ -213,7 +235,7 @@ def _in_folder(
 
 
 def _shard(root: Path) -> tuple[Sequence[bytes], Read]:
-    """An archive as it is, read through where its index does not fit it, and prepared anew."""
+    """An archive as it is, read through where its index does not fit it, and prepared again."""
     _, read = _in_folder("a.tar")(root)
     folder = root / "fuzzed"
 
@@ -226,14 +248,19 @@ def _shard(root: Path) -> tuple[Sequence[bytes], Read]:
         except ValueError as error:
             fault = error
         prepare_webdataset(
-            str(folder), Preparation(sample_type="TextSample", field_map={"text": "txt"}, force_overwrite=True)
+            str(folder),
+            Preparation(sample_type="TextSample", field_map={"text": "txt"}, force_overwrite=True),
         )
         if fault is not None:
             raise fault
         return None
 
     long = "folder/" * 20
-    return [_archive(3), _archive(3, tarfile.PAX_FORMAT, long), _archive(3, tarfile.GNU_FORMAT, long)], read_and_prepare
+    return [
+        _archive(3),
+        _archive(3, tarfile.PAX_FORMAT, long),
+        _archive(3, tarfile.GNU_FORMAT, long),
+    ], read_and_prepare
 
 
 def _sqlite(root: Path) -> tuple[Sequence[bytes], Read]:
@@ -260,7 +287,10 @@ def _store(folder: Path) -> tuple[Sequence[bytes], Read]:
     def read(content: bytes) -> None:
         name = content.decode("utf-8", "surrogateescape")
         found = []
-        for store in (SystemFileStore(str(plain), decode_part), WebdatasetFileStore(str(prepared), decode_part)):
+        for store in (
+            SystemFileStore(str(plain), decode_part),
+            WebdatasetFileStore(str(prepared), decode_part),
+        ):
             try:
                 found.append(store.get(name, {}))
             except ValueError as error:
@@ -270,7 +300,13 @@ def _store(folder: Path) -> tuple[Sequence[bytes], Read]:
         if not found:
             raise fault
 
-    return [b"in/a.txt", b"../secret.txt", b"/etc/passwd", b"a/s0.txt", b"in/../../secret.txt"], read
+    return [
+        b"in/a.txt",
+        b"../secret.txt",
+        b"/etc/passwd",
+        b"a/s0.txt",
+        b"in/../../secret.txt",
+    ], read
 
 
 def _parts(folder: Path) -> tuple[Sequence[bytes], Read]:
@@ -300,13 +336,30 @@ def _parts(folder: Path) -> tuple[Sequence[bytes], Read]:
 def _metadataset(folder: Path) -> tuple[Sequence[bytes], Read]:
     (folder / "a.jsonl").write_bytes(LINES)
     prepared = _folder(folder).rename(folder / "prepared")
-    leaf = {"path": "a.jsonl", "weight": 2, "subflavors": {"sample_weight": 0.5}, "subset": {"range": ["0%", "50%"]}}
+    leaf = {
+        "path": "a.jsonl",
+        "weight": 2,
+        "subflavors": {"sample_weight": 0.5},
+        "subset": {"range": ["0%", "50%"]},
+    }
     legs = [{"path": "prepared"}, {"path": "prepared", "nonmatch": "skip"}]
     joiner = {"__module__": "megatron.energon", "__class__": "TextSample"}
     head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     trees: list[Any] = [
-        {**head, "splits": {"train": {"blend": [leaf, {"path": str(prepared), "shuffle_over_epochs_multiplier": 2}]}}},
-        {**head, "splits": {"train": {"path": "a.jsonl", "aux": {"x": "prepared", "y": {"fs_path": "."}}}}},
+        {
+            **head,
+            "splits": {
+                "train": {
+                    "blend": [leaf, {"path": str(prepared), "shuffle_over_epochs_multiplier": 2}]
+                }
+            },
+        },
+        {
+            **head,
+            "splits": {
+                "train": {"path": "a.jsonl", "aux": {"x": "prepared", "y": {"fs_path": "."}}}
+            },
+        },
         {
             **head,
             "splits": {
@@ -315,7 +368,10 @@ def _metadataset(folder: Path) -> tuple[Sequence[bytes], Read]:
             },
         },
         {**head, "splits": {"train": {"join": legs, "joiner": joiner}}},
-        {"__class__": "Metadataset", "splits": {"train": {"datasets": [{"path": "a.jsonl", "weight": 1.5}]}}},
+        {
+            "__class__": "Metadataset",
+            "splits": {"train": {"datasets": [{"path": "a.jsonl", "weight": 1.5}]}},
+        },
     ]
     return [json.dumps(tree, indent=1).encode() for tree in trees], _file("fuzzed.yaml")(folder)[1]
 
@@ -323,11 +379,17 @@ def _metadataset(folder: Path) -> tuple[Sequence[bytes], Read]:
 def _dataset_yaml(root: Path) -> tuple[Sequence[bytes], Read]:
     sample = {"__module__": "megatron.energon", "__class__": "TextSample"}
     described = [
-        {"sample_type": sample, "field_map": {"text": "json[a][0],txt"}, "subflavors": {"sample_weight": 2}},
+        {
+            "sample_type": sample,
+            "field_map": {"text": "json[a][0],txt"},
+            "subflavors": {"sample_weight": 2},
+        },
         {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "part_filter": ["txt"]},
         {"sample_type": sample, "sample_loader": "loader.py:load", "part_filter": "loader.py:keep"},
     ]
-    return [json.dumps(one).encode() for one in described], _in_folder(".nv-meta/dataset.yaml")(root)[1]
+    return [json.dumps(one).encode() for one in described], _in_folder(".nv-meta/dataset.yaml")(
+        root
+    )[1]
 
 
 def _options_yaml(folder: Path) -> tuple[Sequence[bytes], Read]:
@@ -360,13 +422,43 @@ def _command_line(folder: Path) -> tuple[Sequence[bytes], Read]:
 
     (folder / "a.jsonl").write_bytes(LINES)
     schedule = '{"kind": "linear", "points": [[0, [5, 3]], [10, [1, 1]]]}'
-    shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+    shape = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "64",
+    ]
     training = ["--train-iters", "4", "--global-batch-size", "8", "--lr", "1e-3"]
     data = ["--data-path", "5", "a.jsonl", "3", "a.jsonl", "--blend-weight-schedule", schedule]
     lines = [
-        [*shape, *training, "--mock-data", "--sequence-packing", "--max-seqlen-per-dp-cp-rank", "128"],
-        [*shape, *training, *data, "--split", "8,1,1", "--data-columns", "messages=dialogue,none=x"],
-        [*shape, *training, "--mock-data", "--rope-scaling", '{"rope_type": "linear", "factor": 2}'],
+        [
+            *shape,
+            *training,
+            "--mock-data",
+            "--sequence-packing",
+            "--max-seqlen-per-dp-cp-rank",
+            "128",
+        ],
+        [
+            *shape,
+            *training,
+            *data,
+            "--split",
+            "8,1,1",
+            "--data-columns",
+            "messages=dialogue,none=x",
+        ],
+        [
+            *shape,
+            *training,
+            "--mock-data",
+            "--rope-scaling",
+            '{"rope_type": "linear", "factor": 2}',
+        ],
         [*shape, *training, "--mock-data", "--num-experts", "4", "--moe-layer-freq", "0", "1"],
     ]
 
@@ -386,13 +478,21 @@ def _command_line(folder: Path) -> tuple[Sequence[bytes], Read]:
             if done.code:
                 raise Unclear(f"status {done.code}") from None
 
-    return [json.dumps(line).encode() for line in lines] + ["\n".join(line).encode() for line in lines], read
+    return [json.dumps(line).encode() for line in lines] + [
+        "\n".join(line).encode() for line in lines
+    ], read
 
 
 def _mock(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.sft.data.mock_dataset import MockSFTDataset
 
-    lognormal = {"type": "lognormal", "min_seq_len": 4, "max_seq_len": 64, "mean_seq_len": 20, "lognormal_sigma": 0.8}
+    lognormal = {
+        "type": "lognormal",
+        "min_seq_len": 4,
+        "max_seq_len": 64,
+        "mean_seq_len": 20,
+        "lognormal_sigma": 0.8,
+    }
     uniform = {"type": "uniform", "min_seq_len": 4, "max_seq_len": 64}
     parts = [{"weight": 1, **uniform}, {"weight": 2.5, "type": "constant", "seq_len": 7}]
     configs: list[Any] = [
@@ -420,8 +520,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content ~ '<end>' }}{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'assistant' %}{% "
+    "generation %}"
+    "{{ m.content ~ '<end>' }}{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% "
+    "endfor %}"
 )
 
 
@@ -436,7 +538,11 @@ def _write_tokenizer(folder: Path) -> None:
     bpe.train_from_iterator(["how are you", "fine user assistant"], trainer)
     folder.mkdir()
     bpe.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -508,7 +614,12 @@ def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
     configs = [
         {"model_type": "llama", **base, "rope_scaling": scaling},
         {"model_type": "qwen3_moe", **base, **experts, "norm_topk_prob": True},
-        {"model_type": "mistral", **base, "sliding_window": 64, "layer_types": ["sliding_attention"]},
+        {
+            "model_type": "mistral",
+            **base,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention"],
+        },
     ]
 
     def read(content: bytes) -> None:
@@ -516,7 +627,11 @@ def _hf_config(folder: Path) -> tuple[Sequence[bytes], Read]:
         config = read_config(folder)
         options = options_of(config, str(folder / "config.json"))
         window_of(config)
-        named = {name: value for name, value in options.items() if name in ModelConfig.__dataclass_fields__}
+        named = {
+            name: value
+            for name, value in options.items()
+            if name in ModelConfig.__dataclass_fields__
+        }
         ModelConfig(**named, seq_length=64)
 
     return [json.dumps(config).encode() for config in configs], read
@@ -528,7 +643,9 @@ def _safetensors(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.sft.model.huggingface.folder import INDEX, SINGLE, open_folder
 
     content = save({"model.a": np.ones((2, 3), np.float32), "model.b": np.zeros(4, np.float16)})
-    index = json.dumps({"metadata": {}, "weight_map": {"model.a": SINGLE, "model.b": SINGLE}}).encode()
+    index = json.dumps(
+        {"metadata": {}, "weight_map": {"model.a": SINGLE, "model.b": SINGLE}}
+    ).encode()
 
     def read(mutated: bytes) -> None:
         is_index = mutated[:1] == b"{"
@@ -544,7 +661,11 @@ def _safetensors(folder: Path) -> tuple[Sequence[bytes], Read]:
 def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
     """Tracker, checksums and what tells of the tensors: told apart by their first byte."""
     import torch
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
     from megatron.sft.model.checkpoint_folder import (
         CHECKSUMS,
@@ -569,7 +690,9 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
     }
     for path, content in sound.items():
         path.write_bytes(content)
-    write_checksums(checkpoint, {name: sum_of(checkpoint / name) for name in file_names(checkpoint)})
+    write_checksums(
+        checkpoint, {name: sum_of(checkpoint / name) for name in file_names(checkpoint)}
+    )
     sound[checkpoint / CHECKSUMS] = (checkpoint / CHECKSUMS).read_bytes()
 
     def read(content: bytes) -> None:
@@ -588,7 +711,12 @@ def _checkpoint(folder: Path) -> tuple[Sequence[bytes], Read]:
 
 
 def _run_folder(folder: Path) -> tuple[Sequence[bytes], Read]:
-    from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, truncate_after
+    from megatron.sft.report.metrics_file import (
+        METRICS_FILE,
+        PACKS_FILE,
+        MetricsWriter,
+        truncate_after,
+    )
     from megatron.sft.report.report import report
     from tests.unit_tests.sft.runs import SOURCE, STEP
 
@@ -597,10 +725,20 @@ def _run_folder(folder: Path) -> tuple[Sequence[bytes], Read]:
     writer.event("run", iteration=0, seq_length=64, global_batch_size=8, world_size=1)
     with redirect_stdout(io.StringIO()):
         for iteration in (1, 2):
-            writer.step(replace(STEP, iteration=iteration, sources={"a": SOURCE, "b": SOURCE}, dropped={"a": {"x": 1}}))
+            writer.step(
+                replace(
+                    STEP,
+                    iteration=iteration,
+                    sources={"a": SOURCE, "b": SOURCE},
+                    dropped={"a": {"x": 1}},
+                )
+            )
     writer.close()
     metrics = (run / METRICS_FILE).read_bytes()
-    packs = b'{"kind": "packs", "iteration": 1, "capacity": 64, "packs": [[[3, 4], [5]], [[60], [1]]]}\n' * 2
+    packs = (
+        b'{"kind": "packs", "iteration": 1, "capacity": 64, "packs": [[[3, 4], [5]], [[60], '
+        b"[1]]]}\n" * 2
+    )
 
     def read(content: bytes) -> None:
         is_packs = b"capacity" in content[:60]
@@ -620,7 +758,9 @@ def _without_plot() -> Any:
     from unittest import mock
 
     found = importlib.util.find_spec
-    return mock.patch.object(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    return mock.patch.object(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
 
 
 def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
@@ -636,10 +776,18 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
     from megatron.sft.options.config import parse_config
 
     cost = PackCost(linear=1.0, quadratic=0.01, fixed=1.0)
-    layout = StepLayout(num_ranks=2, capacity=64, alignment=Alignment(), cost=cost, model=StepModel())
-    record = StepRecord(title="t", scheduler="default", layout=layout, packs=[[[3, 4], [5]], [[60], [1]]]).to_json()
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 4".split()
-    run_options = parse_config([*words, *"--global-batch-size 8 --lr 1e-3 --mock-data".split()], 1).to_dict()
+    layout = StepLayout(
+        num_ranks=2, capacity=64, alignment=Alignment(), cost=cost, model=StepModel()
+    )
+    record = StepRecord(
+        title="t", scheduler="default", layout=layout, packs=[[[3, 4], [5]], [[60], [1]]]
+    ).to_json()
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 4"
+    ).split()
+    run_options = parse_config(
+        [*words, *"--global-batch-size 8 --lr 1e-3 --mock-data".split()], 1
+    ).to_dict()
     fitted = {**asdict(cost), "model": {"num_layers": 2}, "date": "x"}
 
     def read(content: bytes) -> None:
@@ -653,7 +801,9 @@ def _planner(folder: Path) -> tuple[Sequence[bytes], Read]:
             read_fitted_cost(folder / "fuzzed.json").check_model({"num_layers": 2})
         else:
             (folder / "fuzzed.json").write_bytes(content)
-            found = lengths_from(LengthOptions(source=str(folder / "fuzzed.json"), seq_length=64), None, 10)
+            found = lengths_from(
+                LengthOptions(source=str(folder / "fuzzed.json"), seq_length=64), None, 10
+            )
             if found.record is not None:
                 _ = found.record.stats
 
@@ -666,8 +816,12 @@ def _loader_state(folder: Path) -> tuple[Sequence[bytes], Read]:
 
     def packs() -> Any:
         """Samples are held back in packs and groups, and some left out."""
-        kept = FilterDataset(get_train_dataset(folder / "b.jsonl"), lambda one: one["json"]["n"] % 7)
-        tree = PackingDataset(kept, 5, lambda held: [held[at : at + 2] for at in range(0, len(held) - 1, 2)], list)
+        kept = FilterDataset(
+            get_train_dataset(folder / "b.jsonl"), lambda one: one["json"]["n"] % 7
+        )
+        tree = PackingDataset(
+            kept, 5, lambda held: [held[at : at + 2] for at in range(0, len(held) - 1, 2)], list
+        )
         groups = GroupBatchDataset(tree, 2, lambda pack: (len(pack), None))
         return get_loader(groups, WorkerConfig(num_workers=0, num_shards=2), pin_memory=False)
 
@@ -709,7 +863,10 @@ _SUMMED = ("shards", "stream")
 CLASSES = [
     InputClass("JSONL", _file("fuzzed.jsonl", LINES)),
     InputClass(
-        "chat records", _file("fuzzed.jsonl", *(json.dumps(one).encode() + b"\n" for one in RECORDS)), True, True
+        "chat records",
+        _file("fuzzed.jsonl", *(json.dumps(one).encode() + b"\n" for one in RECORDS)),
+        True,
+        True,
     ),
     InputClass("JSON lists of records", _file("fuzzed.json", json.dumps(RECORDS).encode()), True),
     InputClass("Parquet", _parquet),

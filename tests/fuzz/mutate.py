@@ -1,11 +1,17 @@
-"""Mutations of a sound input: of its bytes, of the words and numbers in it, or of the values that its JSON holds."""
+"""Mutations of a sound input: of its bytes, of the words and numbers in it, or of the values that
+its JSON holds.
+"""
 
 import json
 import re
 from random import Random
 from typing import Any
 
-_NUMBERS = "-1 0 1 2 255 65536 2147483648 9223372036854775807 9223372036854775808 1e308 1e999 -0.0 NaN Infinity".split()
+_NUMBERS = (
+    "-1 0 1 2 255 65536 2147483648 9223372036854775807 9223372036854775808 1e308 1e999 "
+    "-0.0 "
+    "NaN Infinity"
+).split()
 _HUGE = "1" + "0" * 400
 _WORDS = [
     *(
@@ -24,8 +30,26 @@ _WORDS = [
         b",",
         b":",
     ),
-    *(b"null", b"true", b"../x", b"/dev/zero", b"s{0..20000000}", b"&a [*a]", b"<<: *a", b"!!python/name:os.system"),
-    *(b"[" * 500, b'{"a":' * 500, b"{{" * 30, b"{% for x in range(99999999) %}", _HUGE.encode(), b"-", b"%s", b"~"),
+    *(
+        b"null",
+        b"true",
+        b"../x",
+        b"/dev/zero",
+        b"s{0..20000000}",
+        b"&a [*a]",
+        b"<<: *a",
+        b"!!python/name:os.system",
+    ),
+    *(
+        b"[" * 500,
+        b'{"a":' * 500,
+        b"{{" * 30,
+        b"{% for x in range(99999999) %}",
+        _HUGE.encode(),
+        b"-",
+        b"%s",
+        b"~",
+    ),
     *map(str.encode, _NUMBERS),
 ]
 
@@ -38,8 +62,36 @@ def _deep(levels: int, is_list: bool) -> Any:
 
 
 _VALUES: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, -(10**400), 1e308, -1e-308, 0.5, 3e38),
-    *(float("nan"), float("inf"), "", " ", "\0", "a", "\ud800", "\u202e", "../x", "/etc/passwd", "s{0..20000000}"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        2**64,
+        10**400,
+        -(10**400),
+        1e308,
+        -1e-308,
+        0.5,
+        3e38,
+    ),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        " ",
+        "\0",
+        "a",
+        "\ud800",
+        "\u202e",
+        "../x",
+        "/etc/passwd",
+        "s{0..20000000}",
+    ),
     *(
         "{{",
         "a" * 5000,
@@ -57,7 +109,8 @@ _VALUES: list[Any] = [
 
 
 def mutated_bytes(content: bytes, random: Random, others: list[bytes]) -> bytes:
-    """Return `content` with one to five mutations; `others` are sound inputs to take pieces from."""
+    """Return `content` with one to five mutations; `others` are sound inputs to take pieces
+    from."""
     made = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 2, 3, 5))):
         at = random.randrange(len(made) + 1)
@@ -88,7 +141,9 @@ def mutated_bytes(content: bytes, random: Random, others: list[bytes]) -> bytes:
 
 
 def mutated_value(value: Any, random: Random) -> Any:
-    """Return a value of JSON with one to three of its parts changed, removed, repeated, renamed or moved."""
+    """Return a value of JSON with one to three of its parts changed, removed, repeated, renamed or
+    moved.
+    """
     made = _copy(value)
     for _ in range(random.choice((1, 1, 2, 3))):
         places = _places(made)
@@ -102,15 +157,23 @@ def mutated_value(value: Any, random: Random) -> Any:
             del holder[key]
         elif kind == 4:
             other_holder, other_key = random.choice(places)
-            if other_key in other_holder if isinstance(other_holder, dict) else other_key < len(other_holder):
+            if (
+                other_key in other_holder
+                if isinstance(other_holder, dict)
+                else other_key < len(other_holder)
+            ):
                 holder[key] = _copy(other_holder[other_key])
         elif isinstance(holder, dict):
-            name = random.choice(["", "\ud800", str(key).upper(), f"{key}s", "__class__", "path", "a" * 2000])
+            name = random.choice(
+                ["", "\ud800", str(key).upper(), f"{key}s", "__class__", "path", "a" * 2000]
+            )
             holder[name] = _copy(holder[key]) if kind == 5 else holder.pop(key)
         elif kind == 5:
             holder.insert(key, _copy(holder[key]))
         else:
-            holder[:] = [part for _ in range(random.choice((2, 50))) for part in _copy(holder)][:500]
+            holder[:] = [part for _ in range(random.choice((2, 50))) for part in _copy(holder)][
+                :500
+            ]
     return made
 
 
@@ -124,7 +187,13 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     pending = [value]
     while pending and len(found) < 1000:
         holder = pending.pop()
-        keys = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else []
+        keys = (
+            list(holder)
+            if isinstance(holder, dict)
+            else range(len(holder))
+            if isinstance(holder, list)
+            else []
+        )
         found += [(holder, key) for key in keys]
         pending += [holder[key] for key in keys]
     return found

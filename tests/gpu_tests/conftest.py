@@ -1,5 +1,5 @@
-"""What has to be seen on a GPU: `make gpu-test`. With `--device cpu` the same tests run at tiny size without one, so
-that none of their code is new on the day when there is a GPU.
+"""What has to be seen on a GPU: `make gpu-test`. With `--device cpu` the same tests run at tiny
+size without one, so that none of their code is new on the day when there is a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run at tiny size")
+    parser.addoption(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run at tiny size"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,5 +31,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device; pytest tests/gpu_tests --device cpu is a dry run")
     if chosen.type == "cpu" and torch.cuda.is_available():
-        pytest.skip("a dry run needs CUDA_VISIBLE_DEVICES= (empty): megatron-core takes a GPU wherever it sees one")
+        pytest.skip(
+            "a dry run needs CUDA_VISIBLE_DEVICES= (empty): megatron-core takes a GPU wherever it "
+            "sees one"
+        )
     return torch.device("cuda", 0) if chosen.type == "cuda" else chosen

@@ -1,4 +1,6 @@
-"""The attention kernels that this device has, forward and backward, against their definition in float64."""
+"""The attention kernels that this device has, forward and backward, against their definition in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,28 @@ class Case(NamedTuple):
     """Of two; None without context parallel."""
 
     def __str__(self) -> str:
-        shape = f"{self.heads}x{self.head_size}-{self.groups}groups-{self.lengths}-{str(self.dtype)[6:]}"
+        shape = f"{self.heads}x{self.head_size}-{self.groups}groups-{self.lengths}-"
+        shape += str(self.dtype)[6:]
         return shape if self.cp_rank is None else f"{shape}-cp{self.cp_rank}of2"
 
 
 CASES = [
     *(Case(head_size) for head_size in (64, 72, 80, 96, 128, 160, 192, 256)),
     *(Case(head_size, groups=2, cp_rank=rank) for head_size in (64, 256) for rank in (0, 1)),
-    *(Case(groups=groups, lengths=name) for groups in (8, 2, 1) for name in ("one token", "short", "chats", "long")),
+    *(
+        Case(groups=groups, lengths=name)
+        for groups in (8, 2, 1)
+        for name in ("one token", "short", "chats", "long")
+    ),
     *(Case(groups=groups, lengths="long", cp_rank=rank) for groups in (8, 1) for rank in (0, 1)),
     *(Case(groups=2, dtype=dtype, cp_rank=rank) for dtype in (FP16, FP32) for rank in (None, 1)),
 ]
 
 
 def lengths_of(name: str, is_tiny: bool) -> tuple[int, ...]:
-    """Of the sequences of a pack, in multiples of 4, as context parallel has them; but "one token" and "short"."""
+    """Of the sequences of a pack, in multiples of 4, as context parallel has them; but "one token"
+    and "short".
+    """
     random = np.random.default_rng(1)
     chats = 4 * np.exp(random.normal(4.0, 1.0, 6 if is_tiny else 64)).astype(int) + 4
     return {
@@ -57,21 +66,33 @@ def lengths_of(name: str, is_tiny: bool) -> tuple[int, ...]:
 def test_attention_is_that_of_each_sequence_alone(case: Case, device: torch.device) -> None:
     """A kernel that looks into the next sequence, or misses the last key, still trains."""
     query_lengths = key_lengths = lengths_of(case.lengths, device.type == "cpu")
-    if case.cp_rank is not None:  # of each sequence's four pieces it holds these two, which see all before them
-        pieces = [(length // 4, number) for length in query_lengths for number in (case.cp_rank, 3 - case.cp_rank)]
+    if (
+        case.cp_rank is not None
+    ):  # of each sequence's four pieces it holds these two, which see all before them
+        pieces = [
+            (length // 4, number)
+            for length in query_lengths
+            for number in (case.cp_rank, 3 - case.cp_rank)
+        ]
         query_lengths = tuple(piece for piece, _ in pieces)
         key_lengths = tuple((number + 1) * piece for piece, number in pieces)
     check(case, query_lengths, key_lengths, device)
 
 
-def check(case: Case, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device) -> None:
+def check(
+    case: Case, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], device: torch.device
+) -> None:
     generator = torch.Generator(device).manual_seed(1)
 
     def random(num_tokens: int, heads: int, size: int) -> Tensor:
-        return torch.randn(num_tokens, heads, size, generator=generator, device=device).to(case.dtype)
+        return torch.randn(num_tokens, heads, size, generator=generator, device=device).to(
+            case.dtype
+        )
 
     query, gradient = (random(sum(query_lengths), case.heads, case.head_size) for _ in range(2))
-    both = random(sum(key_lengths), case.groups, 2 * case.head_size)  # as projections leave keys and values
+    both = random(
+        sum(key_lengths), case.groups, 2 * case.head_size
+    )  # as projections leave keys and values
     query.requires_grad_()
     both.requires_grad_()
     key, value = both.chunk(2, dim=-1)
@@ -95,17 +116,21 @@ def check(case: Case, query_lengths: tuple[int, ...], key_lengths: tuple[int, ..
         # In half precision the weights are rounded, once; in float32 it is the sums.
         most = rounding * (64 if case.dtype == FP32 else times)
         difference = relative_difference(found[number], expected[number], lengths)
-        assert difference <= most, f"{name}: {difference:.1e}, {difference / rounding:.1f} roundings"
+        assert difference <= most, (
+            f"{name}: {difference:.1e}, {difference / rounding:.1f} roundings"
+        )
 
 
 def relative_difference(found: Tensor, expected: Tensor, lengths: tuple[int, ...]) -> float:
-    """The worst of the sequences: root mean square of the difference over that of what is expected, or over 1 where
-    that is zero, as the gradients of queries that see one key.
+    """The worst of the sequences: root mean square of the difference over that of what is expected,
+    or over 1 where that is zero, as the gradients of queries that see one key.
     """
     assert found.isfinite().all()
     units = [rms(part) for part in expected.split(lengths)]
     parts = (found.double() - expected).split(lengths)
-    return max(rms(part) / (unit if unit > 1e-12 else 1.0) for part, unit in zip(parts, units, strict=True))
+    return max(
+        rms(part) / (unit if unit > 1e-12 else 1.0) for part, unit in zip(parts, units, strict=True)
+    )
 
 
 def rms(values: Tensor) -> float:
@@ -113,12 +138,17 @@ def rms(values: Tensor) -> float:
 
 
 def exactly(
-    tensors: tuple[Tensor, ...], query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], scale: float
+    tensors: tuple[Tensor, ...],
+    query_lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    scale: float,
 ) -> tuple[Tensor, ...]:
-    """Output and the gradients of queries, keys and values in float64: softmax by its definition, and by its
-    derivative.
+    """Output and the gradients of queries, keys and values in float64: softmax by its definition,
+    and by its derivative.
     """
-    query, key, value, gradient = (x.double().transpose(0, 1) for x in tensors)  # [heads, tokens, d]
+    query, key, value, gradient = (
+        x.double().transpose(0, 1) for x in tensors
+    )  # [heads, tokens, d]
     times = len(query) // len(key)
     key, value = (x.repeat_interleave(times, dim=0) for x in (key, value))
     results = [torch.zeros_like(x) for x in (query, query, key, value)]
@@ -127,13 +157,19 @@ def exactly(
         query_end, key_end = query_end + num_queries, key_end + num_keys
         for start in range(query_end - num_queries, query_end, BLOCK):
             rows = slice(start, min(start + BLOCK, query_end))
-            keys = slice(key_end - num_keys, key_end - (query_end - rows.stop))  # that the last of these queries sees
+            keys = slice(
+                key_end - num_keys, key_end - (query_end - rows.stop)
+            )  # that the last of these queries sees
             q, k, v, g = query[:, rows], key[:, keys], value[:, keys], gradient[:, rows]
             num_rows, num_seen = q.shape[1], k.shape[1]
-            hidden = torch.ones(num_rows, num_seen, dtype=torch.bool, device=q.device).triu(num_seen - num_rows + 1)
+            hidden = torch.ones(num_rows, num_seen, dtype=torch.bool, device=q.device).triu(
+                num_seen - num_rows + 1
+            )
             weights = (scale * q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1)
             of_weights = g @ v.mT
-            of_scores = scale * weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+            of_scores = (
+                scale * weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+            )
             results[0][:, rows] = weights @ v
             results[1][:, rows] = of_scores @ k
             results[2][:, keys] += of_scores.mT @ q

@@ -17,7 +17,8 @@ from tests.functional_tests.test_run import EXACT, Run, steps_of
 
 TIMEOUT_SECONDS = 300.0
 COMMON = (
-    "--seq-length 128 --global-batch-size 8 --lr 1e-3 --adam-eps 1e-3 --eval-iters 0 --over-length-policy truncate "
+    "--seq-length 128 --global-batch-size 8 --lr 1e-3 --adam-eps 1e-3 --eval-iters 0 "
+    "--over-length-policy truncate "
     "--num-workers 2"
 )
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96"
@@ -52,12 +53,16 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The option that reads two files of chats, one twice as often as the other."""
     folder = tmp_path_factory.mktemp("data")
     for name in ("first", "second"):
-        chats = [{"instruction": f"{name} {i}?", "output": "yes " * (1 + i * 7 % 29)} for i in range(40)]
+        chats = [
+            {"instruction": f"{name} {i}?", "output": "yes " * (1 + i * 7 % 29)} for i in range(40)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     return f"--data-path 2 {folder}/first.jsonl 1 {folder}/second.jsonl --skip-bad-samples"
 
 
-@pytest.mark.parametrize(("precision", "apart"), [("", 1e-5), ("--bf16", 5e-3)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("precision", "apart"), [("", 1e-5), ("--bf16", 5e-3)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_goes_on_as_on_cpu(
     case: str,
@@ -68,13 +73,18 @@ def test_goes_on_as_on_cpu(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three steps from a checkpoint that was made on CPU. Blends with worker processes, a mask on the wrong device, a
+    """Three steps from a checkpoint that was made on CPU. Blends with worker processes, a mask on
+    the wrong device, a
     kernel with another scale: each would train, to another loss.
     """
     model, how = CASES[case]
     text = f"{SHAPE} {model} {how} {precision} {blend} --train-iters 4"
     cpu, here = tmp_path / "cpu", tmp_path / "here"
-    train(f"{text} --run-dir {cpu} --save {cpu}/checkpoints --save-interval 1", torch.device("cpu"), monkeypatch)
+    train(
+        f"{text} --run-dir {cpu} --save {cpu}/checkpoints --save-interval 1",
+        torch.device("cpu"),
+        monkeypatch,
+    )
     shutil.copytree(cpu / "checkpoints", here / "checkpoints")
     (here / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     saved = f"--load {here}/checkpoints --save {here}/checkpoints"
@@ -89,18 +99,27 @@ def test_goes_on_as_on_cpu(
 
 
 @pytest.mark.parametrize(
-    ("model", "lora"), [*((model, "") for model in ("llama3", "qwen2", "gemma", "qwen3-moe")), ("llama3", LORA)]
+    ("model", "lora"),
+    [*((model, "") for model in ("llama3", "qwen2", "gemma", "qwen3-moe")), ("llama3", LORA)],
 )
 def test_weights_in_and_out(
     model: str, lora: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor that is cut, joined or cast otherwise on the device is written to the folder that others load."""
+    """A tensor that is cut, joined or cast otherwise on the device is written to the folder that
+    others load.
+    """
     write_model(model, tmp_path / "model")
     text = f"--pretrained-checkpoint {tmp_path}/model --mock-data {PACKED} --train-iters 3 {lora}"
     for name, where in (("cpu", torch.device("cpu")), ("here", device)):
-        train(f"{text} --run-dir {tmp_path}/{name} --save-hf {tmp_path}/{name}/model", where, monkeypatch)
+        train(
+            f"{text} --run-dir {tmp_path}/{name} --save-hf {tmp_path}/{name}/model",
+            where,
+            monkeypatch,
+        )
     expected, found = steps_of(tmp_path / "cpu"), steps_of(tmp_path / "here")
-    assert [found[i]["loss"] for i in (1, 2, 3)] == pytest.approx([expected[i]["loss"] for i in (1, 2, 3)], rel=1e-4)
+    assert [found[i]["loss"] for i in (1, 2, 3)] == pytest.approx(
+        [expected[i]["loss"] for i in (1, 2, 3)], rel=1e-4
+    )
     before, after = read_folder(tmp_path / "model"), read_folder(tmp_path / "here/model")
     expected_after = read_folder(tmp_path / "cpu/model")
     assert after.keys() == expected_after.keys()
@@ -112,10 +131,18 @@ def test_weights_in_and_out(
 
 @pytest.mark.parametrize("precision", ["", "--bf16"], ids=["float32", "bfloat16"])
 def test_two_runs_and_a_continued_one_are_equal(
-    precision: str, blend: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    blend: str,
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With --deterministic-mode to the bit: atomic additions would come in another order each time."""
-    text = f"{SHAPE} {MODELS['grouped']} {PACKED} {precision} {blend} --train-iters 6 --deterministic-mode"
+    """With --deterministic-mode to the bit: atomic additions would come in another order each
+    time."""
+    text = (
+        f"{SHAPE} {MODELS['grouped']} {PACKED} {precision} {blend} --train-iters 6 "
+        "--deterministic-mode"
+    )
     for name in ("first", "second"):
         folder = tmp_path / name
         saved = f"--load {folder}/checkpoints --save {folder}/checkpoints --save-interval 2"
@@ -127,10 +154,14 @@ def test_two_runs_and_a_continued_one_are_equal(
     for other in (steps_of(tmp_path / "first"), steps_of(tmp_path / "second")):
         assert list(other) == list(whole) == [1, 2, 3, 4, 5, 6]
         for iteration, step in other.items():
-            assert {name: step[name] for name in EXACT} == {name: whole[iteration][name] for name in EXACT}
+            assert {name: step[name] for name in EXACT} == {
+                name: whole[iteration][name] for name in EXACT
+            }
 
 
-def test_the_plug_in_trains_packed_as_padded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plug_in_trains_packed_as_padded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Users copy the example."""
     ahead = (*PACKING.split(), "--prefetch-global-batches", "2")
     padded, packed = run_example(num_processes=1), run_example(*ahead, num_processes=1)
@@ -150,7 +181,13 @@ def test_transformer_engine_trains_as_torch_on_cpu(
     write_model("llama3", tmp_path / "model")
     text = f"--pretrained-checkpoint {tmp_path}/model --mock-data {PACKED} --train-iters 3 --bf16"
     for name, where in (("cpu", torch.device("cpu")), ("here", device)):
-        train(f"{text} --run-dir {tmp_path}/{name} --save-hf {tmp_path}/{name}/model", where, monkeypatch)
+        train(
+            f"{text} --run-dir {tmp_path}/{name} --save-hf {tmp_path}/{name}/model",
+            where,
+            monkeypatch,
+        )
     expected, found = steps_of(tmp_path / "cpu"), steps_of(tmp_path / "here")
-    assert [found[i]["loss"] for i in (1, 2, 3)] == pytest.approx([expected[i]["loss"] for i in (1, 2, 3)], rel=2e-2)
+    assert [found[i]["loss"] for i in (1, 2, 3)] == pytest.approx(
+        [expected[i]["loss"] for i in (1, 2, 3)], rel=2e-2
+    )
     assert read_folder(tmp_path / "here/model").keys() == read_folder(tmp_path / "model").keys()

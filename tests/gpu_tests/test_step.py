@@ -1,4 +1,6 @@
-"""A step of the trainer on this device: what waits for it, what moves beside it, and what stays in its memory."""
+"""A step of the trainer on this device: what waits for it, what moves beside it, and what stays in
+its memory.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,17 @@ from megatron.sft.train import Trainer
 from tests.functional_tests.layouts import MODELS
 
 COMMON = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --mock-data --vocab-size 1000 "
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --mock-data "
+    "--vocab-size 1000 "
     "--global-batch-size 16 --lr 1e-4 --eval-iters 0 --log-interval 100 --sequence-packing "
     "--over-length-policy truncate --bf16"
 )
 TINY = "--num-layers 2 --hidden-size 32 --seq-length 64 --global-batch-size 4 --num-workers 0"
 
 
-def train(text: str, folder: Path, device: torch.device, after_step: Callable[[int], None] | None = None) -> None:
+def train(
+    text: str, folder: Path, device: torch.device, after_step: Callable[[int], None] | None = None
+) -> None:
     """Run the trainer in this process; `after_step` hears the number of each step."""
     text = f"{COMMON} {TINY if device.type == 'cpu' else ''} {text} --run-dir {folder}"
     config = parse_config(text.split(), 1)
@@ -63,12 +68,16 @@ def set_sync_debug_mode(mode: str, device: torch.device) -> None:
 def test_passes_read_nothing_from_the_device(
     model: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read empties the device's queue: the host then starts kernels one by one, and no figure says why."""
+    """Each read empties the device's queue: the host then starts kernels one by one, and no figure
+    says why.
+    """
     run = Trainer._run
     modes: list[str] = []
 
     def watched(self: Trainer, *arguments: Any, **named: Any) -> list[Any]:
-        mode = "error" if len(modes) >= 3 else "default"  # the first compile, for other lengths again
+        mode = (
+            "error" if len(modes) >= 3 else "default"
+        )  # the first compile, for other lengths again
         modes.append(mode)
         set_sync_debug_mode(mode, device)
         try:
@@ -89,7 +98,11 @@ def test_a_step_waits_once(tmp_path: Path, device: torch.device) -> None:
 
         def note(iteration: int) -> None:
             told.append(
-                [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
+                [
+                    str(warning.message)
+                    for warning in caught
+                    if "called a synchronizing" in str(warning.message)
+                ]
             )
             caught.clear()
             set_sync_debug_mode("warn", device)
@@ -122,26 +135,37 @@ def test_memory_stays_flat(tmp_path: Path, device: torch.device) -> None:
 
 
 def test_microbatches_arrive_whole_beside_a_busy_device(device: torch.device) -> None:
-    """They are copied on a stream of their own: a missing wait, or memory that is used again too early, trains on
-    other tokens than were drawn.
+    """They are copied on a stream of their own: a missing wait, or memory that is used again too
+    early, trains on other tokens than were drawn.
     """
     random = np.random.default_rng(1)
     lengths = random.integers(1, 2000, (24, 8))
     draws = [
-        {"tokens": torch.from_numpy(random.integers(0, 1000, n)), "loss_mask": torch.from_numpy(random.random(n))}
+        {
+            "tokens": torch.from_numpy(random.integers(0, 1000, n)),
+            "loss_mask": torch.from_numpy(random.random(n)),
+        }
         for n in lengths.flatten()
     ]
     samples = read_samples([{**draw, "loss_mask": draw["loss_mask"].float()} for draw in draws])
     num_sequences = np.full(24, 8)
-    microbatches = pack(samples, num_sequences, layouts_of(samples.lengths, num_sequences, Alignment()))
+    microbatches = pack(
+        samples, num_sequences, layouts_of(samples.lengths, num_sequences, Alignment())
+    )
     sums = []
     for microbatch in PackedIterator(microbatches, device):
         if device.type == "cuda":
             torch.cuda._sleep(2_000_000)  # about a millisecond: the host runs ahead
-        weights = {name: torch.arange(1.0, microbatch[name].numel() + 1, device=device) for name in FIELDS}
-        sums.append(torch.stack([(microbatch[name].double() * weights[name]).sum() for name in FIELDS]))
+        weights = {
+            name: torch.arange(1.0, microbatch[name].numel() + 1, device=device) for name in FIELDS
+        }
+        sums.append(
+            torch.stack([(microbatch[name].double() * weights[name]).sum() for name in FIELDS])
+        )
     for microbatch, found in zip(microbatches, sums, strict=True):
         assert all(microbatch[name].is_pinned() == (device.type == "cuda") for name in FIELDS)
         weights = {name: torch.arange(1.0, microbatch[name].numel() + 1) for name in FIELDS}
-        expected = torch.stack([(microbatch[name].double() * weights[name]).sum() for name in FIELDS])
+        expected = torch.stack(
+            [(microbatch[name].double() * weights[name]).sum() for name in FIELDS]
+        )
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=0)

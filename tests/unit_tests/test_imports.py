@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("pure", "tensor", "collective", "mcore")
 
-# One after the other in one process, up to the first that is not as it should be: that one is to blame.
+# One after the other in one process, up to the first that is not as it should be: that one is to
+# blame.
 IMPORT_ALL = """
 import importlib, json, sys
 
@@ -46,7 +47,9 @@ def kind(path: Path) -> str:
 
 @cache
 def imported(path: Path, at_import_time_only: bool = False) -> list[str]:
-    """Names that a file imports, "a.b.c" for `from a.b import c`; with those in functions unless told otherwise."""
+    """Names that a file imports, "a.b.c" for `from a.b import c`; with those in functions unless
+    told otherwise.
+    """
     return list(_imported(path, at_import_time_only))
 
 
@@ -69,7 +72,9 @@ def is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-FILES = sorted(path for path in (ROOT / "megatron").rglob("*.py") if "__pycache__" not in path.parts)
+FILES = sorted(
+    path for path in (ROOT / "megatron").rglob("*.py") if "__pycache__" not in path.parts
+)
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 PURE = [module_name(path) for path in MODULES if kind(path) == "pure"]
 
@@ -79,18 +84,24 @@ def test_the_files_are_found():
     assert {path.parent.name for path in MODULES} >= {"batch", "scheduling", "planner", "sft"}
     assert len(PURE) >= 10
     packing = ROOT / "megatron" / "packing"
-    assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(packing / "model" / "get_batch.py", True)
+    assert "megatron.core.packed_seq_params.PackedSeqParams" in imported(
+        packing / "model" / "get_batch.py", True
+    )
     assert "megatron.packing.scheduling.problem.Schedule" in imported(packing / "step" / "stats.py")
 
 
 def test_megatron_is_a_namespace():
-    """With an `__init__.py` here, `import megatron.core` fails wherever this package comes first on the path."""
+    """With an `__init__.py` here, `import megatron.core` fails wherever this package comes first on
+    the path.
+    """
     assert not (ROOT / "megatron" / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_docstring_says_the_kind(path):
-    """The kind is the contract that the tests below hold a file to; without one a file is held to nothing."""
+    """The kind is the contract that the tests below hold a file to; without one a file is held to
+    nothing.
+    """
     assert kind(path) in KINDS
 
 
@@ -99,20 +110,25 @@ def loaded_by_import() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     while left := [name for name in PURE if name not in found]:
         command = [sys.executable, "-c", IMPORT_ALL, *left]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        )
         found |= dict(json.loads(line) for line in done.stdout.splitlines())
     return found
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_modules_import_neither_torch_nor_megatron_core(name, loaded_by_import):
-    """Data-loader workers, reports and tests import these: each would take seconds longer, for nothing."""
+    """Data-loader workers, reports and tests import these: each would take seconds longer, for
+    nothing.
+    """
     assert loaded_by_import[name] == []
 
 
 # Commands whose name users look for in `packing`, while what they run is above it.
 COMMANDS = ("megatron.packing.plan", "megatron.packing.calibrate")
-# Each package knows those named after it, and no other; inside a package a folder knows those before it.
+# Each package knows those named after it, and no other; inside a package a folder knows those
+# before it.
 KNOWS = {
     "blending": (),
     "packing": (),
@@ -128,7 +144,9 @@ FOLDERS = {
 @pytest.mark.parametrize("package", KNOWS)
 def test_packages_know_only_those_below(package):
     """Each package is usable without those above; one import, also inside a function, ends that."""
-    forbidden = [f"megatron.{other}" for other in KNOWS if other != package and other not in KNOWS[package]]
+    forbidden = [
+        f"megatron.{other}" for other in KNOWS if other != package and other not in KNOWS[package]
+    ]
     found = [
         (module_name(path), name)
         for path in FILES
@@ -141,8 +159,12 @@ def test_packages_know_only_those_below(package):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_only_run(command):
-    """The one file of a package that knows those above may be imported by none, else the package knows them, too."""
-    importers = [module_name(path) for path in FILES for name in imported(path) if is_within(name, command)]
+    """The one file of a package that knows those above may be imported by none, else the package
+    knows them, too.
+    """
+    importers = [
+        module_name(path) for path in FILES for name in imported(path) if is_within(name, command)
+    ]
     assert importers == []
     path = ROOT.joinpath(*command.split(".")).with_suffix(".py")
     assert not any(is_within(name, "megatron") for name in imported(path, at_import_time_only=True))
@@ -166,10 +188,21 @@ def test_folders_have_one_order(package):
 
 @pytest.mark.parametrize("package", ["blending"])
 def test_no_circle_of_files(package):
-    """Files that import one another, also inside functions, can only be read, tested and moved all together."""
-    paths = {module_name(path): path for path in MODULES if path.is_relative_to(ROOT / "megatron" / package)}
+    """Files that import one another, also inside functions, can only be read, tested and moved all
+    together.
+    """
+    paths = {
+        module_name(path): path
+        for path in MODULES
+        if path.is_relative_to(ROOT / "megatron" / package)
+    }
     left = {
-        name: {other for other in paths for one in imported(path) if is_within(one, other) and other != name}
+        name: {
+            other
+            for other in paths
+            for one in imported(path)
+            if is_within(one, other) and other != name
+        }
         for name, path in paths.items()
     }
     assert sum(map(len, left.values())) > len(left)
@@ -179,24 +212,43 @@ def test_no_circle_of_files(package):
 
 
 def test_text_imports_no_media():
-    """Decoders of images and video take seconds to import, and need libraries that those who train on text lack."""
+    """Decoders of images and video take seconds to import, and need libraries that those who train
+    on text lack.
+    """
     code = (
-        "import sys; from megatron.blending.formats.decode import decode_part; import megatron.blending as b;"
+        "import sys; from megatron.blending.formats.decode import decode_part; import "
+        "megatron.blending as b;"
         "b.get_train_dataset; b.get_loader; assert decode_part('txt', b'a') == 'a';"
         "print([name for name in sys.modules if 'formats.media' in name])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == "[]"
     media = ROOT / "megatron" / "blending" / "formats" / "media"
-    known = [name for path in FILES for name in imported(path) if is_within(name, "megatron.blending.formats.media")]
+    known = [
+        name
+        for path in FILES
+        for name in imported(path)
+        if is_within(name, "megatron.blending.formats.media")
+    ]
     assert media.is_dir()
     assert known == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_only_mcore_files_import_megatron_core(path):
-    """megatron-core takes seconds to import and changes by release: who depends on it must be few, and say so."""
-    at_import_time = [name for name in imported(path, at_import_time_only=True) if is_within(name, "megatron.core")]
+    """megatron-core takes seconds to import and changes by release: who depends on it must be few,
+    and say so.
+    """
+    at_import_time = [
+        name
+        for name in imported(path, at_import_time_only=True)
+        if is_within(name, "megatron.core")
+    ]
     assert kind(path) == "mcore" or at_import_time == []

@@ -1,4 +1,5 @@
-"""What is published: a source distribution, and a wheel built from it where there is no compiler."""
+"""What is published: a source distribution, and a wheel built from it where there is no
+compiler."""
 
 import os
 import re
@@ -23,7 +24,9 @@ def build(kind: str, source: Path, target: Path) -> Path:
     target.mkdir()
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(target)]
     environment = os.environ | {"CC": "false", "CXX": "false"}
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (built,) = target.iterdir()
     return built
@@ -31,14 +34,17 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[set[str], set[str]]:
-    """Names of the files in the source distribution, and in the wheel that is built from it alone."""
+    """Names of the files in the source distribution, and in the wheel that is built from it
+    alone."""
     folder = tmp_path_factory.mktemp("build")
     (folder / "checkout").mkdir()
     for path in (*ROOT.glob("*.*"), ROOT / "LICENSE", ROOT / "Makefile"):
         if path.is_file():
             shutil.copy(path, folder / "checkout")
     for name in ("megatron", "docs", "examples", "tests"):
-        shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     sdist = build("sdist", folder / "checkout", folder / "sdist")
     with tarfile.open(sdist) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
@@ -52,13 +58,23 @@ def built(tmp_path_factory) -> tuple[set[str], set[str]]:
 def test_the_source_distribution_builds_and_is_tested(built):
     """It would build from a checkout only, or could not be checked by those who package it."""
     in_sdist, _ = built
-    wanted = {"LICENSE", "CHANGELOG.md", "Makefile", "pretrain_sft.py", "megatron/packing/scheduling/core.cpp"}
-    assert wanted | {"tests/unit_tests/test_package.py", "examples/tiny_chat/config.yaml"} <= in_sdist
+    wanted = {
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "pretrain_sft.py",
+        "megatron/packing/scheduling/core.cpp",
+    }
+    assert (
+        wanted | {"tests/unit_tests/test_package.py", "examples/tiny_chat/config.yaml"} <= in_sdist
+    )
     assert not [name for name in in_sdist if name.endswith((".so", ".pyc"))]
 
 
 def test_the_wheel_has_all_code_and_nothing_else(built):
-    """A folder without an __init__.py, or a file that is no Python, would be missing only for those who install."""
+    """A folder without an __init__.py, or a file that is no Python, would be missing only for those
+    who install.
+    """
     _, in_wheel = built
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     typed = {f"megatron/{package}/py.typed" for package in PACKAGES}
@@ -67,10 +83,16 @@ def test_the_wheel_has_all_code_and_nothing_else(built):
 
 def test_the_version_has_its_entry(built):
     """A version that no change log tells of, or a change log that nobody kept."""
-    (found,) = re.findall(r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (found,) = re.findall(
+        r'^version = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert version("megatron-sft") == found
-    assert re.search(rf"^## {re.escape(found)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert any(name.startswith(f"megatron_sft-{found}.dist-info/licenses/LICENSE") for name in built[1])
+    assert re.search(
+        rf"^## {re.escape(found)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert any(
+        name.startswith(f"megatron_sft-{found}.dist-info/licenses/LICENSE") for name in built[1]
+    )
 
 
 def test_pip_installs_the_torch_that_is_tested():

@@ -1,19 +1,25 @@
-"""The part of the repository that whoever maintains the trainer must know: all that importing it can reach."""
+"""The part of the repository that whoever maintains the trainer must know: all that importing it
+can reach.
+"""
 
 import ast
 
 from tests.unit_tests.test_imports import FILES, imported, module_name, syntax
 
 BASELINE = 19_182
-"""Statements that the trainer reaches. A change of more than SLACK changes this number in the same commit."""
+"""Statements that the trainer reaches. A change of more than SLACK changes this number in the same
+commit.
+"""
 SLACK = 0.02
 BY_NAME = {module_name(path).removesuffix(".__init__"): path for path in FILES}
 
 
 def reached_from(name: str) -> set[str]:
-    """The modules of this project that importing `name` can import, at once or later; itself among them.
+    """The modules of this project that importing `name` can import, at once or later; itself among
+    them.
 
-    Imports inside functions count, and so do names of modules in strings, which `importlib` imports.
+    Imports inside functions count, and so do names of modules in strings, which `importlib`
+    imports.
     """
     found, pending = set[str](), [name]
     while pending:
@@ -28,7 +34,9 @@ def reached_from(name: str) -> set[str]:
                 pending += [
                     node.value
                     for node in ast.walk(syntax(path))
-                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in BY_NAME
+                    if isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and node.value in BY_NAME
                 ]
     return found
 
@@ -39,7 +47,9 @@ def num_statements(name: str) -> int:
 
 
 def test_the_trainer_reaches_no_more_than_is_said():
-    """Each module in reach is one more that a reader of the trainer must know; nobody would see it come."""
+    """Each module in reach is one more that a reader of the trainer must know; nobody would see it
+    come.
+    """
     reached = reached_from("megatron.sft.__main__")
     assert {
         "megatron.sft.train",
@@ -49,6 +59,7 @@ def test_the_trainer_reaches_no_more_than_is_said():
     statements = sum(map(num_statements, reached))
     print(f"megatron.sft.__main__ reaches {statements:,} statements in {len(reached)} modules")
     assert abs(statements - BASELINE) <= SLACK * BASELINE, (
-        f"the trainer reaches {statements:,} statements, {BASELINE:,} are said: change BASELINE in this commit, or "
+        f"the trainer reaches {statements:,} statements, {BASELINE:,} are said: change BASELINE in "
+        "this commit, or "
         "import less"
     )

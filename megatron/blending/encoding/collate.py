@@ -1,4 +1,5 @@
-"""tensor. This makes one value of several of a kind: samples are stacked into a batch, batches concatenated.
+"""tensor. This makes one value of several of a kind: samples are stacked into a batch, batches
+concatenated.
 
 Torch is imported only where a tensor is met: a stream of text never imports it.
 """
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 
 def generic_batch(values: Sequence[Any]) -> Any:
-    """Stack tensors, padded; go into dicts, dataclasses and named tuples of one form; anything else becomes a list.
+    """Stack tensors, padded; go into dicts, dataclasses and named tuples of one form; anything else
+    becomes a list.
 
     `[{"a": "x"}, {"a": "y"}] -> {"a": ["x", "y"]}`.
     """
@@ -25,18 +27,22 @@ def generic_batch(values: Sequence[Any]) -> Any:
 def generic_concat(values: Sequence[Any]) -> Any:
     """As `generic_batch`, but tensors are concatenated by `concat_pad`.
 
-    What is not a tensor becomes a list of the parts: two captions of batches of one are `[["a"], ["b"]]`.
+    What is not a tensor becomes a list of the parts: two captions of batches of one are `[["a"],
+    ["b"]]`.
     """
     return _collated(values, concat_pad)
 
 
 def homogeneous_concat_mix(samples: Sequence[Any]) -> Any:
-    """Make one batch of several of the same type: a `batch_mix_fn` of MixBatchDataset. ValueError if types differ."""
+    """Make one batch of several of the same type: a `batch_mix_fn` of MixBatchDataset. ValueError
+    if types differ.
+    """
     first = type(samples[0])
     for sample in samples:
         if type(sample) is not first:
             raise ValueError(
-                f"samples to mix must be of one type, but are {first.__name__} and {type(sample).__name__}; "
+                f"samples to mix must be of one type, but are {first.__name__} and "
+                f"{type(sample).__name__}; "
                 "pass a batch_mix_fn that mixes them"
             )
     return generic_concat(samples)
@@ -54,7 +60,9 @@ def batch_stack(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def batch_pad_stack(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Stack tensors along a new first dimension; smaller ones get zeros at the end of each dimension."""
+    """Stack tensors along a new first dimension; smaller ones get zeros at the end of each
+    dimension.
+    """
     import torch
 
     if all(value.shape == values[0].shape for value in values):
@@ -75,7 +83,9 @@ def concat_pad(batch: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]") -> Any:
-    """Return `value` with each tensor in it changed; lists, dicts, tuples and dataclasses are copied on the way."""
+    """Return `value` with each tensor in it changed; lists, dicts, tuples and dataclasses are
+    copied on the way.
+    """
     if is_tensor(value):
         return change(value)
     if isinstance(value, dict):
@@ -87,7 +97,9 @@ def map_tensors(value: object, change: "Callable[[torch.Tensor], torch.Tensor]")
         return type(value)(map_tensors(item, change) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in names})
+        return dataclasses.replace(
+            value, **{name: map_tensors(getattr(value, name), change) for name in names}
+        )
     return value
 
 
@@ -119,24 +131,36 @@ def _collated(values: Sequence[Any], join: Callable[[Any], Any]) -> Any:
         return fields if kind is dict else kind(fields)
     if dataclasses.is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first) if field.init]
-        return kind(**{name: _field(name, [getattr(value, name) for value in values], join) for name in names})
+        return kind(
+            **{
+                name: _field(name, [getattr(value, name) for value in values], join)
+                for name in names
+            }
+        )
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return kind(*(_collated(column, join) for column in zip(*values)))
     return list(values)
 
 
 def _field(name: str, values: list[Any], join: Callable[[Any], Any]) -> Any:
-    """Collate a field; what says where samples came from is a list whatever it holds, or None if there is nothing."""
+    """Collate a field; what says where samples came from is a list whatever it holds, or None if
+    there is nothing.
+    """
     if name.startswith("__"):
         return None if all(value is None for value in values) else values
     return _collated(values, join)
 
 
 def _padded(values: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Concatenate along the first dimension into zeros that are as large as the largest in every other."""
+    """Concatenate along the first dimension into zeros that are as large as the largest in every
+    other.
+    """
     shapes = [value.shape[1:] for value in values]
     if any(len(shape) != len(shapes[0]) for shape in shapes):
-        raise ValueError(f"tensors must have equally many dimensions, but have shapes {[tuple(s) for s in shapes]}")
+        raise ValueError(
+            "tensors must have equally many dimensions, but have shapes "
+            f"{[tuple(s) for s in shapes]}"
+        )
     size = [max(extents) for extents in zip(*shapes)]
     result = values[0].new_zeros([sum(len(value) for value in values), *size])
     start = 0

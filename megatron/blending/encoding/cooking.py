@@ -14,7 +14,8 @@ T = TypeVar("T")
 class Cooker:
     """A Cooker makes samples of CrudeSamples, for the sources that have all of `has_subflavors`.
 
-    Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker` asks for.
+    Called `cook(sample, **aux)` with the stores that the metadataset names, and with what `cooker`
+    asks for.
     """
 
     cook: Callable[..., Any]
@@ -23,7 +24,9 @@ class Cooker:
     def __post_init__(self) -> None:
         check_function("Cooker: cook", self.cook)
         if self.has_subflavors is not None and not isinstance(self.has_subflavors, Mapping):
-            raise ValueError(f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}")
+            raise ValueError(
+                f"Cooker: has_subflavors must be a dict, but is {self.has_subflavors!r}"
+            )
 
     def is_match(self, subflavors: Mapping[str, Any]) -> bool:
         """Whether the source has every subflavor that is asked for, with the same value."""
@@ -32,7 +35,9 @@ class Cooker:
 
 
 def cooker(function: Any = None, *, need_cache: bool = False, need_primary: bool = False) -> Any:
-    """Ask for more arguments of a cook function: `cache`, which reads stores, and `primary`, its own source by name."""
+    """Ask for more arguments of a cook function: `cache`, which reads stores, and `primary`, its
+    own source by name.
+    """
     if function is None:
         return functools.partial(cooker, need_cache=need_cache, need_primary=need_primary)
     function.__need_cache__ = need_cache
@@ -50,7 +55,8 @@ class DirectCache:
         return Lazy(store, name)
 
     def to_cache(self, data: object, name: str) -> "Lazy":
-        """Return what stands for data that was made: the data itself, as nothing is kept elsewhere."""
+        """Return what stands for data that was made: the data itself, as nothing is kept
+        elsewhere."""
         return Lazy(_Kept(data), name)
 
     def close(self) -> None:
@@ -77,9 +83,14 @@ class _Kept(NamedTuple):
 
 
 def choose_cook(
-    cookers: Sequence[Cooker], subflavors: Mapping[str, Any], stores: Mapping[str, Any], primary: object, where: str
+    cookers: Sequence[Cooker],
+    subflavors: Mapping[str, Any],
+    stores: Mapping[str, Any],
+    primary: object,
+    where: str,
 ) -> Callable[[Any], Any] | None:
-    """Return the function from crude sample to sample for a source, or None if the encoder has no cookers at all.
+    """Return the function from crude sample to sample for a source, or None if the encoder has no
+    cookers at all.
 
     The first cooker that matches; ValueError, starting with `where`, if none does.
     """
@@ -95,5 +106,6 @@ def choose_cook(
         return None
     asked = " or ".join(str(dict(entry.has_subflavors or {})) for entry in cookers)
     raise ValueError(
-        f"{where}: no cooker is for its subflavors {dict(subflavors)}; those of the task encoder ask for {asked}"
+        f"{where}: no cooker is for its subflavors {dict(subflavors)}; those of the task encoder "
+        f"ask for {asked}"
     )

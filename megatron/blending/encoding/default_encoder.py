@@ -1,4 +1,6 @@
-"""pure. DefaultTaskEncoder, which most are derived from, converts samples and batches to the types it is given."""
+"""pure. DefaultTaskEncoder, which most are derived from, converts samples and batches to the types
+it is given.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,9 @@ from megatron.blending.streams.failures import FatalSampleError
 
 
 class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """It converts, where types are given, by the names of their fields; without, it leaves samples as they are."""
+    """It converts, where types are given, by the names of their fields; without, it leaves samples
+    as they are.
+    """
 
     _encoded_sample_type: Any = None
     _raw_batch_type: Any = None
@@ -42,10 +46,11 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
             return converted(sample, self._encoded_sample_type)
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the samples' own.
+        """Return a batch of the first type that is known: `raw_batch_type`, `batch_type`, or the
+        samples' own.
 
-        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields that it lacks, or lack
-        some that it needs.
+        `batch_type` is passed over if `encode_batch` is there to make it and samples have fields
+        that it lacks, or lack some that it needs.
         """
         kind = self._raw_batch_type
         if kind is None and (not self._makes_batch() or is_made_of(self._batch_type, samples[0])):
@@ -65,11 +70,15 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
         if step == "encode_sample" and not self._has_own(step):
             return self._encoded_sample_type is not None
         if step == "encode_batch" and not self._has_own(step):
-            return self._batch_type is not None and (self._raw_batch_type is not None or self._has_own("batch"))
+            return self._batch_type is not None and (
+                self._raw_batch_type is not None or self._has_own("batch")
+            )
         return super().uses(step)
 
     def _has_own(self, step: str) -> bool:
-        return step in vars(self) or getattr(type(self), step) is not getattr(DefaultTaskEncoder, step)
+        return step in vars(self) or getattr(type(self), step) is not getattr(
+            DefaultTaskEncoder, step
+        )
 
     def _makes_batch(self) -> bool:
         return self._has_own("encode_batch")
@@ -77,7 +86,9 @@ class DefaultTaskEncoder(TaskEncoder[T_sample, T_encoded_sample, T_raw_batch, T_
 
 @contextmanager
 def types_must_fit() -> Iterator[None]:
-    """End the run where types do not fit: what fits no sample must not be left out as one sample that fails."""
+    """End the run where types do not fit: what fits no sample must not be left out as one sample
+    that fails.
+    """
     try:
         yield
     except FieldError as error:

@@ -1,4 +1,5 @@
-"""pure. Samples and batches have named fields in common: of a dataclass, a named tuple or a dict."""
+"""pure. Samples and batches have named fields in common: of a dataclass, a named tuple or a
+dict."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ class FieldError(ValueError):
 
 
 def field_names(value: object) -> list[str]:
-    """Return the names of the fields of an object, or of those of a class; FieldError if it has none."""
+    """Return the names of the fields of an object, or of those of a class; FieldError if it has
+    none.
+    """
     if isinstance(value, Mapping):
         return list(value)
     if dataclasses.is_dataclass(value):
@@ -24,7 +27,9 @@ def field_names(value: object) -> list[str]:
     if hasattr(value, "_fields"):
         return list(value._fields)
     name = value.__name__ if isinstance(value, type) else type(value).__name__
-    raise FieldError(f"{name} must be a dataclass, a named tuple or a dict; override the method that makes it")
+    raise FieldError(
+        f"{name} must be a dataclass, a named tuple or a dict; override the method that makes it"
+    )
 
 
 def has_fields(value: object) -> bool:
@@ -41,7 +46,11 @@ def required_names(kind: Any) -> set[str]:
         return set(kind._fields) - kind._field_defaults.keys()
     missing = dataclasses.MISSING
     fields = [field for field in dataclasses.fields(kind) if field.init]
-    return {field.name for field in fields if field.default is missing and field.default_factory is missing}
+    return {
+        field.name
+        for field in fields
+        if field.default is missing and field.default_factory is missing
+    }
 
 
 Action = Callable[[list[Any]], Any]
@@ -54,10 +63,11 @@ def batch_samples(
     default_action: Action = generic_batch,
     **fields: Any,
 ) -> Any:
-    """Return a `batch_type` of `samples`: each of its fields collated from theirs, except those given as `fields`.
+    """Return a `batch_type` of `samples`: each of its fields collated from theirs, except those
+    given as `fields`.
 
-    `actions` say for fields by name how several values become one. A dict holds all that the first sample has.
-    FieldError for a field without default that the samples lack.
+    `actions` say for fields by name how several values become one. A dict holds all that the first
+    sample has. FieldError for a field without default that the samples lack.
     """
     first = samples[0]
     is_mapping = isinstance(first, Mapping)
@@ -74,14 +84,20 @@ def batch_samples(
         else:
             continue
         action = actions.get(name) if actions else None
-        fields[name] = action(fields[name]) if action else _column(name, fields[name], default_action)
+        fields[name] = (
+            action(fields[name]) if action else _column(name, fields[name], default_action)
+        )
     return batch_type(**fields)
 
 
 def converted(value: object, kind: Any) -> Any:
-    """Return `value` as a `kind`, by the names of fields; FieldError for one without default that it lacks."""
+    """Return `value` as a `kind`, by the names of fields; FieldError for one without default that
+    it lacks.
+    """
     names = field_names(value)
-    has = {name: value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names}
+    has = {
+        name: value[name] if isinstance(value, Mapping) else getattr(value, name) for name in names
+    }
     if issubclass(kind, Mapping):
         return kind(has)
     for name in sorted(required_names(kind) - has.keys()):
@@ -99,11 +115,15 @@ def is_made_of(kind: type, value: object) -> bool:
 
 def _missing(name: str, kind: type, value: object) -> FieldError:
     hint = nearest(name, field_names(value), "its fields")
-    return FieldError(f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}")
+    return FieldError(
+        f"{kind.__name__} has a field {name!r} that {type(value).__name__} lacks; {hint}"
+    )
 
 
 def _column(name: str, values: list[Any], action: Action) -> object:
-    """Collate a field of all samples; what says where they came from is listed, or None if there is nothing to say."""
+    """Collate a field of all samples; what says where they came from is listed, or None if there is
+    nothing to say.
+    """
     if not name.startswith("__"):
         return action(values)
     if all(value is None for value in values):

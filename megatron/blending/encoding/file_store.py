@@ -1,6 +1,7 @@
 """pure. A store gives files by name, beside a stream: cookers read media from it.
 
-A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, or a folder of plain files.
+A store is a prepared WebDataset, whose files are "KEY.PART" of all its shards, or a folder of plain
+files.
 """
 
 import os
@@ -19,7 +20,9 @@ Decode = Callable[[str, bytes], Any]
 
 
 class FileStore:
-    """`store.get(name, sample)` gives the decoded content, and notes the file in the sample's `__sources__`."""
+    """`store.get(name, sample)` gives the decoded content, and notes the file in the sample's
+    `__sources__`.
+    """
 
     def __init__(self, path: str, decode: Decode) -> None:
         self.path = path
@@ -32,7 +35,9 @@ class FileStore:
         value, source = self[key]
         if sample is not None:
             is_dict = isinstance(sample, dict)
-            sources = (sample.get("__sources__") if is_dict else getattr(sample, "__sources__", None)) or ()
+            sources = (
+                sample.get("__sources__") if is_dict else getattr(sample, "__sources__", None)
+            ) or ()
             if is_dict:
                 sample["__sources__"] = (*sources, source)
             else:
@@ -48,11 +53,16 @@ class FileStore:
 
 
 class SystemFileStore(FileStore):
-    """It reads files below a folder or URL; ValueError for a name that leads out of it, as records may hold any."""
+    """It reads files below a folder or URL; ValueError for a name that leads out of it, as records
+    may hold any.
+    """
 
     def _read(self, key: str) -> tuple[bytes, SourceInfo]:
         if os.path.isabs(key) or "://" in key or ".." in key.split("/"):
-            raise ValueError(f"{self.path}: {key!r} is not a file below this folder; correct the record that names it")
+            raise ValueError(
+                f"{self.path}: {key!r} is not a file below this folder; correct the record that "
+                "names it"
+            )
         file = open_file(join_location(self.path, key))
         return file.read(0, file.size), SourceInfo(self.path, key, "", (key,))
 
@@ -62,7 +72,9 @@ class WebdatasetFileStore(FileStore):
 
     @cached_property
     def dataset(self) -> WebDataset:
-        """It is opened by the first who asks: a source as its own store is seldom asked for anything."""
+        """It is opened by the first who asks: a source as its own store is seldom asked for
+        anything.
+        """
         parts = SampleType(module="megatron.energon", name=CRUDE, is_crude=True)
         return WebDataset(self.path, SplitPart(tuple(read_info(self.path).items()), ()), parts, {})
 
@@ -78,7 +90,9 @@ class WebdatasetFileStore(FileStore):
 
 
 def open_store(path: str, decode: Decode, where: str) -> FileStore:
-    """Open what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no such thing."""
+    """Open what an `aux` of a metadataset names; ValueError, starting with `where`, if there is no
+    such thing.
+    """
     if path.startswith(FILE_SYSTEM):
         folder = path.removeprefix(FILE_SYSTEM)
         if not os.path.isdir(folder):

@@ -1,7 +1,8 @@
-"""pure. A join makes one sample of those of equal key: the first source gives keys and order, the others are searched.
+"""pure. A join makes one sample of those of equal key: the first source gives keys and order, the
+others are searched.
 
-Nothing is precomputed: the partners of a block of samples are found by the `index.sqlite` of each source, at about 20
-microseconds per sample and source.
+Nothing is precomputed: the partners of a block of samples are found by the `index.sqlite` of each
+source, at about 20 microseconds per sample and source.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ from megatron.blending.streams.failures import FatalSampleError, SkipSample
 
 
 class JoinSource(RecordSource):
-    """A record is {"legs": [(index, record) or None, of each source]}, or {"fault": why it is none; None: skip it}."""
+    """A record is {"legs": [(index, record) or None, of each source]}, or {"fault": why it is none;
+    None: skip it}.
+    """
 
     def __init__(self, sources: Sequence[WebDataset], nonmatch: Sequence[str]) -> None:
         self._sources = list(sources)
@@ -41,17 +44,23 @@ class JoinSource(RecordSource):
         prints = " ".join(source.fingerprint() for source in self._sources)
         return hashlib.blake2b(f"{prints} {self._nonmatch}".encode(), digest_size=16).hexdigest()
 
-    def _found(self, number: int, keys: Sequence[str]) -> dict[str, tuple[int, Record | RecordError]]:
+    def _found(
+        self, number: int, keys: Sequence[str]
+    ) -> dict[str, tuple[int, Record | RecordError]]:
         """Return index and record of each key that source `number` has."""
         source = self._sources[number]
         found = source.find(keys)
         records = source.read(list(found.values()))
         for key, record in zip(found, records):
             if not isinstance(record, RecordError) and record["__key__"] != key:
-                raise ValueError(f"{source.path}: its index says that {key!r} is where {record['__key__']!r} is")
+                raise ValueError(
+                    f"{source.path}: its index says that {key!r} is where {record['__key__']!r} is"
+                )
         return dict(zip(found, zip(found.values(), records)))
 
-    def _joined(self, index: int, primary: Record, legs: Sequence[dict[str, Any]]) -> Record | RecordError:
+    def _joined(
+        self, index: int, primary: Record, legs: Sequence[dict[str, Any]]
+    ) -> Record | RecordError:
         key = primary["__key__"]
         records: list[Any] = [(index, primary)]
         for number, leg in enumerate(legs, 1):
@@ -60,7 +69,10 @@ class JoinSource(RecordSource):
                 return partner[1]
             if partner is None and self._nonmatch[number] == "error":
                 path = self._sources[number].path
-                return {"fault": f"{self.describe(index)}: {key!r} is not in {path}; set nonmatch: skip or none there"}
+                return {
+                    "fault": f"{self.describe(index)}: {key!r} is not in {path}; set nonmatch: "
+                    "skip or none there"
+                }
             if partner is None and self._nonmatch[number] == "skip":
                 return {"fault": None}
             records.append(partner)
@@ -69,7 +81,9 @@ class JoinSource(RecordSource):
 
 @dataclass(frozen=True)
 class JoinedLoad:
-    """It makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or the run ends."""
+    """It makes samples of a JoinSource's records, by the joiner. A partner missing: SkipSample, or
+    the run ends.
+    """
 
     loads: Sequence[Callable[[Record, tuple[Any, ...]], Any]]
     names: Sequence[str | None]
@@ -92,6 +106,8 @@ class JoinedLoad:
             sample.__subflavors__ = {**(sample.__subflavors__ or {}), **self.subflavors}
         return sample
 
-    def _samples(self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]) -> object:
+    def _samples(
+        self, load: Callable[..., Any], leg: tuple[int, Record], restore_key: tuple[Any, ...]
+    ) -> object:
         index, record = leg
         return load(record, (*restore_key[:-1], index))

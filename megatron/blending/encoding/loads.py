@@ -21,12 +21,19 @@ _new: Any = object.__new__
 class TypedLoad:
     """It makes of a record the sample that dataset.yaml says."""
 
-    def __init__(self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode) -> None:
+    def __init__(
+        self, dataset: WebDataset, kind: type, subflavors: dict[str, Any], decode: Decode
+    ) -> None:
         self._dataset = dataset
         self.kind = kind
         is_ours = kind in SAMPLE_TYPES.values()
-        self._is_plain = is_ours and required_names(kind) <= {"__key__", *dataset.sample_type.field_map}
-        self._defaults = {one.name: one.default for one in dataclass_fields(kind)} if self._is_plain else {}
+        self._is_plain = is_ours and required_names(kind) <= {
+            "__key__",
+            *dataset.sample_type.field_map,
+        }
+        self._defaults = (
+            {one.name: one.default for one in dataclass_fields(kind)} if self._is_plain else {}
+        )
         self._is_loaded = dataset.sample_type.sample_loader is not None
         self._subflavors = subflavors
         self._decode = decode
@@ -37,7 +44,9 @@ class TypedLoad:
         fields = self._dataset.fields(record, self._decode)
         fields["__restore_key__"] = restore_key
         fields["__subflavors__"] = self._subflavors
-        fields["__sources__"] = (SourceInfo(self._dataset.path, restore_key[-1], record["__shard__"]),)
+        fields["__sources__"] = (
+            SourceInfo(self._dataset.path, restore_key[-1], record["__shard__"]),
+        )
         if not self._is_plain:
             return self.kind(**fields)
         # What the class's own `__init__` does, in a third of its time.
@@ -80,8 +89,8 @@ class CrudeLoad(_Cooks):
 
 @dataclass(frozen=True, kw_only=True)
 class FileLoad(_Cooks):
-    """It makes it of a record of a file: its columns, or the object of a line as "json". Its key is its number there,
-    also where only a part of the file is read.
+    """It makes it of a record of a file: its columns, or the object of a line as "json". Its key is
+    its number there, also where only a part of the file is read.
     """
 
     first: int

@@ -1,7 +1,9 @@
-"""pure. A stream is made of samples, by kind, and batches of them. Fields are those that energon's users know.
+"""pure. A stream is made of samples, by kind, and batches of them. Fields are those that energon's
+users know.
 
-`__key__` names a sample within its source, `__restore_key__` is (place of the source in the blend, position in its
-stream, record), `__subflavors__` are what the metadataset says of the source, `__sources__` where the bytes lie.
+`__key__` names a sample within its source, `__restore_key__` is (place of the source in the blend,
+position in its stream, record), `__subflavors__` are what the metadataset says of the source,
+`__sources__` where the bytes lie.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _all_basic = itemgetter(*BASIC_KEYS)
 def edataclass(cls: T) -> T:
     """Make a class of samples or batches: a dataclass by keyword only, compared by identity.
 
-    The class keeps no defaults as attributes, so that a plain `@dataclass` derived from it may declare its fields anew,
-    without defaults, before its own.
+    The class keeps no defaults as attributes, so that a plain `@dataclass` derived from it may
+    declare its fields again, without defaults, before its own.
     """
     made: Any = dataclass(cls, kw_only=True, eq=False)
     for one in fields(made):
@@ -58,7 +60,9 @@ class _Fields:
 
     @classmethod
     def extend(cls, src: object, **changes: object) -> Self:
-        """Return an object of this class with the fields of `src`, which may be of a parent class, and `changes`."""
+        """Return an object of this class with the fields of `src`, which may be of a parent class,
+        and `changes`.
+        """
         has = {name: getattr(src, name) for name in field_names(cls) if hasattr(src, name)}
         return cls(**{**has, **changes})
 
@@ -77,21 +81,35 @@ class Sample(_Fields):
 
     @classmethod
     def from_joined(cls, *samples: object, **named_samples: object) -> Self:
-        """Return one sample of those that a join found, in the order or by the names that it has them.
+        """Return one sample of those that a join found, in the order or by the names that it has
+        them.
 
-        By default it has the fields of all, of which the last one's count; where they come from is the first one's.
+        By default it has the fields of all, of which the last one's count; where they come from is
+        the first one's.
         """
         if named_samples:
-            raise NotImplementedError(f"{cls.__name__} must define from_joined for samples that a join has by name")
+            raise NotImplementedError(
+                f"{cls.__name__} must define from_joined for samples that a join has by name"
+            )
         has: dict[str, Any] = {}
         for sample in filter(None, samples):
-            has.update((name, getattr(sample, name)) for name in field_names(sample) if name not in BASIC_KEYS)
-        sources = [one for sample in filter(None, samples) for one in getattr(sample, "__sources__", None) or ()]
+            has.update(
+                (name, getattr(sample, name))
+                for name in field_names(sample)
+                if name not in BASIC_KEYS
+            )
+        sources = [
+            one
+            for sample in filter(None, samples)
+            for one in getattr(sample, "__sources__", None) or ()
+        ]
         return cls(**{**basic_sample_keys(samples[0]), **has, "__sources__": tuple(sources)})
 
 
 class CrudeSample(dict[str, Any]):
-    """A crude sample has the parts of a record by name, as read: for a cooker, or for `encode_sample`."""
+    """A crude sample has the parts of a record by name, as read: for a cooker, or for
+    `encode_sample`.
+    """
 
 
 @edataclass
@@ -182,9 +200,11 @@ class Batch(_Fields):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Any], **own: Any) -> Self:
-        """Return a batch whose every field is that of the samples, stacked with zeros where shapes differ, or listed.
+        """Return a batch whose every field is that of the samples, stacked with zeros where shapes
+        differ, or listed.
 
-        `own` fields are taken as they are. ValueError for a field that has no default and that the samples lack.
+        `own` fields are taken as they are. ValueError for a field that has no default and that the
+        samples lack.
         """
         return batch_samples(samples, cls, **own)
 
@@ -197,14 +217,20 @@ class Batch(_Fields):
 SAMPLE_TYPES: dict[str, type[Sample]] = {kind.__name__: kind for kind in Sample.__subclasses__()}
 
 
-def basic_sample_keys(sample: object, additional_source_info: tuple[SourceInfo, ...] = ()) -> dict[str, Any]:
-    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude), text=t)`.
+def basic_sample_keys(
+    sample: object, additional_source_info: tuple[SourceInfo, ...] = ()
+) -> dict[str, Any]:
+    """Return the fields that say where a sample came from: `TextSample(**basic_sample_keys(crude),
+    text=t)`.
 
     `additional_source_info`: what else it was made of.
     """
     if additional_source_info:
         found = basic_sample_keys(sample)
-        return {**found, "__sources__": (*(found.get("__sources__") or ()), *additional_source_info)}
+        return {
+            **found,
+            "__sources__": (*(found.get("__sources__") or ()), *additional_source_info),
+        }
     if isinstance(sample, dict):
         # A crude sample as it was read has them all, which takes half the time of a loop.
         with suppress(KeyError):

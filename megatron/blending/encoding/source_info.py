@@ -24,7 +24,8 @@ _values = attrgetter("dataset_path", "index", "shard_name", "file_names")
 class Sources(tuple[SourceInfo, ...]):
     """It says where the samples of a batch were read.
 
-    A tuple, pickled as its columns: one by one these objects took workers as long to send as a kilobyte of text each.
+    A tuple, pickled as its columns: one by one these objects took workers as long to send as a
+    kilobyte of text each.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,7 +7,9 @@ from megatron.blending.metadatasets.metadataset import EVERYTHING, Subset
 
 
 def part_of(source: RecordSource, subset: Subset) -> RecordSource:
-    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond it, or empty."""
+    """Return the source itself, or the part of it that is asked for; ValueError if that is beyond
+    it, or empty.
+    """
     if subset == EVERYTHING:
         return source
     records = subset.of(len(source))

@@ -1,7 +1,10 @@
-"""pure. A TaskEncoder says how a task cooks, encodes, packs and batches; the steps become nodes of a stream.
+"""pure. A TaskEncoder says how a task cooks, encodes, packs and batches; the steps become nodes of
+a stream.
 
-A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with packing):
-    cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->  postencode_sample
+A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with
+packing):
+    cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->
+    postencode_sample
     ->  pack_selected_samples *  ->  batch  ->  encode_batch
 """
 
@@ -30,23 +33,32 @@ T_raw_batch = TypeVar("T_raw_batch")
 T_batch = TypeVar("T_batch")
 
 DECODE: Any = "decode"
-"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None leaves them bytes."""
+"""The default `decoder`: parts become what their names say (text, JSON, arrays, images). None
+leaves them bytes.
+"""
 
 
 class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
-    """Override what the task needs. Methods are called in loader workers, for each sample or batch."""
+    """Override what the task needs. Methods are called in loader workers, for each sample or
+    batch."""
 
     cookers: Sequence[Cooker] = ()
     decoder: Any = DECODE
     over_long: str = "drop"
-    """What becomes of a sample that fits in no pack: "drop" (log and count it), "alone" (a pack by itself), "error"."""
+    """What becomes of a sample that fits in no pack: "drop" (log and count it), "alone" (a pack by
+    itself), "error".
+    """
 
     def encode_sample(self, sample: T_sample) -> T_encoded_sample:
-        """Return what the model's input is made of; raise SkipSample to leave it out. A generator gives several."""
+        """Return what the model's input is made of; raise SkipSample to leave it out. A generator
+        gives several.
+        """
         return sample  # type: ignore[return-value]
 
     def preencode_sample(self, sample: T_sample) -> Any:
-        """Return what `select_samples_to_pack` chooses by: the cheap part of encoding, where there is packing."""
+        """Return what `select_samples_to_pack` chooses by: the cheap part of encoding, where there
+        is packing.
+        """
         return sample
 
     def postencode_sample(self, sample: Any) -> T_encoded_sample:
@@ -54,7 +66,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         return sample
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        """Return groups of these samples, each to be one pack; those in no group are offered again."""
+        """Return groups of these samples, each to be one pack; those in no group are offered
+        again."""
         raise NotImplementedError(f"{type(self).__name__} must define select_samples_to_pack")
 
     def pack_selected_samples(self, samples: list[Any]) -> Any:
@@ -62,11 +75,15 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         raise NotImplementedError(f"{type(self).__name__} must define pack_selected_samples")
 
     def batch_group_criterion(self, sample: Any) -> tuple[Hashable, int | None]:
-        """Return (key, batch size or None for that asked for): only samples of equal key share a batch."""
+        """Return (key, batch size or None for that asked for): only samples of equal key share a
+        batch.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define batch_group_criterion")
 
     def batch(self, samples: list[T_encoded_sample]) -> T_raw_batch:
-        """Return one batch: of the samples' own type, with tensors stacked, smaller ones padded, the rest in lists."""
+        """Return one batch: of the samples' own type, with tensors stacked, smaller ones padded,
+        the rest in lists.
+        """
         return self._batch(samples, type(samples[0]))
 
     def encode_batch(self, batch: T_raw_batch) -> T_batch:
@@ -75,27 +92,41 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 
     def num_tokens(self, sample: T_encoded_sample) -> int:
         """Return the length of an encoded sample, for weights by tokens: that of its `tokens`."""
-        tokens = sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
+        tokens = (
+            sample.get("tokens") if isinstance(sample, Mapping) else getattr(sample, "tokens", None)
+        )
         if tokens is None:
-            raise NotImplementedError(f"{type(self).__name__} must define num_tokens: its samples have no 'tokens'")
+            raise NotImplementedError(
+                f"{type(self).__name__} must define num_tokens: its samples have no 'tokens'"
+            )
         return len(tokens)
 
     @property
     def current_batch_index(self) -> int:
-        """It is the number of the output that is being made, among those of its rank: the same on all ranks."""
-        return _current(BATCH_INDEX, "current_batch_index is known while a loader makes an output, in its methods")
+        """It is the number of the output that is being made, among those of its rank: the same on
+        all ranks.
+        """
+        return _current(
+            BATCH_INDEX,
+            "current_batch_index is known while a loader makes an output, in its methods",
+        )
 
     @property
     def current_sample_index(self) -> int:
-        """It is the position of the sample at hand (of several, the first) in the stream of its source."""
+        """It is the position of the sample at hand (of several, the first) in the stream of its
+        source.
+        """
         return _current(
             SAMPLE_INDEX,
-            "current_sample_index is known in methods with @stateless(restore_seeds=True); a sample's own "
+            "current_sample_index is known in methods with @stateless(restore_seeds=True); a "
+            "sample's own "
             "`__restore_key__` says in any where it stands",
         )
 
     def uses(self, step: str) -> bool:
-        """Whether the method of that name does anything: it is overridden, by the class or on the object."""
+        """Whether the method of that name does anything: it is overridden, by the class or on the
+        object.
+        """
         return step in vars(self) or getattr(type(self), step) is not getattr(TaskEncoder, step)
 
     def _batch(
@@ -105,7 +136,9 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         actions: Mapping[str, Callable[[list[Any]], Any]] | None = None,
         default_action: Callable[[list[Any]], Any] = generic_batch,
     ) -> Any:
-        """Return a `result_type` of samples; `actions` say for fields by name how several values become one."""
+        """Return a `result_type` of samples; `actions` say for fields by name how several values
+        become one.
+        """
         if not has_fields(result_type):
             return default_action(samples)
         return batch_samples(samples, result_type, actions or {}, default_action)
@@ -155,14 +188,19 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> SavableDataset[Any]:
-        """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is None.
+        """Return `dataset` in batches; of samples as they are, or packs, where `batch_size` is
+        None.
 
-        Samples that no function has touched on the way here are encoded first, so that an overridden
-        `build_train_datasets` that only blends and batches gives what the task's batches are made of.
+        Samples that no function has touched on the way here are encoded first, so that an
+        overridden
+        `build_train_datasets` that only blends and batches gives what the task's batches are made
+        of.
         """
         if not is_touched(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
-        dataset = self.build_packing(dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config)
+        dataset = self.build_packing(
+            dataset, packing_buffer_size=packing_buffer_size, worker_config=worker_config
+        )
         if self.uses("batch_group_criterion"):
             dataset = GroupBatchDataset(
                 dataset,
@@ -200,19 +238,28 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         weight_schedule: WeightSchedule | None = None,
         repeat: bool = True,
     ) -> SavableDataset[Any]:
-        """Return the training stream. A hook: it is called with those of these arguments that its signature takes.
+        """Return the training stream. A hook: it is called with those of these arguments that its
+        signature takes.
 
-        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight). They are endless if
-        `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make them end together.
+        `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight).
+        They are endless if
+        `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make
+        them end together.
         """
         dataset = datasets[0][0]
         if len(datasets) > 1:
-            dataset = BlendDataset(*datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config)
+            dataset = BlendDataset(
+                *datasets, mode=proportions, schedule=weight_schedule, worker_config=worker_config
+            )
         if repeat and blend_mode == "sample_repetitions":
             dataset = RepeatDataset(dataset, worker_config=worker_config)
-        dataset = self._in_batches(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
+        dataset = self._in_batches(
+            dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size
+        )
         if virtual_epoch_length > 0:
-            dataset = EpochizeDataset(dataset, length=virtual_epoch_length, worker_config=worker_config)
+            dataset = EpochizeDataset(
+                dataset, length=virtual_epoch_length, worker_config=worker_config
+            )
         return dataset
 
     def build_val_datasets(
@@ -225,12 +272,22 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         packing_buffer_size: int | None = None,
         limit: int | None = None,
     ) -> SavableDataset[Any]:
-        """Return the validation stream: the sources one after the other, weights ignored; at most `limit` batches."""
+        """Return the validation stream: the sources one after the other, weights ignored; at most
+        `limit` batches.
+        """
         first = datasets[0][0]
-        dataset = first if len(datasets) == 1 else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
-        dataset = self._in_batches(dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size)
+        dataset = (
+            first
+            if len(datasets) == 1
+            else ConcatDataset(*(d for d, _ in datasets), worker_config=worker_config)
+        )
+        dataset = self._in_batches(
+            dataset, worker_config, batch_size, batch_drop_last, packing_buffer_size
+        )
         if limit is not None and limit > 0:
-            dataset = LimitDataset(dataset, length=limit, reset_after_epoch=True, worker_config=worker_config)
+            dataset = LimitDataset(
+                dataset, length=limit, reset_after_epoch=True, worker_config=worker_config
+            )
         return dataset
 
     def _in_batches(
@@ -254,17 +311,25 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
 def check_encoder(encoder: object, packing_buffer_size: int | None = None) -> None:
     """ValueError naming the method if what the encoder defines makes no pipeline."""
     if isinstance(encoder, type):
-        raise ValueError(f"task_encoder must be an object, but is the class {encoder.__name__}; pass an instance of it")
+        raise ValueError(
+            f"task_encoder must be an object, but is the class {encoder.__name__}; pass an "
+            "instance of it"
+        )
     name = type(encoder).__name__
     if not isinstance(encoder, TaskEncoder):
-        raise ValueError(f"task_encoder must be a TaskEncoder, but is a {name}; derive it from DefaultTaskEncoder")
+        raise ValueError(
+            f"task_encoder must be a TaskEncoder, but is a {name}; derive it from "
+            "DefaultTaskEncoder"
+        )
     if encoder.uses("encode_sample") and encoder.uses("preencode_sample"):
         raise ValueError(f"{name} defines encode_sample and preencode_sample; keep one")
     if packing_buffer_size is None:
         return
     for step in ("select_samples_to_pack", "pack_selected_samples"):
         if not encoder.uses(step):
-            raise ValueError(f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it")
+            raise ValueError(
+                f"packing_buffer_size is {packing_buffer_size}, but {name} has no {step}; define it"
+            )
 
 
 def _current(index: ContextVar[int | None], otherwise: str) -> int:
@@ -276,5 +341,9 @@ def _current(index: ContextVar[int | None], otherwise: str) -> int:
 
 def is_touched(dataset: SavableDataset[Any]) -> bool:
     """Whether samples go through a function (MapDataset) or into batches anywhere below."""
-    has_function = hasattr(dataset, "map_fn") or hasattr(dataset, "batcher") or hasattr(dataset, "final_packer")
+    has_function = (
+        hasattr(dataset, "map_fn")
+        or hasattr(dataset, "batcher")
+        or hasattr(dataset, "final_packer")
+    )
     return has_function or any(is_touched(child) for child in dataset.children)

@@ -1,7 +1,9 @@
-"""pure. This decodes a part of a sample, by its name; libraries are imported when a part needs them.
+"""pure. This decodes a part of a sample, by its name; libraries are imported when a part needs
+them.
 
-The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array, jpg -> image ... ; a
-part of any other name stays bytes. Nothing that a file holds is executed, so pickles are refused unless allowed.
+The last suffix of the name decides: txt -> str, json -> what it holds, cls -> int, npy -> array,
+jpg -> image ... ; a part of any other name stays bytes. Nothing that a file holds is executed, so
+pickles are refused unless allowed.
 """
 
 import gzip
@@ -21,8 +23,10 @@ from megatron.blending.arguments import check_one_of
 Decode = Callable[[str, bytes], Any]
 
 IMAGE_SUFFIXES = frozenset(
-    "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng jp2 j2k jpc jpf jpx "
-    "j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm pgm ppm pnm psd bw rgb rgba sgi ras tga "
+    "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng "
+    "jp2 j2k jpc jpf jpx "
+    "j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm pgm ppm pnm psd bw "
+    "rgb rgba sgi ras tga "
     "icb vda vst webp wmf emf xbm xpm".split()
 )
 AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
@@ -32,7 +36,9 @@ _PICKLES = frozenset("pkl pickle pyd".split())
 
 
 class DecodeError(ValueError):
-    """A part is not what its name says, or no library here can decode it. The message names the part."""
+    """A part is not what its name says, or no library here can decode it. The message names the
+    part.
+    """
 
 
 def keep_bytes(name: str, content: bytes) -> bytes:
@@ -42,12 +48,18 @@ def keep_bytes(name: str, content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class SampleDecoder:
-    """It decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it cannot be."""
+    """It decodes a part: `SampleDecoder(image_decode="pilrgb")("jpg", content)`. DecodeError if it
+    cannot be.
+    """
 
     image_decode: str = _IMAGE_MODE
-    """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8" bytes, "pilrgb" ..."""
+    """One of IMAGE_MODES: "torchrgb" tensor (CHW) of floats in [0, 1], "rgb" array (HWC), "rgb8"
+    bytes, "pilrgb" ...
+    """
     av_decode: str = "AVDecoder"
-    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an open PyAV container."""
+    """`AVDecoder` gives an object that decodes on demand, `torch` all frames at once, `pyav` an
+    open PyAV container.
+    """
     video_decode_audio: bool = False
     """With `torch`: the audio of a video too."""
     allow_code: bool = False
@@ -68,7 +80,10 @@ class SampleDecoder:
                 return self(name.removesuffix("gz").removesuffix("."), gzip.decompress(content))
             if suffix in _PICKLES:
                 if not self.allow_code:
-                    raise DecodeError(f"part {name!r}: pickles run code; pass allow_code=True if you trust the data")
+                    raise DecodeError(
+                        f"part {name!r}: pickles run code; pass allow_code=True if you trust the "
+                        "data"
+                    )
                 return pickle.loads(content)
             if suffix.lower() in IMAGE_SUFFIXES:
                 return _media("images").decode_image(content, self.image_decode)
@@ -77,16 +92,24 @@ class SampleDecoder:
         except DecodeError:
             raise
         except ImportError as error:
-            raise DecodeError(f"part {name!r}: needs {error.name}, which is not installed here: {error}") from error
+            raise DecodeError(
+                f"part {name!r}: needs {error.name}, which is not installed here: {error}"
+            ) from error
         except Exception as error:  # whatever a library raises on bytes that it does not understand
-            raise DecodeError(f"part {name!r}: not a {suffix}: {error or type(error).__name__}") from error
+            raise DecodeError(
+                f"part {name!r}: not a {suffix}: {error or type(error).__name__}"
+            ) from error
         return content
 
     def _open_av(self, content: bytes) -> object:
         if self.av_decode == "pyav":
             return import_module("av").open(io.BytesIO(content))
         decoder = _media("av").AVDecoder(io.BytesIO(content))
-        return decoder if self.av_decode == "AVDecoder" else decoder.get_frames(self.video_decode_audio)
+        return (
+            decoder
+            if self.av_decode == "AVDecoder"
+            else decoder.get_frames(self.video_decode_audio)
+        )
 
 
 def _media(name: str) -> ModuleType:

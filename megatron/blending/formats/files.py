@@ -1,12 +1,14 @@
-"""pure. This reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where it is installed.
+"""pure. This reads ranges of bytes of files: local ones by a memory map, URLs through fsspec where
+it is installed.
 
 Invariants:
-- a read gives the bytes of the range, all of them, or raises; it moves no position that another thread or a forked
-  process could share;
-- a file may be pickled: it is opened anew, as it then is, by who unpickles it.
+- a read gives the bytes of the range, all of them, or raises; it moves no position that another
+  thread or a forked process could share;
+- a file may be pickled: it is opened again, as it then is, by who unpickles it.
 
-A local file that is cut short while a run reads it is an error that names it: the system ends a process that touches a
-map beyond its file, so the size is looked at before (1 microsecond; once for records that are read together).
+A local file that is cut short while a run reads it is an error that names it: the system ends a
+process that touches a map beyond its file, so the size is looked at before (1 microsecond; once for
+records that are read together).
 """
 
 import ctypes
@@ -27,7 +29,7 @@ from megatron.blending.formats.paths import URL, check_exists
 
 LONG_BYTES = 1 << 18
 """A range of so many bytes is fetched by a call of its own."""
-MOST_TEXT_BYTES = 1 << 24
+MAX_TEXT_BYTES = 1 << 24
 """Of a file that is read as a whole to be understood."""
 
 
@@ -41,20 +43,25 @@ class File(Protocol):
         """Return bytes [start, end); ValueError naming the file if it does not reach so far."""
 
     def array(self, dtype: npt.DTypeLike, start: int = 0, count: int = -1) -> npt.NDArray[Any]:
-        """Return `count` numbers from byte `start` on, to be left as they are; -1: as many as whole ones follow.
+        """Return `count` numbers from byte `start` on, to be left as they are; -1: as many as whole
+        ones follow.
 
         Of a local file this is a view: it costs no memory of its own.
         """
 
 
 def open_file(location: str) -> File:
-    """Open a path or a URL; ValueError naming it if it cannot be opened. 10 to 20 microseconds for a local file."""
+    """Open a path or a URL; ValueError naming it if it cannot be opened. 10 to 20 microseconds for
+    a local file.
+    """
     local = local_path(location)
     return RemoteFile(location) if local is None else LocalFile(local)
 
 
 def local_path(location: str) -> str | None:
-    """Return the path that `location` is, or None if it is a URL to elsewhere: `file:///a -> /a`, `s3://a -> None`."""
+    """Return the path that `location` is, or None if it is a URL to elsewhere: `file:///a -> /a`,
+    `s3://a -> None`.
+    """
     if URL not in location:
         return location
     return location.removeprefix("file://") if location.startswith("file://") else None
@@ -75,7 +82,8 @@ def is_folder(location: str) -> bool:
 
 
 def list_names(folder: str, pattern: str) -> list[str]:
-    """Return the names of the files below `folder` that match `pattern`, as paths from there, sorted.
+    """Return the names of the files below `folder` that match `pattern`, as paths from there,
+    sorted.
 
     `list_names("data", "**/*.tar") -> ["a.tar", "part/b.tar"]`
     """
@@ -84,19 +92,25 @@ def list_names(folder: str, pattern: str) -> list[str]:
         names = glob.glob(pattern, root_dir=local, recursive=True)
         return sorted(name for name in names if os.path.isfile(os.path.join(local, name)))
     system, root = _resolve(folder)
-    return sorted(posixpath.relpath(path, root) for path in system.glob(posixpath.join(root, pattern)))
+    return sorted(
+        posixpath.relpath(path, root) for path in system.glob(posixpath.join(root, pattern))
+    )
 
 
-def read_file(location: str, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
+def read_file(location: str, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return all of a small file."""
     file = open_file(location)
     if file.size > most_bytes:
-        raise ValueError(f"{location}: has {file.size:,} bytes, but must have at most {most_bytes:,}")
+        raise ValueError(
+            f"{location}: has {file.size:,} bytes, but must have at most {most_bytes:,}"
+        )
     return file.read(0, file.size)
 
 
 def read_text(path: str, where: str = "") -> str:
-    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be read."""
+    """Return the content of a small UTF-8 file; ValueError, starting with `where`, if it cannot be
+    read.
+    """
     check_exists(path, where)
     try:
         return read_file(path).decode("utf-8-sig")
@@ -108,7 +122,9 @@ def read_text(path: str, where: str = "") -> str:
 
 
 def read_ranges(ranges: Sequence[tuple[File, int, int]]) -> list[bytes]:
-    """Return the bytes of each (file, start, end); those of one remote file system are asked for all at once."""
+    """Return the bytes of each (file, start, end); those of one remote file system are asked for
+    all at once.
+    """
     if all(isinstance(file, LocalFile) for file, _, _ in ranges):
         return [file.read(start, end) for file, start, end in ranges]
     results: list[bytes] = [b""] * len(ranges)
@@ -126,44 +142,58 @@ def read_ranges(ranges: Sequence[tuple[File, int, int]]) -> list[bytes]:
 
 def _read_remote(ranges: Sequence[tuple[Any, int, int]]) -> Iterable[bytes]:
     paths, starts, ends = zip(*((file.path, start, end) for file, start, end in ranges))
-    contents = ranges[0][0].system.cat_ranges(list(paths), list(starts), list(ends), on_error="raise")
+    contents = ranges[0][0].system.cat_ranges(
+        list(paths), list(starts), list(ends), on_error="raise"
+    )
     for (file, start, end), content in zip(ranges, contents):
         yield _checked(content, file, start, end)
 
 
 def _checked(content: bytes, file: "RemoteFile", start: int, end: int) -> bytes:
     if len(content) != end - start:
-        raise ValueError(f"{file.location}: {end - start} bytes from {start} on asked for, {len(content)} came")
+        raise ValueError(
+            f"{file.location}: {end - start} bytes from {start} on asked for, {len(content)} came"
+        )
     return content
 
 
 class LocalFile:
-    """A file mapped into memory. A read costs 1.5 microseconds over the copy of its bytes, most of it for `check`."""
+    """A file mapped into memory. A read costs 1.5 microseconds over the copy of its bytes, most of
+    it for `check`.
+    """
 
     def __init__(self, path: str) -> None:
         self.location = path
         self.content, self.size, self._inode = _map_file(path)
-        """The mapped memory: `content[a:b]` is bytes. Who takes them from here calls `check` before."""
+        """The mapped memory: `content[a:b]` is bytes. Who takes them from here calls `check`
+        before.
+        """
         self.view = memoryview(self.content).cast("B")[: self.size]
-        """The same memory as far as the file goes, for who makes something else of it than bytes."""
+        """The same memory as far as the file goes, for who makes something else of it than bytes.
+        """
 
     def read(self, start: int, end: int) -> bytes:
         if not 0 <= start <= end <= self.size:
-            raise ValueError(f"{self.location}: bytes {start} to {end} asked for, but it has {self.size}")
+            raise ValueError(
+                f"{self.location}: bytes {start} to {end} asked for, but it has {self.size}"
+            )
         self.check()
         if end - start > LONG_BYTES:
             self.fetch(start, end)
         return self.content[start:end]
 
     def check(self) -> None:
-        """Raise ValueError if the file was cut since it was opened. One that was removed or replaced stays mapped."""
+        """Raise ValueError if the file was cut since it was opened. One that was removed or
+        replaced stays mapped.
+        """
         try:
             status = os.stat(self.location)
         except OSError:
             return
         if status.st_size < self.size and status.st_ino == self._inode:
             raise ValueError(
-                f"{self.location}: was cut from {self.size:,} to {status.st_size:,} bytes while it was read; restore it"
+                f"{self.location}: was cut from {self.size:,} to {status.st_size:,} bytes while it "
+                "was read; restore it"
             )
 
     def fetch(self, start: int, end: int) -> None:
@@ -181,7 +211,11 @@ class LocalFile:
                 f"{self.location}: {count} numbers of {item} bytes from byte {start} on asked for, "
                 f"but it has {self.size} bytes; it is cut or damaged"
             )
-        numbers = np.frombuffer(self.content, np.uint8, count * item, start) if count else np.zeros(0, np.uint8)
+        numbers = (
+            np.frombuffer(self.content, np.uint8, count * item, start)
+            if count
+            else np.zeros(0, np.uint8)
+        )
         # Numpy takes the map for writable memory; to write there would end the process.
         numbers.flags.writeable = False
         return numbers.view(dtype)
@@ -199,11 +233,15 @@ class RemoteFile:
         try:
             self.size = int(self.system.size(self.path))
         except (OSError, TypeError) as error:
-            raise ValueError(f"{location}: cannot be opened: {error or type(error).__name__}") from error
+            raise ValueError(
+                f"{location}: cannot be opened: {error or type(error).__name__}"
+            ) from error
 
     @property
     def system(self) -> Any:
-        """The file system, which fsspec keeps, one for each process: a forked one must not use its parent's."""
+        """The file system, which fsspec keeps, one for each process: a forked one must not use its
+        parent's.
+        """
         return _file_system(self.location)
 
     def read(self, start: int, end: int) -> bytes:
@@ -242,7 +280,9 @@ def _file_system(location: str) -> Any:
 
 
 class _Map(ctypes.Array):  # type: ignore[type-arg]
-    """Mapped memory, sliced to bytes. Longer than any file, so that one type does for all: ctypes never frees types."""
+    """Mapped memory, sliced to bytes. Longer than any file, so that one type does for all: ctypes
+    never frees types.
+    """
 
     _type_ = ctypes.c_char
     _length_ = 1 << 47
@@ -261,11 +301,13 @@ def _libc() -> ctypes.CDLL:
 def _map_file(path: str) -> tuple[Any, int, int]:
     """Map a file into memory and return the map, and the file's size and number.
 
-    Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has often no more than
-    1024, and a thousand sources have tens of thousands of shards.
+    Not by Python's `mmap`: that keeps a file descriptor open for each map, of which a process has
+    often no more than 1024, and a thousand sources have tens of thousands of shards.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, not waiting for a writer
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # of a pipe, not waiting for a writer
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

@@ -1,8 +1,10 @@
-"""pure. An IndexedSource reads token sequences as Megatron's tools write them: FILE.bin, and places in FILE.idx.
+"""pure. An IndexedSource reads token sequences as Megatron's tools write them: FILE.bin, and places
+in FILE.idx.
 
-Read by numpy alone. Layout of the index: b"MMIDIDX\\0\\0", version (uint64, 1), type of the tokens (uint8), number of
-sequences and of document bounds (uint64 each), then the lengths (int32), the places in bytes (int64), and the document
-bounds (int64): document d is the sequences [bounds[d], bounds[d + 1]).
+Read by numpy alone. Layout of the index: b"MMIDIDX\\0\\0", version (uint64, 1), type of the tokens
+(uint8), number of sequences and of document bounds (uint64 each), then the lengths (int32), the
+places in bytes (int64), and the document bounds (int64): document d is the sequences [bounds[d],
+bounds[d + 1]).
 """
 
 from collections.abc import Sequence
@@ -19,10 +21,11 @@ _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "ui
 
 
 class IndexedSource(FileSource):
-    """The sequences of a .bin and its .idx: a record is {"tokens": array}, in the type that they are stored in.
+    """The sequences of a .bin and its .idx: a record is {"tokens": array}, in the type that they
+    are stored in.
 
-    Takes the path of either file, or what both have in common. A read costs about 1 microsecond; the array is a view
-    of the file, not to be written to.
+    Takes the path of either file, or what both have in common. A read costs about 1 microsecond;
+    the array is a view of the file, not to be written to.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,15 +34,22 @@ class IndexedSource(FileSource):
     def _open(self) -> None:
         for suffix in (".bin", ".idx"):
             if not is_file(self._path + suffix):
-                raise ValueError(f"{self._path}{suffix}: no such file; a .bin and its .idx belong together")
+                raise ValueError(
+                    f"{self._path}{suffix}: no such file; a .bin and its .idx belong together"
+                )
         self._file = open_file(self._path + ".bin")
         self._index = index = open_file(self._path + ".idx")
         head = index.read(0, min(_HEAD_BYTES, index.size))
         if not head.startswith(_MAGIC) or len(head) < _HEAD_BYTES:
-            raise ValueError(f"{index.location}: not the index of a .bin file; it must start with {_MAGIC!r}")
+            raise ValueError(
+                f"{index.location}: not the index of a .bin file; it must start with {_MAGIC!r}"
+            )
         version, code = int.from_bytes(head[9:17], "little"), head[17]
         if version != 1 or not 1 <= code <= len(_DTYPES):
-            raise ValueError(f"{index.location}: version {version} and type {code} are not known; 1 and 1 to 8 are")
+            raise ValueError(
+                f"{index.location}: version {version} and type {code} are not known; 1 and 1 to 8 "
+                "are"
+            )
         count, num_bounds = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
         self.dtype = np.dtype(_DTYPES[code - 1])
         """Type of the tokens."""
@@ -47,11 +57,18 @@ class IndexedSource(FileSource):
         """Number of tokens of each sequence."""
         self.pointers: npt.NDArray[np.int64] = index.array(np.int64, _HEAD_BYTES + 4 * count, count)
         """Byte at which each starts."""
-        self.document_indices: npt.NDArray[np.int64] = index.array(np.int64, _HEAD_BYTES + 12 * count, num_bounds)
+        self.document_indices: npt.NDArray[np.int64] = index.array(
+            np.int64, _HEAD_BYTES + 12 * count, num_bounds
+        )
         """Sequence at which each document starts, then the number of sequences."""
-        if count and (end := int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize) > self._file.size:
+        if (
+            count
+            and (end := int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize)
+            > self._file.size
+        ):
             raise ValueError(
-                f"{self._file.location}: has {self._file.size} bytes, but its index goes to {end}; it is cut, or the "
+                f"{self._file.location}: has {self._file.size} bytes, but its index goes to {end}; "
+                "it is cut, or the "
                 "index of another file"
             )
         self._tokens = self._file.array(self.dtype) if isinstance(self._file, LocalFile) else None
@@ -76,7 +93,10 @@ class IndexedSource(FileSource):
         for index in indices:
             check_index(index, self)
         starts = self.pointers[list(indices)].tolist()
-        ends = [start + int(self.lengths[index]) * self.dtype.itemsize for start, index in zip(starts, indices)]
+        ends = [
+            start + int(self.lengths[index]) * self.dtype.itemsize
+            for start, index in zip(starts, indices)
+        ]
         contents = read_ranges([(self._file, start, end) for start, end in zip(starts, ends)])
         return [{"tokens": np.frombuffer(content, self.dtype)} for content in contents]
 

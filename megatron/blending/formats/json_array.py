@@ -1,4 +1,5 @@
-"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for small files.
+"""pure. A JsonArraySource holds a JSON list of objects in memory, parsed as a whole: it is for
+small files.
 
 Invariant: each read gives objects of its own, so that whoever changes one changes no later epoch.
 """
@@ -19,10 +20,17 @@ class JsonArraySource(FileSource):
         try:
             text = self._file.read(0, self._file.size).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}; convert the file") from error
-        items = parse_json(path, text, "fix the file, or rename it to .jsonl if it holds one object per line")
+            raise ValueError(
+                f"{path}: not UTF-8 at byte {error.start + 1}; convert the file"
+            ) from error
+        items = parse_json(
+            path, text, "fix the file, or rename it to .jsonl if it holds one object per line"
+        )
         if not isinstance(items, list):
-            raise ValueError(f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the file")
+            raise ValueError(
+                f"{path}: must hold a list of objects, but holds a {type(items).__name__}; fix the "
+                "file"
+            )
         self._items = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
 
     def __len__(self) -> int:
@@ -33,7 +41,8 @@ class JsonArraySource(FileSource):
         item = pickle.loads(self._items[index])
         if not isinstance(item, dict):
             raise RecordError(
-                f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; fix the item"
+                f"{self.describe(index)}: must be a JSON object, but is a {type(item).__name__}; "
+                "fix the item"
             )
         return item
 

@@ -5,11 +5,16 @@ from typing import Any
 
 
 def parse_json(path: str, text: str, way_out: str = "fix the file") -> Any:
-    """Return what `text`, the content of the file at `path`, stands for; ValueError naming file and line."""
+    """Return what `text`, the content of the file at `path`, stands for; ValueError naming file and
+    line.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        fault = f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        fault = (
+            f"{path}:{error.lineno}: not JSON: {error.msg.removesuffix(' at')} at column "
+            f"{error.colno}"
+        )
     except RecursionError:
         fault = f"{path}: not JSON that can be read: nested too deep"
     except ValueError as error:  # a number of thousands of digits

@@ -1,7 +1,9 @@
-"""pure. A JsonlSource reads a file of one JSON object per line in any order, by the offsets of the lines.
+"""pure. A JsonlSource reads a file of one JSON object per line in any order, by the offsets of the
+lines.
 
-The offsets come from `FILE.idx`, as `python -m megatron.blending prepare` and energon write it, if it is there: in no
-time and no memory; else from a scan for line ends, at about 1 GB/s, which keeps 8 bytes per record.
+The offsets come from `FILE.idx`, as `python -m megatron.blending prepare` and energon write it, if
+it is there: in no time and no memory; else from a scan for line ends, at about 1 GB/s, which keeps
+8 bytes per record.
 
 Invariant: an index file beside the data changes how fast it is opened, never what is read.
 """
@@ -14,8 +16,21 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron.blending.formats.files import LONG_BYTES, File, LocalFile, is_file, open_file, read_ranges
-from megatron.blending.formats.record import FileSource, Record, RecordError, check_index, check_indices
+from megatron.blending.formats.files import (
+    LONG_BYTES,
+    File,
+    LocalFile,
+    is_file,
+    open_file,
+    read_ranges,
+)
+from megatron.blending.formats.record import (
+    FileSource,
+    Record,
+    RecordError,
+    check_index,
+    check_indices,
+)
 
 INDEX_SUFFIX = ".idx"
 
@@ -34,7 +49,8 @@ _parse = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class JsonlSource(FileSource):
-    """One JSON object per line, UTF-8; blank lines are passed over, CRLF and a byte-order mark are allowed.
+    """One JSON object per line, UTF-8; blank lines are passed over, CRLF and a byte-order mark are
+    allowed.
 
     A read costs about half a microsecond over the parsing.
     """
@@ -59,7 +75,9 @@ class JsonlSource(FileSource):
             try:
                 return self._read_mapped(self._file, indices)
             except (StopIteration, ValueError, RecursionError):
-                pass  # A line that is not plain: which, and what is the matter with it, is found out below.
+                # A line that is not plain: which, and what is the matter with it, is found out
+                # below.
+                pass
         lines = read_ranges([(self._file, *self._place(index)) for index in indices])
         records: list[Record | RecordError] = []
         for index, line in zip(indices, lines):
@@ -70,8 +88,8 @@ class JsonlSource(FileSource):
         return records
 
     def _read_mapped(self, file: LocalFile, indices: Sequence[int]) -> list[Any]:
-        """Parse plain lines, which begin with the object. All in one loop, without bytes on the way: calls and copies
-        would cost half as much as the parsing.
+        """Parse plain lines, which begin with the object. All in one loop, without bytes on the
+        way: calls and copies would cost half as much as the parsing.
         """
         file.check()
         view, places, records = file.view, self._places, []
@@ -92,14 +110,18 @@ class JsonlSource(FileSource):
         return int(self._places[records.stop] - self._places[records.start])
 
     def describe(self, index: int) -> str:
-        """Name the line, counted on the spot; in a file of many gigabytes, or one that was cut, record and byte."""
+        """Name the line, counted on the spot; in a file of many gigabytes, or one that was cut,
+        record and byte.
+        """
         start = self._place(index)[0]
         by_byte = f"{self._path} record {index} (at byte {start})"
         if start > _COUNTED_BYTES:
             return by_byte
         blocks = range(0, start, _SCAN_BYTES)
         try:
-            num_before = sum(self._file.read(at, min(at + _SCAN_BYTES, start)).count(b"\n") for at in blocks)
+            num_before = sum(
+                self._file.read(at, min(at + _SCAN_BYTES, start)).count(b"\n") for at in blocks
+            )
             # An index may have the blank lines before the first record with it.
             head = self._file.read(*self._place(index))
         except ValueError:
@@ -142,8 +164,8 @@ def unseen(steps: Iterable[T], total: int) -> Iterable[T]:
 def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint64]:
     """Return where each non-blank line starts, then the end of the file: what an index file holds.
 
-    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress`: of the
-    blocks of the file.
+    `b'{}\\n\\n{}\\n' -> [0, 5, 8]`; after a byte-order mark the first line starts at 3. `progress`:
+    of the blocks of the file.
     """
     carried = np.array([_mark_bytes(file)], np.int64)
     found, suspects = [], []
@@ -153,12 +175,15 @@ def index_lines(file: File, progress: Progress = unseen) -> npt.NDArray[np.uint6
         starts = np.append(carried, np.flatnonzero(data == ord("\n")) + 1)
         carried, starts = starts[starts >= len(data)] - len(data), starts[starts < len(data)]
         found.append(starts + scan)
-        # Only a line that starts with white space can be blank: few do, so they are read one by one.
+        # Only a line that starts with white space can be blank: few do, so they are read one by
+        # one.
         suspects.append(data[starts] <= ord(" "))
     offsets = np.append(np.concatenate([np.zeros(0, np.int64), *found]), file.size)
     is_record = np.ones(len(offsets), np.bool_)
     for line in np.flatnonzero(np.concatenate([np.zeros(0, np.bool_), *suspects])):
-        is_record[line] = bool(file.read(int(offsets[line]), int(offsets[line + 1])).strip(_JSON_SPACE))
+        is_record[line] = bool(
+            file.read(int(offsets[line]), int(offsets[line + 1])).strip(_JSON_SPACE)
+        )
     return offsets[is_record].astype(np.uint64)
 
 
@@ -177,7 +202,7 @@ def _indexed_lines(file: File) -> tuple[File | None, npt.NDArray[np.uint64]]:
     if fault is None:
         return index, index.array(np.uint64)
     warnings.warn(
-        f"{location}: does not belong to the file beside it: {fault}; its lines are counted anew. "
+        f"{location}: does not belong to the file beside it: {fault}; its lines are counted again. "
         f"Run python -m megatron.blending prepare {file.location}",
         stacklevel=4,
     )
@@ -194,7 +219,9 @@ def _fault_of_index(index: File, file: File) -> str | None:
     if len(offsets) > 1 and offsets[0] < _mark_bytes(file):
         return "it starts within the byte-order mark"
     num_lines = len(offsets) - 1
-    for line in sorted({1 + probe * (num_lines - 2) // (_INDEX_PROBES - 1) for probe in range(_INDEX_PROBES)}):
+    for line in sorted(
+        {1 + probe * (num_lines - 2) // (_INDEX_PROBES - 1) for probe in range(_INDEX_PROBES)}
+    ):
         if not 0 < line < num_lines:
             continue
         before, start = int(offsets[line - 1]), int(offsets[line])

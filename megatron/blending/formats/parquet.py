@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 _CACHED_ROW_GROUPS = 4
-_MOST_ROWS = 1 << 48
+_MAX_ROWS = 1 << 48
 
 
 class ParquetSource(FileSource):
     """The rows of a Parquet file, counted from 0.
 
-    A read decodes the row group that holds the row, unless it is one of the last few decoded: in random order, files
-    with small row groups are read fastest.
+    A read decodes the row group that holds the row, unless it is one of the last few decoded: in
+    random order, files with small row groups are read fastest.
     """
 
     def _open(self) -> None:
@@ -29,16 +29,23 @@ class ParquetSource(FileSource):
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ValueError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+            raise ValueError(
+                f"{path}: reading Parquet needs pyarrow; pip install pyarrow"
+            ) from error
         self._file = open_file(path)
         try:
             with pyarrow.parquet.ParquetFile(self._stream()) as file:
                 self._metadata: pyarrow.parquet.FileMetaData = file.metadata
-            num_rows = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
-            if min(num_rows, default=0) < 0 or sum(num_rows) >= _MOST_ROWS:
+            num_rows = [
+                self._metadata.row_group(group).num_rows
+                for group in range(self._metadata.num_row_groups)
+            ]
+            if min(num_rows, default=0) < 0 or sum(num_rows) >= _MAX_ROWS:
                 raise ValueError(f"its row groups say that they have {num_rows!s:.100} rows")
         except Exception as error:  # of dozens of kinds, by what is damaged
-            raise ValueError(f"{path}: not a Parquet file: {' '.join(str(error).split()):.500}") from error
+            raise ValueError(
+                f"{path}: not a Parquet file: {' '.join(str(error).split()):.500}"
+            ) from error
         self._row_group_starts = [0, *accumulate(num_rows)]
         self._tables: dict[int, pyarrow.Table] = {}
 
@@ -54,7 +61,11 @@ class ParquetSource(FileSource):
             by_row_group.setdefault(self._row_group(index), []).append(number)
         for row_group, numbers in by_row_group.items():
             start = self._row_group_starts[row_group]
-            rows = self._table(row_group).take([indices[number] - start for number in numbers]).to_pylist()
+            rows = (
+                self._table(row_group)
+                .take([indices[number] - start for number in numbers])
+                .to_pylist()
+            )
             for number, row in zip(numbers, rows):
                 records[number] = row
         return records
@@ -75,9 +86,15 @@ class ParquetSource(FileSource):
         tables = self._tables
         table = tables.get(row_group)
         if table is None:
-            # Opened anew and read by this thread alone: nothing that a forked process could share or wait for.
-            with pyarrow.parquet.ParquetFile(self._stream(), metadata=self._metadata, pre_buffer=False) as file:
+            # Opened again and read by this thread alone: nothing that a forked process could share
+            # or wait for.
+            with pyarrow.parquet.ParquetFile(
+                self._stream(), metadata=self._metadata, pre_buffer=False
+            ) as file:
                 table = file.read_row_group(row_group, use_threads=False)
             # A dict of its own for the next reader, so that threads never see one that changes.
-            self._tables = {**dict(list(tables.items())[1 - _CACHED_ROW_GROUPS :]), row_group: table}
+            self._tables = {
+                **dict(list(tables.items())[1 - _CACHED_ROW_GROUPS :]),
+                row_group: table,
+            }
         return table

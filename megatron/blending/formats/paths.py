@@ -10,7 +10,9 @@ _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def resolve_path(path: str, beside: str) -> str:
-    """Return `path` as named in the file `beside`: absolute paths and URLs are kept, others start at its folder."""
+    """Return `path` as named in the file `beside`: absolute paths and URLs are kept, others start
+    at its folder.
+    """
     if URL in path or os.path.isabs(path):
         return path
     if URL in beside:
@@ -29,7 +31,9 @@ def is_folder(path: str) -> bool:
 
 
 def check_exists(path: str, where: str) -> None:
-    """ValueError naming what is most like it, if nothing is at a local path. A .bin may be named without suffix."""
+    """ValueError naming what is most like it, if nothing is at a local path. A .bin may be named
+    without suffix.
+    """
     if URL in path or os.path.exists(path) or os.path.exists(path + ".bin"):
         return
     missing, folder = path, os.path.dirname(path) or "."

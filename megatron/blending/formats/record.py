@@ -1,8 +1,9 @@
 """pure. A source of records is a fixed sequence of dicts, read in any order.
 
-A source is read-only, may be pickled, and may be read by forked processes and by threads at the same time: no read
-moves a position that they share. A file that cannot be used at all is a ValueError when it is opened; a record that
-cannot be used is a `RecordError` when it is read, so that a caller may skip and count it.
+A source is read-only, may be pickled, and may be read by forked processes and by threads at the
+same time: no read moves a position that they share. A file that cannot be used at all is a
+ValueError when it is opened; a record that cannot be used is a `RecordError` when it is read, so
+that a caller may skip and count it.
 """
 
 import hashlib
@@ -29,29 +30,36 @@ class RecordSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """Read record `index`, to be left as it is by the caller; RecordError if it cannot be used."""
+        """Read record `index`, to be left as it is by the caller; RecordError if it cannot be
+        used."""
         record = self.read([index])[0]
         if isinstance(record, RecordError):
             raise record
         return record
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
-        """Read many records, in the order asked for; for one that cannot be used the error stands in its place."""
+        """Read many records, in the order asked for; for one that cannot be used the error stands
+        in its place.
+        """
         return read_each(self, indices)
 
     def describe(self, index: int) -> str:
-        """Say where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet row 5"."""
+        """Say where record `index` stands, for a person to find it: "train.jsonl:17" or "x.parquet
+        row 5".
+        """
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits that stay the same when the data is moved, and change when it is other data.
+        """Return 32 hex digits that stay the same when the data is moved, and change when it is
+        other data.
 
-        Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs milliseconds; an edit that
-        keeps the size and lies between the blocks of a large file goes unseen.
+        Made of sizes, numbers of records and 64 evenly spread blocks of 4 KiB, so it costs
+        milliseconds; an edit that keeps the size and lies between the blocks of a large file goes
+        unseen.
         """
 
 
 class FileSource(RecordSource):
-    """The records of one file. It is pickled as its path, and opened anew by who unpickles it."""
+    """The records of one file. It is pickled as its path, and opened again by who unpickles it."""
 
     _file: File
 
@@ -84,8 +92,9 @@ def read_each(source: RecordSource, indices: Sequence[int]) -> list[Record | Rec
 
 
 def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | RecordError]:
-    """Read many records of any source: for one that cannot be read, whatever was raised, a RecordError that says where
-    it stands. Libraries that decode raise dozens of kinds on damaged bytes.
+    """Read many records of any source: for one that cannot be read, whatever was raised, a
+    RecordError that says where it stands. Libraries that decode raise dozens of kinds on damaged
+    bytes.
     """
     try:
         return source.read(indices)
@@ -95,7 +104,12 @@ def read_records(source: RecordSource, indices: Sequence[int]) -> list[Record | 
         if isinstance(error, RecordError):
             return [error]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        return [RecordError(f"{source.describe(indices[0])}: cannot be read: {kind}{' '.join(str(error).split())}")]
+        return [
+            RecordError(
+                f"{source.describe(indices[0])}: cannot be read: "
+                f"{kind}{' '.join(str(error).split())}"
+            )
+        ]
 
 
 def check_index(index: int, source: RecordSource) -> None:
@@ -110,10 +124,14 @@ def check_indices(indices: Sequence[int], source: RecordSource) -> None:
 
 
 def fingerprint_file(file: File, num_records: int, num_probes: int = 64) -> str:
-    """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4 KiB."""
+    """Return 32 hex digits of size, number of records and `num_probes` evenly spread blocks of 4
+    KiB.
+    """
     digest = hashlib.blake2b(f"{file.size} bytes {num_records} records".encode(), digest_size=16)
     last = max(file.size - _PROBE_BYTES, 0)
     starts = [last * probe // (num_probes - 1) for probe in range(num_probes)]
-    for block in read_ranges([(file, start, min(start + _PROBE_BYTES, file.size)) for start in starts]):
+    for block in read_ranges(
+        [(file, start, min(start + _PROBE_BYTES, file.size)) for start in starts]
+    ):
         digest.update(block)
     return digest.hexdigest()

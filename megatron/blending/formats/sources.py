@@ -32,11 +32,17 @@ def open_source(path: str | os.PathLike[str]) -> RecordSource:
     """Open a file, local or a URL, as its kind; ValueError if it is not such a file or is empty."""
     location = os.fspath(path)
     if local_path(location) is not None and not is_file(location):
-        fault = "is a directory; name a file in it" if is_folder(location) else "no such file; check the path"
+        fault = (
+            "is a directory; name a file in it"
+            if is_folder(location)
+            else "no such file; check the path"
+        )
         raise ValueError(f"{path}: {fault}")
     kind = SOURCES.get(PurePosixPath(location).suffix)
     if kind is None:
-        raise ValueError(f"{path}: suffix must be one of {', '.join(SOURCES)}; convert or rename the file")
+        raise ValueError(
+            f"{path}: suffix must be one of {', '.join(SOURCES)}; convert or rename the file"
+        )
     source = kind(location)
     if len(source) == 0:
         raise ValueError(f"{path}: has no records; leave it out of the data")

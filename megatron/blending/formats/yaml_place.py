@@ -1,4 +1,6 @@
-"""pure. A Place says where in which YAML file, as every message about it begins, and makes the checks."""
+"""pure. A Place says where in which YAML file, as every message about it begins, and makes the
+checks.
+"""
 
 import math
 from collections.abc import Iterable
@@ -25,7 +27,9 @@ class Place:
     def at(self, key: str | int, parent: Table | Items) -> "Place":
         if isinstance(parent, Items):
             return Place(self.path, parent.lines[int(key)], f"{self.keys}[{key}]")
-        return Place(self.path, parent.lines.get(str(key), self.line), f"{self.keys}.{key}".lstrip("."))
+        return Place(
+            self.path, parent.lines.get(str(key), self.line), f"{self.keys}.{key}".lstrip(".")
+        )
 
     def check_keys(self, table: Table, known: Iterable[str]) -> None:
         known = [key for key in known if key]
@@ -48,14 +52,20 @@ class Place:
     def text(self, table: Table, key: str) -> str | None:
         value = table.get(key)
         if value is not None and (not isinstance(value, str) or not value):
-            raise self.at(key, table).error(f"must be a word, but is {described(value)}; put it in quotes")
+            raise self.at(key, table).error(
+                f"must be a word, but is {described(value)}; put it in quotes"
+            )
         return value
 
     def share(self, table: Table, key: str) -> float:
         value = table.get(key, 1)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if not is_number or value < 0:
-            raise self.at(key, table).error(f"must be a number of at least 0, but is {described(value)}")
+            raise self.at(key, table).error(
+                f"must be a number of at least 0, but is {described(value)}"
+            )
         return value
 
 

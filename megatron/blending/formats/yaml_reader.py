@@ -1,8 +1,10 @@
-"""pure. This reads a YAML file as plain values that remember their lines, with scalars as energon reads them.
+"""pure. This reads a YAML file as plain values that remember their lines, with scalars as energon
+reads them.
 
-Plain scalars: `true false yes no` are bools, `null ~` and nothing are None, digits are ints, and what has a point or an
-exponent is a float; all else is a str, also what YAML 1.1 makes of `on`, `012`, `1:30` and `2024-01-01`. Quoted is str.
-Anchors, aliases and merge keys (`<<: *name`) work; a key given twice is refused; no tag makes anything but these.
+Plain scalars: `true false yes no` are bools, `null ~` and nothing are None, digits are ints, and
+what has a point or an exponent is a float; all else is a str, also what YAML 1.1 makes of `on`,
+`012`, `1:30` and `2024-01-01`. Quoted is str. Anchors, aliases and merge keys (`<<: *name`) work; a
+key given twice is refused; no tag makes anything but these.
 """
 
 import os
@@ -12,15 +14,22 @@ from typing import Any
 
 import yaml
 
-_BOOLS = {word: value for value, words in ((True, "true yes"), (False, "false no")) for word in words.split()}
+_BOOLS = {
+    word: value
+    for value, words in ((True, "true yes"), (False, "false no"))
+    for word in words.split()
+}
 _NULLS = {"", "~", "null"}
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INT = re.compile(rf"[-+]?{_DIGITS}")
 _FLOAT = re.compile(rf"[-+]?({_DIGITS}(\.({_DIGITS})?)?|\.{_DIGITS})([eE][-+]?{_DIGITS})?")
-_TAGS = {f"tag:yaml.org,2002:{name}" for name in "map seq str int float bool null timestamp value merge".split()}
+_TAGS = {
+    f"tag:yaml.org,2002:{name}"
+    for name in "map seq str int float bool null timestamp value merge".split()
+}
 _MERGE = "<<"
-_MOST_VALUES = 200_000
-_MOST_DEPTH = 64
+_MAX_VALUES = 200_000
+_MAX_DEPTH = 64
 _LARGEST = 2**63 - 1
 
 Scalar = str | int | float | bool | None
@@ -34,14 +43,16 @@ class Table(dict[str, Any]):
 
 
 class Items(list[Any]):
-    """A sequence of the file. `line`: where it starts; `lines`: that of each item. Counted from 1."""
+    """A sequence of the file. `line`: where it starts; `lines`: that of each item. Counted from
+    1."""
 
     line: int
     lines: list[int]
 
 
 def read_yaml(path: str, text: str) -> Any:
-    """Return the value that `text`, the content of the file at `path`, stands for; ValueError naming file and line.
+    """Return the value that `text`, the content of the file at `path`, stands for; ValueError
+    naming file and line.
 
     About 40 microseconds per line where libyaml is there, 400 where not.
     """
@@ -53,12 +64,16 @@ def read_yaml(path: str, text: str) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}:{line}: not YAML: {error.problem}; fix the file") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}; fix the file") from None
+        raise ValueError(
+            f"{path}: not YAML: {' '.join(str(error).split())}; fix the file"
+        ) from None
     return None if node is None else _Values(path).of(node)
 
 
 def _check_size(events: Iterable[Any]) -> None:
-    """Raise before anything is built of YAML that is deep, or has too many values with those that aliases repeat."""
+    """Raise before anything is built of YAML that is deep, or has too many values with those that
+    aliases repeat.
+    """
     sizes: dict[str | None, int] = {}
     """Of what an anchor stands for."""
     open_anchors: list[str | None] = [None]
@@ -72,13 +87,21 @@ def _check_size(events: Iterable[Any]) -> None:
             counts[-2:] = [counts[-2] + counts[-1]]
         elif isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent)):
             counts[-1] += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
-        if len(counts) > _MOST_DEPTH or counts[-1] > _MOST_VALUES:
-            limit = f"more than {_MOST_VALUES:,} values" if counts[-1] > _MOST_VALUES else f"over {_MOST_DEPTH} levels"
-            raise yaml.MarkedYAMLError(problem=f"{limit}, which is taken for a mistake", problem_mark=event.start_mark)
+        if len(counts) > _MAX_DEPTH or counts[-1] > _MAX_VALUES:
+            limit = (
+                f"more than {_MAX_VALUES:,} values"
+                if counts[-1] > _MAX_VALUES
+                else f"over {_MAX_DEPTH} levels"
+            )
+            raise yaml.MarkedYAMLError(
+                problem=f"{limit}, which is taken for a mistake", problem_mark=event.start_mark
+            )
 
 
 def read_scalar(word: str) -> Scalar:
-    """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`, `read_scalar("012") -> 12`."""
+    """Return what the plain scalar `word` means: `read_scalar("1e3") -> 1000.0`,
+    `read_scalar("012") -> 12`.
+    """
     if word.lower() in _NULLS:
         return None
     if word.lower() in _BOOLS:
@@ -120,7 +143,9 @@ class _Values:
         if node.tag not in _TAGS:
             raise self._error(line, f"tag {node.tag!r} has no meaning here; remove it")
         self._open.add(id(node))
-        value = self._table(node) if isinstance(node, yaml.MappingNode) else self._items_or_scalar(node)
+        value = (
+            self._table(node) if isinstance(node, yaml.MappingNode) else self._items_or_scalar(node)
+        )
         self._open.remove(id(node))
         self._done[id(node)] = value
         return value
@@ -135,7 +160,9 @@ class _Values:
         try:
             return node.value if node.style else read_scalar(node.value)
         except ValueError:  # of thousands of digits
-            raise self._error(node.start_mark.line + 1, f"the number {node.value[:20]}... is too large") from None
+            raise self._error(
+                node.start_mark.line + 1, f"the number {node.value[:20]}... is too large"
+            ) from None
 
     def _table(self, node: yaml.MappingNode) -> Table:
         table, merged = Table(), Table()
@@ -149,7 +176,10 @@ class _Values:
                 self._merge(merged, self.of(value_node), line)
                 continue
             if key in table:
-                raise self._error(line, f"key {key!r} is given twice, first in line {table.lines[key]}; remove one")
+                raise self._error(
+                    line,
+                    f"key {key!r} is given twice, first in line {table.lines[key]}; remove one",
+                )
             table[key], table.lines[key] = self.of(value_node), line
         for key in merged.keys() - table.keys():
             table[key], table.lines[key] = merged[key], merged.lines[key]

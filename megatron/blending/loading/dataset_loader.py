@@ -1,4 +1,5 @@
-"""pure. A DatasetLoader, or a metadataset, gives the sources of a path as data sets with weights."""
+"""pure. A DatasetLoader, or a metadataset, gives the sources of a path as data sets with
+weights."""
 
 import inspect
 import os
@@ -48,10 +49,19 @@ class LoadedDataset(tuple[Any, Any]):
     """Where it came from."""
 
     def __new__(
-        cls, dataset: SavableDataset[Any], weight: Weight, entry: SourceEntry | Join, repetitions: float | None = None
+        cls,
+        dataset: SavableDataset[Any],
+        weight: Weight,
+        entry: SourceEntry | Join,
+        repetitions: float | None = None,
     ) -> "LoadedDataset":
         self = super().__new__(cls, (dataset, weight))
-        self.dataset, self.weight, self.entry, self.repetitions = dataset, weight, entry, repetitions
+        self.dataset, self.weight, self.entry, self.repetitions = (
+            dataset,
+            weight,
+            entry,
+            repetitions,
+        )
         return self
 
 
@@ -78,27 +88,41 @@ class DatasetLoaderInterface:
         reading: Reading | None = None,
         repeat: bool = True,
     ) -> LoadedDatasetList:
-        """Return the sources, opened: for training endless, unless repetitions say how often each is read per epoch."""
-        told = Reference(path="", subflavors=subflavors or {}, multiplier=shuffle_over_epochs_multiplier)
+        """Return the sources, opened: for training endless, unless repetitions say how often each
+        is read per epoch.
+        """
+        told = Reference(
+            path="", subflavors=subflavors or {}, multiplier=shuffle_over_epochs_multiplier
+        )
         node = self.node(split_part, told)
         if reading is None:
             reading = Reading(encoder=DefaultTaskEncoder(), is_shuffled=training)
         kind, entries = flattened(node)
-        opened = [(open_entry(entry, reading, worker_config), share, entry) for entry, share in entries]
+        opened = [
+            (open_entry(entry, reading, worker_config), share, entry) for entry, share in entries
+        ]
         if not training:
-            return LoadedDatasetList([LoadedDataset(d, 1.0, entry) for d, _, entry in opened], DatasetBlendMode.NONE)
+            return LoadedDatasetList(
+                [LoadedDataset(d, 1.0, entry) for d, _, entry in opened], DatasetBlendMode.NONE
+            )
         return loaded_for_training(kind, opened, repeat)
 
 
 def loaded_for_training(
     kind: type, opened: Sequence[tuple[Any, Any, SourceEntry | Join]], repeat: bool = True
 ) -> LoadedDatasetList:
-    """Return sources (data set of one pass, share, entry) as often as a tree of a `kind` (`flattened`) says."""
+    """Return sources (data set of one pass, share, entry) as often as a tree of a `kind`
+    (`flattened`) says.
+    """
     if kind is Epochized:
         made = [_repeated(dataset, share, entry) for dataset, share, entry in opened if share]
-        return LoadedDatasetList([one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS)
+        return LoadedDatasetList(
+            [one for one in made if one.weight], DatasetBlendMode.SAMPLE_REPETITIONS
+        )
     mode = DatasetBlendMode.DATASET_WEIGHT if kind is Blend else DatasetBlendMode.NONE
-    return LoadedDatasetList([LoadedDataset(_endless(d, repeat), share, entry) for d, share, entry in opened], mode)
+    return LoadedDatasetList(
+        [LoadedDataset(_endless(d, repeat), share, entry) for d, share, entry in opened], mode
+    )
 
 
 def split_names(path: str) -> set[str]:
@@ -112,10 +136,13 @@ def _endless(dataset: SavableDataset[Any], repeat: bool) -> SavableDataset[Any]:
     return RepeatDataset(dataset, worker_config=dataset.worker_config) if repeat else dataset
 
 
-def _repeated(dataset: SavableDataset[Any], repetitions: Weight, entry: SourceEntry | Join) -> LoadedDataset:
+def _repeated(
+    dataset: SavableDataset[Any], repetitions: Weight, entry: SourceEntry | Join
+) -> LoadedDataset:
     if not int(len(dataset) * repetitions):
         raise ValueError(
-            f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is none; "
+            f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is "
+            "none; "
             "raise it, or leave the source out"
         )
     if repetitions != 1:
@@ -124,7 +151,9 @@ def _repeated(dataset: SavableDataset[Any], repetitions: Weight, entry: SourceEn
 
 
 class DatasetLoader(DatasetLoaderInterface):
-    """It reads data, a prepared folder or a file of records; or a metadataset, again for each split."""
+    """It reads data, a prepared folder or a file of records; or a metadataset, again for each
+    split.
+    """
 
     def __init__(
         self,
@@ -137,7 +166,9 @@ class DatasetLoader(DatasetLoaderInterface):
         split_config: str | None = None,
     ) -> None:
         if subflavors is not None and not isinstance(subflavors, Mapping):
-            raise ValueError(f"subflavors must be a dict of names and values, but is {subflavors!r}")
+            raise ValueError(
+                f"subflavors must be a dict of names and values, but is {subflavors!r}"
+            )
         self.path = os.fspath(path)
         self.split_part = split_part
         self._subflavors = dict(subflavors or {})
@@ -157,9 +188,13 @@ class DatasetLoader(DatasetLoaderInterface):
 
 
 class _Metadataset(DatasetLoaderInterface):
-    """It reads a metadataset file, or its content given as dicts and lists, with paths relative to where `path` is."""
+    """It reads a metadataset file, or its content given as dicts and lists, with paths relative to
+    where `path` is.
+    """
 
-    def __init__(self, path: str | os.PathLike[str], splits: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], splits: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = os.fspath(path)
         content = splits
         if splits is None:
@@ -181,7 +216,8 @@ class MetadatasetV2(_Metadataset):
 
 
 def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderInterface:
-    """Return what gives the sources at `path`. `options`: those of DatasetLoader, where it is data."""
+    """Return what gives the sources at `path`. `options`: those of DatasetLoader, where it is
+    data."""
     location = os.fspath(path)
     check_options(options)
     if options or not is_metadataset(location):
@@ -192,8 +228,13 @@ def load_dataset(path: str | os.PathLike[str], **options: Any) -> DatasetLoaderI
 
 
 def check_options(options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """ValueError for one that DatasetLoader does not have. `others`: what may have been meant as well."""
+    """ValueError for one that DatasetLoader does not have. `others`: what may have been meant as
+    well.
+    """
     known = [name for name in inspect.signature(DatasetLoader).parameters if name != "path"]
     for name in options:
         if name not in known:
-            raise ValueError(f"unknown option {name!r}; {nearest(name, dict.fromkeys([*others, *known]), 'options')}")
+            raise ValueError(
+                f"unknown option {name!r}; "
+                f"{nearest(name, dict.fromkeys([*others, *known]), 'options')}"
+            )

@@ -1,6 +1,8 @@
-"""collective. The states of all ranks are gathered on one, or sent from one, over torch.distributed: as energon does.
+"""collective. The states of all ranks are gathered on one, or sent from one, over
+torch.distributed: as energon does.
 
-Everything else of a loader knows no other rank; torch.distributed is not imported for this, but found.
+Everything else of a loader knows no other rank; torch.distributed is not imported for this, but
+found.
 """
 
 import sys
@@ -12,7 +14,9 @@ from megatron.blending.streams.worker_config import WorkerConfig
 
 
 def gather_states(state: State, config: WorkerConfig, global_dst_rank: int) -> list[State] | None:
-    """Return the states of all ranks, in order, on the process of that number among all; None elsewhere."""
+    """Return the states of all ranks, in order, on the process of that number among all; None
+    elsewhere.
+    """
     if config.num_ranks == 1:
         return [state]
     distributed = _distributed(config, "save_state_global gathers")
@@ -21,11 +25,17 @@ def gather_states(state: State, config: WorkerConfig, global_dst_rank: int) -> l
     return gathered
 
 
-def send_states(states: Sequence[State] | None, config: WorkerConfig, src_rank: int | None) -> Sequence[State]:
-    """Return the states that rank `src_rank` of the data-parallel group has; one's own where that is None."""
+def send_states(
+    states: Sequence[State] | None, config: WorkerConfig, src_rank: int | None
+) -> Sequence[State]:
+    """Return the states that rank `src_rank` of the data-parallel group has; one's own where that
+    is None.
+    """
     if src_rank is None or config.num_ranks == 1:
         if not isinstance(states, (list, tuple)):
-            raise ValueError("restore_state_global takes the list that save_state_global gave, on each rank")
+            raise ValueError(
+                "restore_state_global takes the list that save_state_global gave, on each rank"
+            )
         return states
     distributed = _distributed(config, "restore_state_global sends")
     group = config.data_parallel_group
@@ -33,7 +43,10 @@ def send_states(states: Sequence[State] | None, config: WorkerConfig, src_rank: 
     sent = [states]
     distributed.broadcast_object_list(sent, source, group=group)
     if not isinstance(sent[0], (list, tuple)):
-        raise ValueError(f"restore_state_global: rank {src_rank} has no states; pass it what save_state_global gave")
+        raise ValueError(
+            f"restore_state_global: rank {src_rank} has no states; pass it what save_state_global "
+            "gave"
+        )
     return sent[0]
 
 
@@ -41,7 +54,8 @@ def _distributed(config: WorkerConfig, what: str) -> Any:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         raise ValueError(
-            f"{what} states of {config.num_ranks} ranks over torch.distributed, which is not initialised; "
+            f"{what} states of {config.num_ranks} ranks over torch.distributed, which is not "
+            "initialised; "
             "use state_dict on each rank, and load_state_dict with a list of all"
         )
     return distributed

@@ -1,13 +1,16 @@
 """pure. The functions that users begin with make a stream of a path and a task encoder.
 
-A path is data (a prepared folder, .jsonl, .json, .parquet, .bin) or a metadataset (.yaml). For training, sources are
-repeated for ever and blended by their weights, or read through a given number of times per epoch (blend_epochized); for
-validation they are read one after the other, once. Options have the names and meanings that energon gives them, but:
+A path is data (a prepared folder, .jsonl, .json, .parquet, .bin) or a metadataset (.yaml). For
+training, sources are repeated for ever and blended by their weights, or read through a given number
+of times per epoch (blend_epochized); for validation they are read one after the other, once.
+Options have the names and meanings that energon gives them, but:
 
-shuffle_buffer_size, max_samples_per_sequence   keep reads local, within an order that is fixed by seed and epoch; None
+shuffle_buffer_size, max_samples_per_sequence   keep reads local, within an order that is fixed by
+seed and epoch; None
                                                 for both is the best shuffling
-parallel_shard_iters                            accepted, of no effect: nothing is read ahead of what is asked for
-worker_config                                   may be left out; the loader then uses its own
+parallel_shard_iters                            accepted, of no effect: nothing is read ahead of
+what is asked for worker_config                                   may be left out; the loader then
+uses its own
 """
 
 import functools
@@ -71,15 +74,18 @@ def get_train_dataset(
     allow_code: bool = False,
     **options: object,
 ) -> SavableDataset[Any]:
-    """Return the training stream of a path, as a data set to iterate over, to give to a loader, or to blend.
+    """Return the training stream of a path, as a data set to iterate over, to give to a loader, or
+    to blend.
 
     `proportions`: "exact", each source at every moment within a sample of its share, or "random".
-    `weights_by`: what weights are shares of, "samples" or "tokens" (found by encoding a few samples of each source).
-    `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over steps.
+    `weights_by`: what weights are shares of, "samples" or "tokens" (found by encoding a few samples
+    of each source).
+    `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over
+    steps.
     `repeat=False`: one epoch; of a blend, until all sources are read.
     `allow_code`: whether Python code that a data set names may run.
-    `options`: of DatasetLoader (subflavors, dataset_config, split_config) and SampleDecoder (image_decode ...).
-    ValueError for anything that cannot work, before the first sample is read.
+    `options`: of DatasetLoader (subflavors, dataset_config, split_config) and SampleDecoder
+    (image_decode ...). ValueError for anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, locals())
@@ -134,13 +140,18 @@ def get_val_dataset(
     allow_code: bool = False,
     **options: object,
 ) -> SavableDataset[Any]:
-    """Return the sources of a path one after the other, each in its own order, once; at most `limit` batches."""
+    """Return the sources of a path one after the other, each in its own order, once; at most
+    `limit` batches.
+    """
     build, sources = _validation(**locals())
     return build(datasets=sources)
 
 
-def get_val_datasets(path: Path | DatasetLoaderInterface, **options: object) -> list[tuple[Any, Any]]:
-    """Return a validation stream for each source of a path, with the source itself: to tell their losses apart.
+def get_val_datasets(
+    path: Path | DatasetLoaderInterface, **options: object
+) -> list[tuple[Any, Any]]:
+    """Return a validation stream for each source of a path, with the source itself: to tell their
+    losses apart.
 
     `options`: those of `get_val_dataset`.
     """
@@ -160,7 +171,8 @@ def _validation(
     options: Mapping[str, Any],
     **asked: object,
 ) -> tuple[Callable[..., Any], list[LoadedDataset]]:
-    """Return what makes a validation stream of sources, and the sources. Takes all that the functions above do.
+    """Return what makes a validation stream of sources, and the sources. Takes all that the
+    functions above do.
 
     `asked`: what only the encoder's hook uses.
     """
@@ -175,12 +187,18 @@ def _validation(
         worker_config=worker_config,
         reading=Reading(encoder=encoder, decoder=decoder, is_shuffled=False, allow_code=allow_code),
     )
-    build = functools.partial(call_hook, encoder.build_val_datasets, worker_config=worker_config, **asked)
+    build = functools.partial(
+        call_hook, encoder.build_val_datasets, worker_config=worker_config, **asked
+    )
     return build, loaded.datasets
 
 
 def _weighted(
-    path: str, loaded: LoadedDatasetList, weights_by: str, schedule: WeightSchedule | None, encoder: Encoder
+    path: str,
+    loaded: LoadedDatasetList,
+    weights_by: str,
+    schedule: WeightSchedule | None,
+    encoder: Encoder,
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
     """Return the sources and the schedule, with weights in samples."""
     if schedule is not None and not isinstance(schedule, WeightSchedule):
@@ -190,19 +208,27 @@ def _weighted(
     if weights_by == "samples":
         return loaded.datasets, schedule
     if loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
-        raise ValueError(f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read")
+        raise ValueError(
+            f"{path}: weights_by='tokens' is for 'blend'; 'blend_epochized' says how often to read"
+        )
     return by_tokens(loaded.datasets, schedule, encoder)
 
 
 def _loader(
     path: Path | DatasetLoaderInterface, options: Mapping[str, Any], function: Callable[..., Any]
 ) -> DatasetLoaderInterface:
-    """Return what gives the sources; `options`: what `function` was given besides its own arguments."""
-    own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    """Return what gives the sources; `options`: what `function` was given besides its own
+    arguments.
+    """
+    own = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
     check_options(options, [*own, *_DECODER_OPTIONS])
     if isinstance(path, DatasetLoaderInterface):
         if options:
-            raise ValueError(f"option {next(iter(options))!r} is for a path; give it to load_dataset")
+            raise ValueError(
+                f"option {next(iter(options))!r} is for a path; give it to load_dataset"
+            )
         return path
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path must be a path or what load_dataset returns, but is {path!r}")
@@ -210,7 +236,9 @@ def _loader(
 
 
 def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any:
-    """Take out of `options` what energon's older users say of decoding there, and return the decoder that it means."""
+    """Take out of `options` what energon's older users say of decoding there, and return the
+    decoder that it means.
+    """
     for name, way in _UNREAD.items():
         if options.pop(name, None) is not None:
             warnings.warn(f"{name} has no effect; {way}", stacklevel=3)
@@ -221,7 +249,10 @@ def _decoder(encoder: Encoder, options: dict[str, Any], allow_code: bool) -> Any
         return UNSAID
     decoder = SampleDecoder(**asked, allow_code=allow_code)
     if encoder.decoder is not DECODE and encoder.decoder != decoder:
-        raise ValueError(f"{next(iter(asked))} is given, but {type(encoder).__name__} has a decoder; set it there")
+        raise ValueError(
+            f"{next(iter(asked))} is given, but {type(encoder).__name__} has a decoder; set it "
+            "there"
+        )
     return decoder
 
 
@@ -247,7 +278,9 @@ def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> 
     missing = [
         p.name
         for p in parameters
-        if p.name not in available and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if p.name not in available
+        and p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     if missing:
         name = getattr(hook, "__qualname__", hook)
@@ -256,5 +289,8 @@ def call_hook(hook: Callable[..., SavableDataset[Any]], **available: object) -> 
         return hook(**available)
     for given in _WITHOUT_EFFECT:
         if available.get(given) is not None and given not in [p.name for p in parameters]:
-            raise ValueError(f"{given} is given, but {hook.__qualname__} does not take it; add it to its signature")
+            raise ValueError(
+                f"{given} is given, but {hook.__qualname__} does not take it; add it to its "
+                "signature"
+            )
     return hook(**{p.name: available[p.name] for p in parameters if p.name in available})

@@ -35,8 +35,10 @@ def get_loader(
 ) -> "Loader[T_co]":
     """Return an iterable over this rank's batches.
 
-    Of endless data each `for` goes on where the last one stopped; of finite data each is a new pass.
-    `worker_config`: by default that of the data sets, else one without workers. `prefetch_factor`: batches that each
+    Of endless data each `for` goes on where the last one stopped; of finite data each is a new
+    pass.
+    `worker_config`: by default that of the data sets, else one without workers. `prefetch_factor`:
+    batches that each
     worker makes ahead. `pin_memory`: None where there is CUDA, and workers.
     """
     check_no_more("get_loader", ignored, _ENERGON_ONLY)
@@ -46,7 +48,9 @@ def get_loader(
 def get_savable_loader(
     dataset: SavableDataset[T_co], worker_config: WorkerConfig | None = None, **options: Any
 ) -> "Loader[T_co]":
-    """Return as `get_loader` does one of which also of finite data a `for` goes on where the last one stopped."""
+    """Return as `get_loader` does one of which also of finite data a `for` goes on where the last
+    one stopped.
+    """
     loader = get_loader(dataset, worker_config, **options)
     loader.is_savable = True
     return loader

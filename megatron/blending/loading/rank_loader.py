@@ -1,10 +1,13 @@
-"""pure. A Loader gives a training loop the batches of its rank, from workers; it is saved and restored anywhere.
+"""pure. A Loader gives a training loop the batches of its rank, from workers; it is saved and
+restored anywhere.
 
 Invariants, for any numbers of ranks and workers before and after:
-- a loader that begins, or is restored, at output g gives on rank r the outputs g + r, g + r + world_size, ...: so
-  ranks that drew as many stand at one point of the stream;
-- a loader that is restored continues with the output after the last one that was drawn when the state was made;
-- of data that goes on, every rank gets as many outputs per epoch. What is left of an epoch after a restore is dealt
+- a loader that begins, or is restored, at output g gives on rank r the outputs g + r, g + r +
+  world_size, ...: so ranks that drew as many stand at one point of the stream;
+- a loader that is restored continues with the output after the last one that was drawn when the
+  state was made;
+- of data that goes on, every rank gets as many outputs per epoch. What is left of an epoch after a
+  restore is dealt
   out evenly: the remainder, fewer than there are ranks, comes first in the next epoch.
 """
 
@@ -20,7 +23,11 @@ from megatron.blending.loading.server import END, Message, Server, Start
 from megatron.blending.loading.state import VERSION, checked_states, is_taken, merge_states
 from megatron.blending.loading.state_form import State, compact, expanded
 from megatron.blending.loading.stream import Stream
-from megatron.blending.loading.worker_pool import WorkerPool, tell_of_held_samples, warn_of_common_shards
+from megatron.blending.loading.worker_pool import (
+    WorkerPool,
+    tell_of_held_samples,
+    warn_of_common_shards,
+)
 from megatron.blending.streams.failures import FailureLog, Failures
 from megatron.blending.streams.node import SavableDataset
 from megatron.blending.streams.sample_buffer import BufferDataset
@@ -54,7 +61,10 @@ class Loader(Generic[T_co]):
         pin_memory: bool | None,
     ) -> None:
         if not isinstance(dataset, SavableDataset):
-            raise ValueError(f"get_loader takes a data set of megatron.blending, but got {type(dataset).__name__}")
+            raise ValueError(
+                "get_loader takes a data set of megatron.blending, but got "
+                f"{type(dataset).__name__}"
+            )
         check_whole("get_loader: prefetch_factor", prefetch_factor)
         if pin_memory is not None:
             check_flag("pin_memory", pin_memory)
@@ -64,7 +74,11 @@ class Loader(Generic[T_co]):
         self._stream = Stream(dataset, self.config)
         self._prefetch_factor = prefetch_factor
         # Torch is not imported to find out: without it there are no tensors.
-        torch = sys.modules.get("torch") if (self.config.num_workers if pin_memory is None else pin_memory) else None
+        torch = (
+            sys.modules.get("torch")
+            if (self.config.num_workers if pin_memory is None else pin_memory)
+            else None
+        )
         self._pins = torch is not None and torch.cuda.is_available()
         self._pool: WorkerPool | None = None
         self._failure_log = FailureLog()
@@ -74,7 +88,7 @@ class Loader(Generic[T_co]):
     def __len__(self) -> int:
         """Return the batches of one pass on this rank; of endless data, of one pass over it."""
         ranks, root = self.config.num_ranks, self._stream.root
-        if root.goes_on:
+        if root.continues_across_epochs:
             return max(1, (root.size or 0) // ranks)
         total = len(self._stream.dataset) if root.size is None else root.size
         return total // ranks + (self.config.this_rank < total % ranks)
@@ -100,12 +114,14 @@ class Loader(Generic[T_co]):
             raise
         return pinned(value) if self._pins else value
 
-    # Saving. A state is made of ints, strings, lists and dicts: JSON, or torch.load(weights_only=True), will do.
+    # Saving. A state is made of ints, strings, lists and dicts: JSON, or
+    # torch.load(weights_only=True), will do.
 
     def state_dict(self) -> State:
         """Return where this rank stands.
 
-        A few hundred bytes, some tens per source, and one to four for each sample that open buffers hold.
+        A few hundred bytes, some tens per source, and one to four for each sample that open buffers
+        hold.
         """
         self._keep_shards()
         return {
@@ -126,11 +142,13 @@ class Loader(Generic[T_co]):
         }
 
     def load_state_dict(self, state: State | Sequence[State], *, on_change: str = "error") -> None:
-        """Continue from a state, or from the states of all ranks, whose number then does not matter; at any time.
+        """Continue from a state, or from the states of all ranks, whose number then does not
+        matter; at any time.
 
-        If the state is of another stream: ValueError naming what differs; or, with `on_change="remap"`, each source
-        goes on from where that of its name stood, in the order that it had, and new ones begin. Then what shards held
-        back is given up, and weights start anew.
+        If the state is of another stream: ValueError naming what differs; or, with
+        `on_change="remap"`, each source goes on from where that of its name stood, in the order
+        that it had, and new ones begin. Then what shards held back is given up, and weights start
+        again.
         """
         check_one_of("on_change", on_change, ("error", "remap"))
         states = checked_states(state)
@@ -149,37 +167,52 @@ class Loader(Generic[T_co]):
         self._stream.continue_as(merged["stream"], merged["num_shards"])
         self._begin_pass(merged["pass"], merged["slot"] - merged["rank"])
         self._epoch_start = merged["epoch_start"]
-        if self._stream.root.goes_on and self._stream.binding.is_size_of_ranks:
+        if self._stream.root.continues_across_epochs and self._stream.binding.is_size_of_ranks:
             # As many outputs of each rank are over as before, whatever the number of ranks.
             turns = (self._base - self._epoch_start) // states[0]["world_size"]
             self._epoch_start = self._base - turns * self.config.num_ranks
-        self._count, self._ahead, self._is_over = merged["count"], merged["taken"], merged["is_over"]
+        self._count, self._ahead, self._is_over = (
+            merged["count"],
+            merged["taken"],
+            merged["is_over"],
+        )
         self._since = merged["since"]
         step = math.gcd(self._stream.num_shards, self.config.num_ranks)
-        self._shards = {number: shard for number, shard in merged["shards"].items() if not (number - self._slot) % step}
+        self._shards = {
+            number: shard
+            for number, shard in merged["shards"].items()
+            if not (number - self._slot) % step
+        }
 
     save_state_rank = state_dict
     """Energon's name of it."""
 
-    def restore_state_rank(self, state: State | Sequence[State] | None, *, on_change: str = "error") -> None:
+    def restore_state_rank(
+        self, state: State | Sequence[State] | None, *, on_change: str = "error"
+    ) -> None:
         """As `load_state_dict`, under energon's name; None does nothing."""
         if state is not None:
             self.load_state_dict(state, on_change=on_change)
 
     def save_state_global(self, global_dst_rank: int) -> list[State] | None:
-        """Return the states of all ranks on one of them, by its number among all processes; None on the others.
+        """Return the states of all ranks on one of them, by its number among all processes; None on
+        the others.
 
-        They are gathered over torch.distributed, by the process group of the WorkerConfig: all ranks call it.
+        They are gathered over torch.distributed, by the process group of the WorkerConfig: all
+        ranks call it.
         """
         return gather_states(self.state_dict(), self.config, global_dst_rank)
 
     save_state = save_state_global
     """Energon's older name of it."""
 
-    def restore_state_global(self, state: Sequence[State] | None, *, src_rank: int | None = None) -> None:
+    def restore_state_global(
+        self, state: Sequence[State] | None, *, src_rank: int | None = None
+    ) -> None:
         """Continue from what `save_state_global` gave, on any number of ranks.
 
-        `src_rank`: the only data-parallel rank that has it, which sends it to the others; None: all have it.
+        `src_rank`: the only data-parallel rank that has it, which sends it to the others; None: all
+        have it.
         """
         self.load_state_dict(send_states(state, self.config, src_rank))
 
@@ -190,24 +223,34 @@ class Loader(Generic[T_co]):
         return True
 
     def restore_sample(self, restore_key: Sequence[Any]) -> T_co:
-        """Make an output again from its `__restore_key__`, to look into it; the stream stays where it stands."""
+        """Make an output again from its `__restore_key__`, to look into it; the stream stays where
+        it stands.
+        """
         return self._stream.sample_again(restore_key)
 
-    def change_weights(self, weights: Sequence[float], *, blend: str = "", output: int | None = None) -> None:
-        """From output number `output` of the whole stream on, give the children of a blend other weights, for good.
+    def change_weights(
+        self, weights: Sequence[float], *, blend: str = "", output: int | None = None
+    ) -> None:
+        """From output number `output` of the whole stream on, give the children of a blend other
+        weights, for good.
 
-        None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say the same on all.
-        `blend`: its place; "" is the outermost. The workers start anew; the change is part of the state from now on.
+        None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say
+        the same on all.
+        `blend`: its place; "" is the outermost. The workers start again; the change is part of the
+        state from now on.
         """
         here = self._turn if output is None else output
         check_whole("output", here, -math.inf)
         if here < self._turn:
-            raise ValueError(f"output must be at least {self._turn}, but is {output}: it was drawn already")
+            raise ValueError(
+                f"output must be at least {self._turn}, but is {output}: it was drawn already"
+            )
         self.close()
         self._catch_up()
         self._stream.change_weights(weights, blend, here, self._shards)
 
-    # Counts of what this rank's workers left out, up to the last batch drawn; since the workers started.
+    # Counts of what this rank's workers left out, up to the last batch drawn; since the workers
+    # started.
 
     @property
     def num_failed(self) -> int:
@@ -218,7 +261,9 @@ class Loader(Generic[T_co]):
         return sum(skipped for _, skipped in self._counts.values())
 
     def start(self) -> None:
-        """Start the workers now rather than with the first batch: from this thread, before there are others."""
+        """Start the workers now rather than with the first batch: from this thread, before there
+        are others.
+        """
         self._started()
 
     def close(self) -> None:
@@ -262,8 +307,9 @@ class Loader(Generic[T_co]):
 
     def _draw(self) -> T_co:
         num_workers, ranks = max(1, self.config.num_workers), self.config.num_ranks
-        # Every rank gives as many, and one at least: what does not go evenly belongs to the next epoch.
-        if self._stream.root.goes_on:
+        # Every rank gives as many, and one at least: what does not go evenly belongs to the next
+        # epoch.
+        if self._stream.root.continues_across_epochs:
             num_over = self._turn - self._epoch_start
             if num_over and num_over + ranks > (self._stream.root.size or 0):
                 raise StopIteration
@@ -282,7 +328,9 @@ class Loader(Generic[T_co]):
                 self._count += 1
                 return head.value
             # This slot was left empty; at the end all are.
-            if len(self._heads) == num_workers and all(head.slot == END for head in self._heads.values()):
+            if len(self._heads) == num_workers and all(
+                head.slot == END for head in self._heads.values()
+            ):
                 for number, head in self._heads.items():
                     self._take_state(number, head)
                 self._slot = END + self.config.this_rank
@@ -295,13 +343,17 @@ class Loader(Generic[T_co]):
 
     def _started(self) -> WorkerPool:
         if self._pool is None:
-            # Once: workers start anew with each change of weights.
+            # Once: workers start again with each change of weights.
             if self._stream.num_shards != self._warned_of:
                 self._warned_of = self._stream.num_shards
                 warn_of_common_shards(self._stream.num_shards, self.config)
-                holding = [node for node in self._stream.binding.nodes if isinstance(node, BufferDataset)]
+                holding = [
+                    node for node in self._stream.binding.nodes if isinstance(node, BufferDataset)
+                ]
                 tell_of_held_samples(holding, self._stream.num_shards, self.config)
-            self._pool = WorkerPool(self._stream, self.config, self._prefetch_factor, self._failure_log)
+            self._pool = WorkerPool(
+                self._stream, self.config, self._prefetch_factor, self._failure_log
+            )
         if not self._is_started:
             self._pool.start(self._from(self._slot))
             self._is_started = True
@@ -316,12 +368,18 @@ class Loader(Generic[T_co]):
             self._shards = states
 
     def _catch_up(self) -> None:
-        """Run shared shards up to here, before the stream changes: with other weights they would read other samples."""
+        """Run shared shards up to here, before the stream changes: with other weights they would
+        read other samples.
+        """
         if self._since == self._turn:
             return
-        failures = Failures(self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell)
+        failures = Failures(
+            self.config.failure_tolerance, self.config.global_error_handler, self._failure_log.tell
+        )
         part = self.config.this_rank, self.config.num_ranks
-        server = Server(self._stream.root, self._stream.num_shards, *part, failures, self.config.num_ranks)
+        server = Server(
+            self._stream.root, self._stream.num_shards, *part, failures, self.config.num_ranks
+        )
         server.start(self._from(self._turn))
         server.catch_up()
         self._shards = server.shard_states()

@@ -1,9 +1,10 @@
 """pure. A server makes those outputs of a stream that are one worker's, whatever the others do.
 
-Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out are made in bulk,
-as arithmetic says; the others in sequence, by their shards. A shard has one worker where W divides the number of
-shards. Else several run it, each of which throws away what the others serve. Worked example, 4 shards and 2 workers:
-worker 0 serves 0 2 4 6, of the shards 0 and 2; of 3 workers each serves every third slot, and runs all shards for it.
+Worker w of W serves the slots k with (k - base) % W == w. Slots whose shard never left anything out
+are made in bulk, as arithmetic says; the others in sequence, by their shards. A shard has one
+worker where W divides the number of shards. Else several run it, each of which throws away what the
+others serve. Worked example, 4 shards and 2 workers: worker 0 serves 0 2 4 6, of the shards 0 and
+2; of 3 workers each serves every third slot, and runs all shards for it.
 """
 
 import math
@@ -13,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.node import Block, Hole, Plan, SavableDataset, Several
+from megatron.blending.streams.node import Block, MultiOutput, Plan, SavableDataset, SkipMarker
 from megatron.blending.streams.seeding import BATCH_INDEX
 from megatron.blending.streams.shard import ShardEnd, ShardState, StreamShard
 
 _FIRST_PLANNED = 256
-_MOST_PLANNED = 8192
+_MAX_PLANNED = 8192
 END = 2**62
 """The slot after the last one of a pass."""
 
 
 class Start(NamedTuple):
-    """It says where servers begin anew."""
+    """It says where servers begin again."""
 
     generation: int = 0
     """How often they were told to: outputs of before are thrown away."""
@@ -73,7 +74,7 @@ class Server:
         self._worker = self._first_worker = worker
         self._num_workers = num_workers
         self._step = math.gcd(num_shards, num_workers)
-        self._size = None if root.goes_on else root.size
+        self._size = None if root.continues_across_epochs else root.size
         self.changed: set[int] = set()
         """Shards whose state changed since it was last taken."""
         self.start(Start())
@@ -82,7 +83,11 @@ class Server:
         """Go on with the first slot of this server from there on."""
         self._generation, self._pass, slot, shards, base, since = start
         self._worker = (self._first_worker + base) % self._num_workers
-        self._shards = {number: self._shard(number, state) for number, state in shards.items() if self._runs(number)}
+        self._shards = {
+            number: self._shard(number, state)
+            for number, state in shards.items()
+            if self._runs(number)
+        }
         first = min(slot, since)
         self._slot = first + (self._worker - first) % self._step
         self._length = _FIRST_PLANNED
@@ -90,23 +95,32 @@ class Server:
         self._plan: Plan | None = None
         self._at = 0
         # Where shards are shared, the states may be those of servers that had come less far.
-        behind = [shard.index * self.num_shards + number for number, shard in self._shards.items() if not shard.is_over]
+        behind = [
+            shard.index * self.num_shards + number
+            for number, shard in self._shards.items()
+            if not shard.is_over
+        ]
         self._slot = min([self._slot, *behind])
         self._first_wanted = slot
 
     def next(self) -> Message:
-        """Make the next output of this worker. One of END for ever after the last one of the pass."""
+        """Make the next output of this worker. One of END for ever after the last one of the
+        pass."""
         while (output := self._go_on()) is None:
             pass
         return output
 
     def catch_up(self) -> None:
-        """Run the shards of this server up to the slot that it was started at, where another had come less far."""
+        """Run the shards of this server up to the slot that it was started at, where another had
+        come less far.
+        """
         while self._slot < self._first_wanted and self._go_on() is None:
             pass
 
     def _go_on(self) -> Message | None:
-        """Make the output of the next slot; None if it is not of this worker, not wanted, or there is none."""
+        """Make the output of the next slot; None if it is not of this worker, not wanted, or there
+        is none.
+        """
         slot = self._slot
         number = slot % self.num_shards
         shard = self._shards.get(number)
@@ -126,7 +140,9 @@ class Server:
                 value = shard.next()
         except ShardEnd:
             if self._size is None:
-                raise FatalSampleError("an endless stream came to its end; is there anything left in it?") from None
+                raise FatalSampleError(
+                    "an endless stream came to its end; is there anything left in it?"
+                ) from None
             self._slot += self._step
             return None
         except _NotTaken:
@@ -148,7 +164,9 @@ class Server:
         return None
 
     def _message(self, slot: int, value: object = None) -> Message:
-        return Message(self._generation, slot, value, {}, self.failures.num_failed, self.failures.num_skipped)
+        return Message(
+            self._generation, slot, value, {}, self.failures.num_failed, self.failures.num_skipped
+        )
 
     def close(self) -> None:
         """Do nothing, unlike the worker process that may stand in the place of a server."""
@@ -169,7 +187,9 @@ class Server:
         return shard % self._step == self._worker % self._step
 
     def _shard(self, number: int, state: ShardState) -> StreamShard:
-        shard = StreamShard(self.root, number, self.num_shards, self.failures, pass_number=self._pass)
+        shard = StreamShard(
+            self.root, number, self.num_shards, self.failures, pass_number=self._pass
+        )
         shard.restore(state)
         return shard
 
@@ -186,7 +206,7 @@ class Server:
         except Exception:
             # The shard will find out, and say, what it was.
             raise _NotTaken from None
-        if type(value) is Hole or type(value) is Several:
+        if type(value) is SkipMarker or type(value) is MultiOutput:
             raise _NotTaken
         return value
 
@@ -196,14 +216,18 @@ class Server:
         return {source.number for source, _ in self._plan.entries(self._at - 1, self._at)}
 
     def _plan_from(self, slot: int) -> None:
-        """Plan the next slots whose shards are in step: few at first, so that the first output comes soon."""
+        """Plan the next slots whose shards are in step: few at first, so that the first output
+        comes soon.
+        """
         count = max(1, self._length // self.root.samples_per_output)
-        self._length = min(2 * self._length, _MOST_PLANNED)
+        self._length = min(2 * self._length, _MAX_PLANNED)
         slots = slot + self._step * np.arange(count, dtype=np.int64)
         if self._size is not None:
             slots = slots[slots < self._size]
         if self._shards:
-            slots = slots[[number not in self._shards for number in (slots % self.num_shards).tolist()]]
+            slots = slots[
+                [number not in self._shards for number in (slots % self.num_shards).tolist()]
+            ]
         first = 0 if self._size is None else self._pass * (self.root.num_positions or 0)
         self._plan = self.root.plan(first + slots, Block())
         self._slots = slots.tolist()

@@ -1,6 +1,8 @@
-"""pure. The state of a loader as it is kept: its form, which is checked before it is used, and its text.
+"""pure. The state of a loader as it is kept: its form, which is checked before it is used, and its
+text.
 
-A state may be damaged, or forged: each value must be of the kind, and within the bounds, that the loader gives it.
+A state may be damaged, or forged: each value must be of the kind, and within the bounds, that the
+loader gives it.
 """
 
 import base64
@@ -13,11 +15,11 @@ from megatron.blending.loading.server import END
 
 State = dict[str, Any]
 
-_MOST_RANKS = 1 << 20
-_MOST = END + _MOST_RANKS
-_MOST_POSITION = 1 << 48
+_MAX_RANKS = 1 << 20
+_MOST = END + _MAX_RANKS
+_MAX_POSITION = 1 << 48
 _LONGEST_BLOCK = 512
-_MOST_BEHIND = 256
+_MAX_BEHIND = 256
 
 _LEVEL = 6
 """Of deflate: numbers that are alike take about a byte each, at about 20 MB/s."""
@@ -38,17 +40,25 @@ def check_form(state: State) -> None:
         if not (isinstance(stream, dict) and name in stream and is_formed(stream[name])):
             raise _damaged(f"the {name!r} of its stream is not what was saved")
     if len(state["positions"]) != len(stream["sources"]):
-        raise _damaged(f"it has {len(state['positions'])} positions of {len(stream['sources'])} sources")
+        raise _damaged(
+            f"it has {len(state['positions'])} positions of {len(stream['sources'])} sources"
+        )
     if not isinstance(shards, dict):
         raise _damaged("its 'shards' are not what was saved")
     for number, shard in shards.items():
         is_one = number.isdecimal() and len(number) < 8 and int(number) < state["num_shards"]
         if not is_one or not _is_shard(shard, END // _LONGEST_BLOCK // state["num_shards"]):
             raise _damaged(f"its shard {number!r:.20} is not what was saved")
-        # What a shard is behind, shared as it may be among workers, would be made anew without an end.
-        at, most = shard[0] * state["num_shards"], _MOST_BEHIND * max(state["num_shards"], state["world_size"])
+        # What a shard is behind, shared as it may be among workers, would be made again without an
+        # end.
+        at, most = (
+            shard[0] * state["num_shards"],
+            _MAX_BEHIND * max(state["num_shards"], state["world_size"]),
+        )
         if not shard[1] and at + most < state["slot"] - state["rank"] < END:
-            raise _damaged(f"its shard {number} stands at output {at}, but {state['slot']} were drawn")
+            raise _damaged(
+                f"its shard {number} stands at output {at}, but {state['slot']} were drawn"
+            )
 
 
 def _whole(least: int, most: int) -> Form:
@@ -76,10 +86,10 @@ def _place(value: object) -> bool:
     return isinstance(value, str) and value.isascii()
 
 
-_position = _whole(0, _MOST_POSITION)
+_position = _whole(0, _MAX_POSITION)
 _FORMS: Mapping[str, Form] = {
-    **dict.fromkeys(("rank", "pass"), _whole(0, _MOST_RANKS)),
-    **dict.fromkeys(("world_size", "num_shards"), _whole(1, _MOST_RANKS)),
+    **dict.fromkeys(("rank", "pass"), _whole(0, _MAX_RANKS)),
+    **dict.fromkeys(("world_size", "num_shards"), _whole(1, _MAX_RANKS)),
     **dict.fromkeys(("slot", "count"), _whole(0, _MOST)),
     **dict.fromkeys(("epoch_start", "since"), _whole(-_MOST, _MOST)),
     "taken": _each(_row(_whole(0, _MOST), lambda one: bool(one) and _each(_whole(0, _MOST))(one))),
@@ -90,15 +100,21 @@ _FORMS: Mapping[str, Form] = {
 _STREAM_FORMS: Mapping[str, Form] = {
     **dict.fromkeys(("seed", "block_length"), lambda value: isinstance(value, int)),
     **dict.fromkeys(("shape", "folder"), _text),
-    "changes": _each(_row(_place, _whole(0, _MOST), _each(lambda value: isinstance(value, (int, float))))),
+    "changes": _each(
+        _row(_place, _whole(0, _MOST), _each(lambda value: isinstance(value, (int, float))))
+    ),
     "sources": _each(_row(_text, _text, _position, _place, _place, _whole(-_MOST, _MOST))),
 }
 
 
 def _is_shard(value: object, most: int) -> bool:
-    """Whether it has the form of a ShardState. `most`: the largest number of a block, and of an output."""
+    """Whether it has the form of a ShardState. `most`: the largest number of a block, and of an
+    output.
+    """
     small = _whole(0, most)
-    if not (isinstance(value, list) and len(value) >= 3 and small(value[0]) and _whole(0, 1)(value[1])):
+    if not (
+        isinstance(value, list) and len(value) >= 3 and small(value[0]) and _whole(0, 1)(value[1])
+    ):
         return False
     holder = _row(small, _row(small, _cursor(small), _pending, lambda held: True))
     return _cursor(small)(value[2]) and all(map(holder, value[3:]))
@@ -125,12 +141,17 @@ def _damaged(how: str) -> ValueError:
 
 
 def compact(value: object) -> str:
-    """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples become lists."""
-    return base64.b85encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)).decode()
+    """Return a value of ints, strings, None, lists and dicts with strings as keys as text; tuples
+    become lists.
+    """
+    return base64.b85encode(
+        zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)
+    ).decode()
 
 
 def expanded(text: str) -> Any:
-    """Return what `compact` made the text of; ValueError if it is not such a text, by its checksum."""
+    """Return what `compact` made the text of; ValueError if it is not such a text, by its
+    checksum."""
     try:
         return json.loads(zlib.decompress(base64.b85decode(text)))
     except (ValueError, zlib.error, RecursionError) as error:

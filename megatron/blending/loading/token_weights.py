@@ -1,9 +1,10 @@
-"""pure. This turns weights in tokens into weights in samples, by the mean length of each source's samples.
+"""pure. This turns weights in tokens into weights in samples, by the mean length of each source's
+samples.
 
-The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the result is the same on
-every rank. Where the index tells how many bytes each record has, the mean follows from that of the bytes, as tokens do
-(by linear regression): few samples of very different lengths would tell it badly. Of token files as they are, the mean
-is in their index.
+The lengths of 64 evenly spread samples are taken, encoded as the stream will encode them, so the
+result is the same on every rank. Where the index tells how many bytes each record has, the mean
+follows from that of the bytes, as tokens do (by linear regression): few samples of very different
+lengths would tell it badly. Of token files as they are, the mean is in their index.
 """
 
 import math
@@ -29,33 +30,53 @@ class KnowsBytes(RecordSource, Protocol):
     """Its index tells the sizes of its records."""
 
     def num_bytes(self, records: range) -> int | None:
-        """Return the bytes of consecutive records together; None where they are not known after all."""
+        """Return the bytes of consecutive records together; None where they are not known after
+        all.
+        """
 
 
 def by_tokens(
     loaded: Sequence[LoadedDataset], schedule: WeightSchedule | None, encoder: Encoder
 ) -> tuple[list[LoadedDataset], WeightSchedule | None]:
-    """Return sources, and a schedule, with the weights in samples that give the weights that they have in tokens.
+    """Return sources, and a schedule, with the weights in samples that give the weights that they
+    have in tokens.
 
-    ValueError if none of the probed samples of a source with weight can be used. Milliseconds per source.
+    ValueError if none of the probed samples of a source with weight can be used. Milliseconds per
+    source.
     """
     means = [mean_tokens(one, encoder) if one.weight or schedule else 1.0 for one in loaded]
     weights = weights_by_tokens([one.weight for one in loaded], means)
-    changed = [LoadedDataset(one.dataset, weight, one.entry, one.repetitions) for one, weight in zip(loaded, weights)]
+    changed = [
+        LoadedDataset(one.dataset, weight, one.entry, one.repetitions)
+        for one, weight in zip(loaded, weights)
+    ]
     if schedule is not None:
-        points = tuple((step, weights_by_tokens(weights, means)) for step, weights in schedule.points)
-        schedule = WeightSchedule(points, schedule.outputs_per_step, schedule.kind, schedule.num_pieces)
+        points = tuple(
+            (step, weights_by_tokens(weights, means)) for step, weights in schedule.points
+        )
+        schedule = WeightSchedule(
+            points, schedule.outputs_per_step, schedule.kind, schedule.num_pieces
+        )
     return changed, schedule
 
 
 def weights_by_tokens(weights: Sequence[Weight], mean_tokens: Sequence[float]) -> tuple[float, ...]:
-    """Return weights in samples that give `weights` in tokens, where samples of each source have `mean_tokens`."""
+    """Return weights in samples that give `weights` in tokens, where samples of each source have
+    `mean_tokens`.
+    """
     if len(weights) != len(mean_tokens):
-        raise ValueError(f"there must be a mean for each of {len(weights)} weights, but there are {len(mean_tokens)}")
+        raise ValueError(
+            f"there must be a mean for each of {len(weights)} weights, but there are "
+            f"{len(mean_tokens)}"
+        )
     for number, (weight, mean) in enumerate(zip(weights, mean_tokens)):
         if weight and not 0 < mean < math.inf:
-            raise ValueError(f"mean tokens of source {number} must be above 0, but are {mean}; check its samples")
-    return tuple(float(weight) / mean if weight else 0.0 for weight, mean in zip(weights, mean_tokens))
+            raise ValueError(
+                f"mean tokens of source {number} must be above 0, but are {mean}; check its samples"
+            )
+    return tuple(
+        float(weight) / mean if weight else 0.0 for weight, mean in zip(weights, mean_tokens)
+    )
 
 
 def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
@@ -63,7 +84,9 @@ def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
     entry = loaded.dataset
     while entry.children:
         entry = entry.children[0]
-    step = next((step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)), None)
+    step = next(
+        (step for step in ("encode_sample", "preencode_sample") if encoder.uses(step)), None
+    )
     if isinstance(entry.source, IndexedSource) and step is None and not encoder.uses("num_tokens"):
         return float(np.mean(entry.source.lengths))
     places = sorted({probe * len(entry.source) // _PROBES for probe in range(_PROBES)})
@@ -84,13 +107,22 @@ def mean_tokens(loaded: LoadedDataset, encoder: Encoder) -> float:
         except Exception as error:  # as in the stream: a sample that fails is left out
             fault = f"; the last: {type(error).__name__}: {' '.join(str(error).split())}"
     if not any(lengths):
-        raise ValueError(f"{loaded.entry.where}: none of {len(places)} probed samples has tokens{fault}")
+        raise ValueError(
+            f"{loaded.entry.where}: none of {len(places)} probed samples has tokens{fault}"
+        )
     return _mean_by_bytes(entry.source, probed, lengths) or sum(lengths) / len(lengths)
 
 
-def _mean_by_bytes(source: RecordSource, places: Sequence[int], lengths: Sequence[int]) -> float | None:
-    """Return the mean length of all, by how the lengths of a few follow their bytes; None where bytes don't tell."""
-    if not isinstance(source, KnowsBytes) or (total := source.num_bytes(range(len(source)))) is None:
+def _mean_by_bytes(
+    source: RecordSource, places: Sequence[int], lengths: Sequence[int]
+) -> float | None:
+    """Return the mean length of all, by how the lengths of a few follow their bytes; None where
+    bytes don't tell.
+    """
+    if (
+        not isinstance(source, KnowsBytes)
+        or (total := source.num_bytes(range(len(source)))) is None
+    ):
         return None
     sizes = [source.num_bytes(range(place, place + 1)) or 0 for place in places]
     mean, mean_size, count = sum(lengths) / len(lengths), sum(sizes) / len(sizes), len(sizes)

@@ -1,12 +1,14 @@
 """pure. A worker process makes outputs ahead of what it is asked for, and sends them.
 
-A worker may have as many outputs on the way as it was given credit for. It is told to start anew at any time; outputs
-of before carry an older generation, and are thrown away by whoever gets them. A sample that fails is told at once,
-ahead of the output that it was to be part of: it is known also if the worker then dies, hangs or gives up.
+A worker may have as many outputs on the way as it was given credit for. It is told to start again
+at any time; outputs of before carry an older generation, and are thrown away by whoever gets them.
+A sample that fails is told at once, ahead of the output that it was to be part of: it is known also
+if the worker then dies, hangs or gives up.
 
-What is sent is a pickle, with large arrays and tensors beside it: by far most of a batch of images. They are written
-into shared memory without a name, whose descriptor follows through the socket, so that the rank maps it and copies
-nothing; it is gone when both have let go of it, whichever of them dies.
+What is sent is a pickle, with large arrays and tensors beside it: by far most of a batch of images.
+They are written into shared memory without a name, whose descriptor follows through the socket, so
+that the rank maps it and copies nothing; it is gone when both have let go of it, whichever of them
+dies.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ MakeServer = Callable[[Callable[[Failure], None]], Server]
 SMALL_BYTES = 4096
 """A smaller buffer stays in the pickle."""
 SHARED_BYTES = 1 << 18
-"""From so many bytes of buffers on they go through shared memory: below, mapping it takes longer than copying."""
+"""From so many bytes of buffers on they go through shared memory: below, mapping it takes longer
+than copying.
+"""
 _KEPT_BYTES = 1 << 20
 _PARENT_SECONDS = 2.0
 """So often an idle worker finds out whether its parent still lives."""
@@ -50,8 +54,9 @@ _PARENT_SECONDS = 2.0
 class Sender:
     """A Sender sends values over a multiprocessing connection.
 
-    What it writes to is kept from one value to the next, up to a megabyte. Made anew each time, in pieces of ever other
-    sizes, it would scatter what else a worker holds over more and more memory: 0.4 MB per million samples of text.
+    What it writes to is kept from one value to the next, up to a megabyte. Made again each time, in
+    pieces of ever other sizes, it would scatter what else a worker holds over more and more memory:
+    0.4 MB per million samples of text.
     """
 
     def __init__(self, connection: Connection, receiver: int) -> None:
@@ -73,8 +78,11 @@ class Sender:
             # Else it would keep what it pickled.
             self._pickler.clear_memo()
             self._buffers.clear()
-        # Behind the pickle, which ends by itself: before it, they would have to be known, or all of it be copied.
-        self._file.write(struct.pack(f"<{len(views) + 1}Q", *(view.nbytes for view in views), len(views)))
+        # Behind the pickle, which ends by itself: before it, they would have to be known, or all of
+        # it be copied.
+        self._file.write(
+            struct.pack(f"<{len(views) + 1}Q", *(view.nbytes for view in views), len(views))
+        )
         num_bytes = self._file.tell()
         with self._file.getbuffer() as pickled:
             self._connection.send_bytes(pickled, size=num_bytes)
@@ -113,7 +121,9 @@ def is_shared(num_bytes: int) -> bool:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return how many bytes of shared memory a buffer takes: so that each begins where any type may."""
+    """Return how many bytes of shared memory a buffer takes: so that each begins where any type
+    may.
+    """
     return -(-num_bytes // 64) * 64
 
 
@@ -121,11 +131,17 @@ def _reduced(value: "torch.Tensor") -> tuple[Any, ...] | str:
     """Pickle a tensor: its bytes as a buffer, where it is a plain one, else in torch's own way."""
     import torch
 
-    is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+    is_plain = (
+        value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+    )
     if not is_plain or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
         return value.__reduce_ex__(5)
     flat: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
-    return _tensor, (pickle.PickleBuffer(flat), str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    return _tensor, (
+        pickle.PickleBuffer(flat),
+        str(value.dtype).removeprefix("torch."),
+        tuple(value.shape),
+    )
 
 
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
@@ -136,12 +152,18 @@ def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
 
 
 def serve(
-    make_server: MakeServer, get: Callable[[bool], Any], put: Callable[[Message | Failure], None], ahead: int
+    make_server: MakeServer,
+    get: Callable[[bool], Any],
+    put: Callable[[Message | Failure], None],
+    ahead: int,
 ) -> None:
-    """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends an output."""
+    """Work until told to stop. `get(whether to wait)` gives the next command or None, `put` sends
+    an output.
+    """
 
     def tell(failure: Failure) -> None:
-        # Whoever would read it may be gone, which is no failure of a sample: it is found out with the next output.
+        # Whoever would read it may be gone, which is no failure of a sample: it is found out with
+        # the next output.
         with contextlib.suppress(OSError):
             put(failure)
 
@@ -193,14 +215,20 @@ def process_main(
     reader: int,
     salt: tuple[int, str],
 ) -> None:
-    """Run a worker. `salt`: seed and name, for random numbers of functions that are not seeded for each sample."""
-    # The end of the socket must be seen when the parent is gone, so no other process may hold it open.
+    """Run a worker. `salt`: seed and name, for random numbers of functions that are not seeded for
+    each sample.
+    """
+    # The end of the socket must be seen when the parent is gone, so no other process may hold it
+    # open.
     for inherited in to_close:
         inherited.close()
-    # What was inherited stays as it is: collections would go through all of it, and so copy its pages.
+    # What was inherited stays as it is: collections would go through all of it, and so copy its
+    # pages.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal's; it ends with the process that reads from it
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # a closed terminal's; it ends with the process that reads from it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     stacks = open(stack_file, "a")  # noqa: SIM115 - for as long as this process lives
     # Both have it open now. Were it the parent's to remove, it would stay when that is killed.

@@ -1,4 +1,5 @@
-"""pure. A WorkerPool makes a rank's outputs: by as many processes as asked for, or in the process itself.
+"""pure. A WorkerPool makes a rank's outputs: by as many processes as asked for, or in the process
+itself.
 
 A worker may die or hang, and does not outlive its parent.
 """
@@ -46,22 +47,33 @@ _LEAVE_SECONDS = 3.0
 
 
 class WorkerProcess:
-    """It is a server in a process. It ends when it is closed, when this process ends, and with this object."""
+    """It is a server in a process. It ends when it is closed, when this process ends, and with this
+    object.
+    """
 
     def __init__(
-        self, name: str, make_server: MakeServer, ahead: int, config: WorkerConfig, others: "list[WorkerProcess]"
+        self,
+        name: str,
+        make_server: MakeServer,
+        ahead: int,
+        config: WorkerConfig,
+        others: "list[WorkerProcess]",
     ) -> None:
         self.name = name
         self._slow, self._timeout = config.slow_worker_seconds, config.worker_timeout_seconds
         self._generation = -1
         self._owner = os.getpid()
         methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context(config.start_method or ("fork" if "fork" in methods else "spawn"))
+        context = multiprocessing.get_context(
+            config.start_method or ("fork" if "fork" in methods else "spawn")
+        )
         # A socket, through which descriptors of shared memory can be sent.
         self._connection, theirs = context.Pipe(duplex=True)
         handle, self._stack_file = tempfile.mkstemp(prefix="worker-stack-")
         self._stacks = os.fdopen(handle, "rb")
-        inherited = [end for worker in [self, *others] for end in (worker._connection, worker._stacks)]
+        inherited = [
+            end for worker in [self, *others] for end in (worker._connection, worker._stacks)
+        ]
         to_close = inherited if context.get_start_method() == "fork" else []
         salt = config.seed + config.seed_offset, name
         self._process = context.Process(  # type: ignore[attr-defined]
@@ -75,7 +87,8 @@ class WorkerProcess:
         except (AttributeError, TypeError, OSError) as error:
             self._forget_stacks()
             raise ValueError(
-                f"{name} cannot be started: {error}; functions must be defined at the top of a module "
+                f"{name} cannot be started: {error}; functions must be defined at the top of a "
+                "module "
                 "(start_method='fork' takes any)"
             ) from error
         theirs.close()
@@ -129,13 +142,17 @@ class WorkerProcess:
         remove(self._stack_file)
 
     def _tell(self, command: object) -> None:
-        # If it is gone: what it sent before may still be there, so this is found out when more is asked for.
+        # If it is gone: what it sent before may still be there, so this is found out when more is
+        # asked for.
         with contextlib.suppress(OSError):
-            # By far most are "more", which is said by nothing at all: a pickle would take longer than the sending.
+            # By far most are "more", which is said by nothing at all: a pickle would take longer
+            # than the sending.
             self._connection.send_bytes(b"" if command == "more" else pickle.dumps(command))
 
     def _wait(self) -> None:
-        waited = 0.0  # by the polls and not by a clock, which goes on while all processes are suspended
+        waited = (
+            0.0  # by the polls and not by a clock, which goes on while all processes are suspended
+        )
         while True:
             # Outputs first: it may have sent something on its way out.
             ready = [file for file, _ in self._poll.poll(self._slow * 1000)]
@@ -150,9 +167,11 @@ class WorkerProcess:
             logger.warning("%s", told)
 
     def _error(self, text: str, pickled: bytes) -> Exception:
-        """Return what a worker failed with as what it was there, and where: the error that a run without workers has.
+        """Return what a worker failed with as what it was there, and where: the error that a run
+        without workers has.
 
-        But for StopIteration, which would end a loop in silence, and what cannot be pickled: RuntimeError.
+        But for StopIteration, which would end a loop in silence, and what cannot be pickled:
+        RuntimeError.
         """
         told = f"{self._named()}: {text}"
         error = pickle.loads(pickled) if pickled else None
@@ -169,7 +188,11 @@ class WorkerProcess:
     def _died(self) -> str:
         self._process.join(_LEAVE_SECONDS)
         code = self._process.exitcode
-        how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = (
+            f"exit code {code}"
+            if code is None or code >= 0
+            else f"killed by {signal.Signals(-code).name}"
+        )
         hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
         return f"{self._named()} died: {how}{hint}"
 
@@ -195,7 +218,9 @@ class WorkerProcess:
 
 
 def receive(connection: Connection) -> Any:
-    """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared memory."""
+    """Receive what a Sender sent. Arrays and tensors may be written to; large ones stay in shared
+    memory.
+    """
     pickled = connection.recv_bytes()
     (num_buffers,) = struct.unpack_from("<Q", pickled, len(pickled) - 8)
     sizes = struct.unpack_from(f"<{num_buffers}Q", pickled, len(pickled) - 8 * (num_buffers + 1))
@@ -218,9 +243,13 @@ def receive(connection: Connection) -> Any:
 
 
 class WorkerPool:
-    """A pool has the workers of a rank, started at once, and tells them to begin anew whenever it is asked to."""
+    """A pool has the workers of a rank, started at once, and tells them to begin again whenever it
+    is asked to.
+    """
 
-    def __init__(self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog) -> None:
+    def __init__(
+        self, stream: Stream, config: WorkerConfig, prefetch_factor: int, log: FailureLog
+    ) -> None:
         """`log`: of the samples that fail in any of the workers."""
         self._log = log
         self._workers: list[Any] = []
@@ -234,12 +263,16 @@ class WorkerPool:
         try:
             for number in range(max(1, config.num_workers)):
                 part = (config.worker_of_all(number), config.num_workers_of_all)
-                make = functools.partial(make_server, get_root, stream.num_shards, part, handling, config.num_ranks)
+                make = functools.partial(
+                    make_server, get_root, stream.num_shards, part, handling, config.num_ranks
+                )
                 if config.num_workers == 0:
                     self._workers.append(make(self._log.tell))
                     continue
                 name = f"worker {number} of rank {config.this_rank}"
-                self._workers.append(WorkerProcess(name, make, prefetch_factor, config, self._workers))
+                self._workers.append(
+                    WorkerProcess(name, make, prefetch_factor, config, self._workers)
+                )
         except BaseException:
             self.close()
             raise
@@ -255,13 +288,17 @@ class WorkerPool:
         return given
 
     def shard_states(self) -> dict[int, ShardState] | None:
-        """Return where the shards stand that are made in sequence; None if that came with the messages."""
+        """Return where the shards stand that are made in sequence; None if that came with the
+        messages.
+        """
         first = self._workers[0]
         return first.shard_states() if isinstance(first, Server) else None
 
 
 def bind_again(dataset: SavableDataset[Any], binding: Binding) -> SavableDataset[Any]:
-    """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows large."""
+    """Return the tree as the rank has it: a worker binds it for itself, as what is bound grows
+    large.
+    """
     return dataset.bind(binding.again())
 
 
@@ -282,19 +319,24 @@ def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:
     times = config.num_workers_of_all // math.gcd(num_shards, config.num_workers_of_all)
     if times > 1 and config.this_rank == 0:
         logger.warning(
-            "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times what it gives. "
-            "Choose their product as a divisor of it; or, where a run begins, num_shards as a multiple of it",
+            "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times "
+            "what it gives. "
+            "Choose their product as a divisor of it; or, where a run begins, num_shards as a "
+            "multiple of it",
             *(config.num_ranks, max(1, config.num_workers), num_shards, times),
         )
 
 
-def tell_of_held_samples(holding: Sequence[BufferDataset], num_shards: int, config: WorkerConfig) -> None:
+def tell_of_held_samples(
+    holding: Sequence[BufferDataset], num_shards: int, config: WorkerConfig
+) -> None:
     """Say how many samples a process holds in the buffers of its shards, where these are many."""
     shards_of_worker = num_shards // math.gcd(num_shards, config.num_workers_of_all)
-    num_held = shards_of_worker * sum(node.num_under_way for node in holding)
+    num_held = shards_of_worker * sum(node.num_buffered for node in holding)
     if num_held > _MANY_HELD and config.this_rank == 0:
         logger.warning(
-            "each worker process holds up to %s encoded samples in the buffers of %d of the stream's %d shards; more "
+            "each worker process holds up to %s encoded samples in the buffers of %d of the "
+            "stream's %d shards; more "
             "workers, a smaller buffer or a smaller num_shards hold fewer",
             *(f"{num_held:,}", shards_of_worker, num_shards),
         )

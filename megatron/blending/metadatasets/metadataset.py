@@ -1,8 +1,10 @@
-"""pure. This reads a metadataset, with the files that it names, as a tree of frozen values; only YAML is opened.
+"""pure. This reads a metadataset, with the files that it names, as a tree of frozen values; only
+YAML is opened.
 
-`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into the entries: the
-split to read, subflavors (the outer wins), multipliers (their product; None wins, then -1) and parts of sources (a
-part of a part). A blend stays a level of the tree, as its weights are shares among its own children.
+`load_metadataset(path, split)` follows paths from file to file. What an outer file says is put into
+the entries: the split to read, subflavors (the outer wins), multipliers (their product; None wins,
+then -1) and parts of sources (a part of a part). A blend stays a level of the tree, as its weights
+are shares among its own children.
 """
 
 import os
@@ -32,7 +34,9 @@ _FILE_SYSTEM = "filesystem://"
 
 @dataclass(frozen=True)
 class Subset:
-    """It is part of a source: records [start, end), and of these the fractions [from_share, to_share)."""
+    """It is part of a source: records [start, end), and of these the fractions [from_share,
+    to_share).
+    """
 
     start: int = 0
     end: int | None = None
@@ -40,26 +44,41 @@ class Subset:
     to_share: Fraction = Fraction(1)
 
     def of(self, size: int) -> range:
-        """Return the records of a source of `size` that belong to the subset; ValueError if it is not so large.
+        """Return the records of a source of `size` that belong to the subset; ValueError if it is
+        not so large.
 
         Both ends are rounded down, so adjoining subsets share nothing and leave nothing out.
         """
         end = size if self.end is None else self.end
         if not self.start <= end <= size:
-            raise ValueError(f"subset [{self.start}, {end}) is beyond the {size} samples that there are")
+            raise ValueError(
+                f"subset [{self.start}, {end}) is beyond the {size} samples that there are"
+            )
         count = end - self.start
-        return range(self.start + int(count * self.from_share), self.start + int(count * self.to_share))
+        return range(
+            self.start + int(count * self.from_share), self.start + int(count * self.to_share)
+        )
 
     def __str__(self) -> str:
-        """Return nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to 3/4"."""
+        """Return nothing for all of a source, else what of it: " [10, 20)", " [0, end) from 1/2 to
+        3/4".
+        """
         records = f" [{self.start}, {'end' if self.end is None else self.end})"
-        shares = f" from {self.from_share} to {self.to_share}" if (self.from_share, self.to_share) != (0, 1) else ""
+        shares = (
+            f" from {self.from_share} to {self.to_share}"
+            if (self.from_share, self.to_share) != (0, 1)
+            else ""
+        )
         return "" if self == Subset() else records + shares
 
     def within(self, outer: "Subset") -> "Subset":
-        """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50 %."""
+        """Return the part `outer`, a subset in shares, of this one: 50-100 % of 0-50 % is 25-50
+        %."""
         width = self.to_share - self.from_share
-        start, end = self.from_share + outer.from_share * width, self.from_share + outer.to_share * width
+        start, end = (
+            self.from_share + outer.from_share * width,
+            self.from_share + outer.to_share * width,
+        )
         return replace(self, from_share=start, to_share=end)
 
 
@@ -73,7 +92,8 @@ class SourceEntry:
     path: str
     split_part: str
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    """What the metadatasets add to, and change in, the subflavors of the source's own dataset.yaml."""
+    """What the metadatasets add to, and change in, the subflavors of the source's own dataset.yaml.
+    """
     shuffle_over_epochs_multiplier: int | None = 1
     dataset_config: str = _DATASET_CONFIG
     split_config: str = _SPLIT_CONFIG
@@ -108,7 +128,9 @@ class JoinLeg:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Samples of equal key make one sample. The first source is the primary, which gives keys and order."""
+    """Samples of equal key make one sample. The first source is the primary, which gives keys and
+    order.
+    """
 
     legs: tuple[JoinLeg, ...]
     joiner: tuple[str, str]
@@ -137,13 +159,19 @@ _Files = dict[str, dict[str, Entry]]
 
 
 def load_metadataset(
-    path: str | os.PathLike[str], split: str, *, told: Reference | None = None, files: _Files | None = None
+    path: str | os.PathLike[str],
+    split: str,
+    *,
+    told: Reference | None = None,
+    files: _Files | None = None,
 ) -> Node:
-    """Return the tree of `split` of the metadataset at `path`; a path that is data is a SourceEntry.
+    """Return the tree of `split` of the metadataset at `path`; a path that is data is a
+    SourceEntry.
 
-    `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that need not be there.
-    ValueError, one line that names file, line and key, for anything that the grammar does not have, a path where
-    nothing is, a split that a file lacks, or files that name one another in a circle.
+    `told`: what is said of the whole, as an outer metadataset would. `files`: content of files that
+    need not be there. ValueError, one line that names file, line and key, for anything that the
+    grammar does not have, a path where nothing is, a split that a file lacks, or files that name
+    one another in a circle.
     """
     path = os.fspath(path)
     reference = Reference(path=path) if told is None else replace(told, path=path)
@@ -151,9 +179,11 @@ def load_metadataset(
 
 
 def flattened(node: Node) -> tuple[type, list[tuple[SourceEntry | Join, Fraction]]]:
-    """Return what the top of a tree is, and its sources with their shares of the whole, or repetitions per epoch.
+    """Return what the top of a tree is, and its sources with their shares of the whole, or
+    repetitions per epoch.
 
-    Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are 10/24 and 5/24.
+    Shares multiply from level to level, each level normalised by its sum: 2 and 1 within 5 of 8 are
+    10/24 and 5/24.
     """
     if isinstance(node, (SourceEntry, Join)):
         return type(node), [(node, Fraction(1))]
@@ -182,16 +212,25 @@ def _follow(reference: Reference, path: str, outer: _Outer, files: _Files) -> No
         return _source_entry(reference, path, outer)
     for key in ("dataset_config", "split_config", "aux"):
         if getattr(reference, key):
-            raise _error(reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there")
+            raise _error(
+                reference.where, f"{key!r} is for data; {path} is a metadataset, so set it in there"
+            )
     if reference.subset and not reference.subset.is_fraction:
-        raise _error(reference.where, "subset of a metadataset must be percentages, as there is no one order to count")
+        raise _error(
+            reference.where,
+            "subset of a metadataset must be percentages, as there is no one order to count",
+        )
     if (path, split) in outer.trail:
         circle = " -> ".join([*(file for file, _ in outer.trail), path])
         raise _error(reference.where, f"the files name one another in a circle: {circle}")
     entries = _read(path, files, reference.where)
     if split not in entries:
-        raise _error(reference.where or path, f"{path} has no split {split!r}; {nearest(split, entries)}")
-    return _resolve(entries[split], path, replace(outer, trail=(*outer.trail, (path, split))), files)
+        raise _error(
+            reference.where or path, f"{path} has no split {split!r}; {nearest(split, entries)}"
+        )
+    return _resolve(
+        entries[split], path, replace(outer, trail=(*outer.trail, (path, split))), files
+    )
 
 
 def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
@@ -201,19 +240,25 @@ def _resolve(entry: Entry, path: str, outer: _Outer, files: _Files) -> Node:
         return _join(entry, path, outer, files)
     if entry.subset is not None:
         if not entry.subset.is_fraction:
-            raise _error(entry.where, "subset of a blend must be percentages; set numbers of samples on its sources")
+            raise _error(
+                entry.where,
+                "subset of a blend must be percentages; set numbers of samples on its sources",
+            )
         outer = replace(outer, subset=_subset(entry.subset, outer.subset))
     children = tuple((_resolve(child, path, outer, files), share) for child, share in entry.entries)
     return _group(entry, children)
 
 
 def _group(entry: Group, children: tuple[tuple[Node, float], ...]) -> Blend | Epochized:
-    made, other, name = (Epochized, Blend, "blend") if entry.is_epochized else (Blend, Epochized, "blend_epochized")
+    made, other, name = (
+        (Epochized, Blend, "blend") if entry.is_epochized else (Blend, Epochized, "blend_epochized")
+    )
     for child, _ in children:
         if isinstance(child, other):
             raise _error(
                 entry.where,
-                f"holds a {name} ({child.where}); all levels must be of one kind, or no epoch has an end",
+                f"holds a {name} ({child.where}); all levels must be of one kind, or no epoch has "
+                "an end",
             )
     return made(children=children, where=entry.where)
 
@@ -223,7 +268,10 @@ def _source_entry(reference: Reference, path: str, outer: _Outer) -> SourceEntry
     if not is_folder(path):
         for key in ("dataset_config", "split_config"):
             if getattr(reference, key):
-                raise _error(reference.where, f"{key!r} is for folders with .nv-meta, but {path} is a file; remove it")
+                raise _error(
+                    reference.where,
+                    f"{key!r} is for folders with .nv-meta, but {path} is a file; remove it",
+                )
     return SourceEntry(
         path=path,
         split_part=outer.split,
@@ -252,8 +300,13 @@ def _join(entry: JoinEntry, path: str, outer: _Outer, files: _Files) -> Join:
         if is_metadataset(leg_path):
             raise _error(reference.where, f"a join is of data, but {leg_path} is a metadataset")
         if legs and reference.subset:
-            raise _error(reference.where, "subset is for the first source of a join, or for the join; remove it")
-        leg = replace(_told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING)
+            raise _error(
+                reference.where,
+                "subset is for the first source of a join, or for the join; remove it",
+            )
+        leg = replace(
+            _told(reference, _Outer(reference.split_part or told.split)), subset=EVERYTHING
+        )
         legs.append(JoinLeg(name, _source_entry(reference, leg_path, leg), nonmatch))
     return Join(
         legs=tuple(legs),
@@ -270,13 +323,17 @@ def _told(entry: Reference | JoinEntry, outer: _Outer) -> _Outer:
     return replace(
         outer,
         subflavors={**entry.subflavors, **outer.subflavors},
-        multiplier=multiplied(outer.multiplier, 1 if entry.multiplier is UNSET else entry.multiplier),
+        multiplier=multiplied(
+            outer.multiplier, 1 if entry.multiplier is UNSET else entry.multiplier
+        ),
         subset=outer.subset if entry.subset is None else _subset(entry.subset, outer.subset),
     )
 
 
 def multiplied(outer: int | None, inner: int | None) -> int | None:
-    """Return what two multipliers, one within the other, come to: None (no shuffling) wins, then -1 (at random)."""
+    """Return what two multipliers, one within the other, come to: None (no shuffling) wins, then -1
+    (at random).
+    """
     if outer is None or inner is None:
         return None
     return -1 if -1 in (outer, inner) else outer * inner
@@ -284,7 +341,9 @@ def multiplied(outer: int | None, inner: int | None) -> int | None:
 
 def _subset(inner: Range, outer: Subset) -> Subset:
     if inner.is_fraction:
-        return Subset(from_share=Fraction(inner.start), to_share=Fraction(inner.end or 1)).within(outer)
+        return Subset(from_share=Fraction(inner.start), to_share=Fraction(inner.end or 1)).within(
+            outer
+        )
     return Subset(int(inner.start), None if inner.end is None else int(inner.end)).within(outer)
 
 

@@ -1,7 +1,10 @@
-"""pure. This checks one metadataset file key by key, so that a misspelt key is an error and not a default.
+"""pure. This checks one metadataset file key by key, so that a misspelt key is an error and not a
+default.
 
-What the file says is kept as it says it; `metadataset` follows its paths and puts files into one another. Classes are
-known by their names: `__module__: megatron.energon` is ours, and no module is imported because a file names it.
+What the file says is kept as it says it; `metadataset` follows its paths and puts files into one
+another. Classes are
+known by their names: `__module__: megatron.energon` is ours, and no module is imported because a
+file names it.
 """
 
 import re
@@ -29,7 +32,9 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)%")
 
 @dataclass(frozen=True)
 class Range:
-    """It is part of a source, [start, end): in records, or as fractions of what there is. `end` None: to the end."""
+    """It is part of a source, [start, end): in records, or as fractions of what there is. `end`
+    None: to the end.
+    """
 
     start: int | Fraction
     end: int | Fraction | None
@@ -41,7 +46,9 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """It names data or another metadataset, with what is to be changed about it. UNSET: the file is silent."""
+    """It names data or another metadataset, with what is to be changed about it. UNSET: the file is
+    silent.
+    """
 
     path: str
     split_part: str | None = None
@@ -57,9 +64,12 @@ class Reference:
 @dataclass(frozen=True, kw_only=True)
 class JoinEntry:
     legs: tuple[tuple[str | None, Reference, str], ...]
-    """Name, if the join is a mapping; source; what to do where it has no sample of the primary's key."""
+    """Name, if the join is a mapping; source; what to do where it has no sample of the primary's
+    key.
+    """
     joiner: tuple[str, str]
-    """Module and name of the class or function that makes one sample of several. Not imported here."""
+    """Module and name of the class or function that makes one sample of several. Not imported here.
+    """
     split_part: str | None = None
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     multiplier: int | None = UNSET
@@ -81,7 +91,9 @@ Entry = Reference | JoinEntry | Group
 
 
 def parse_metadataset(path: str, content: object) -> dict[str, Entry]:
-    """Return the entry of each split of a file; ValueError naming file, line, key and the nearest right key."""
+    """Return the entry of each split of a file; ValueError naming file, line, key and the nearest
+    right key.
+    """
     place = Place(path, 1, "")
     table = place.table(content)
     place = Place(path, table.line, "")
@@ -98,7 +110,8 @@ def _class_name(place: Place, table: Table) -> str:
     module, name = place.text(table, "__module__"), place.text(table, "__class__")
     if module is not None and not _KNOWN_MODULES.fullmatch(module):
         raise place.at("__module__", table).error(
-            f"{module!r} is not imported because a file names it; write __module__: megatron.energon"
+            f"{module!r} is not imported because a file names it; write __module__: "
+            "megatron.energon"
         )
     known = ("Metadataset", "MetadatasetV2")
     if name is not None and name not in known:
@@ -159,7 +172,9 @@ def _parse_leg(
         place.check_keys(table, (*_JOIN, share_key))
         return _parse_join(place, table)
     if "path" not in table and ("blend" in table or "blend_epochized" in table):
-        raise place.error("a blend within a blend must be a file of its own; name that file with 'path'")
+        raise place.error(
+            "a blend within a blend must be a file of its own; name that file with 'path'"
+        )
     place.check_keys(table, reference_keys or (*_REFERENCE, share_key))
     path = place.text(table, "path")
     if path is None:
@@ -174,7 +189,9 @@ def _parse_leg(
 
 
 def _parse_common(place: Place, table: Table) -> dict[str, Any]:
-    subflavors = place.at("subflavors", table).table(table["subflavors"]) if table.get("subflavors") else {}
+    subflavors = (
+        place.at("subflavors", table).table(table["subflavors"]) if table.get("subflavors") else {}
+    )
     if "subflavor" in table:
         subflavors = {"__subflavor__": table["subflavor"], **subflavors}
     multiplier = table.get("shuffle_over_epochs_multiplier", UNSET)
@@ -225,10 +242,14 @@ def _parse_aux(place: Place, table: Table) -> dict[str, str]:
 def _parse_join(place: Place, table: Table) -> JoinEntry:
     for key in _CONFIGS:
         if key in table:
-            raise place.at(key, table).error("must not be set on a join; set it on the sources that it joins")
+            raise place.at(key, table).error(
+                "must not be set on a join; set it on the sources that it joins"
+            )
     legs_place = place.at("join", table)
     legs = table["join"]
-    keys: list[Any] = list(legs) if isinstance(legs, Table) else list(range(len(legs_place.items(legs))))
+    keys: list[Any] = (
+        list(legs) if isinstance(legs, Table) else list(range(len(legs_place.items(legs))))
+    )
     if len(keys) < 2:
         raise legs_place.error("must join at least two sources")
     parsed = []
@@ -238,22 +259,31 @@ def _parse_join(place: Place, table: Table) -> JoinEntry:
         at.check_keys(leg, (*_REFERENCE[:-1], "nonmatch"))
         nonmatch = at.text(leg, "nonmatch") or "error"
         if nonmatch not in _NONMATCH:
-            raise at.at("nonmatch", leg).error(f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}")
+            raise at.at("nonmatch", leg).error(
+                f"must be one of {', '.join(_NONMATCH)}, but is {nonmatch!r}"
+            )
         without_nonmatch = Table((k, v) for k, v in leg.items() if k != "nonmatch")
         without_nonmatch.line, without_nonmatch.lines = leg.line, leg.lines
         reference = _parse_leg(at, without_nonmatch, "", _REFERENCE[:-1])
         assert isinstance(reference, Reference)
         parsed.append((key if isinstance(key, str) else None, reference, nonmatch))
-    return JoinEntry(legs=tuple(parsed), joiner=_parse_joiner(place, table), **_parse_common(place, table))
+    return JoinEntry(
+        legs=tuple(parsed), joiner=_parse_joiner(place, table), **_parse_common(place, table)
+    )
 
 
 def _parse_joiner(place: Place, table: Table) -> tuple[str, str]:
     if "joiner" not in table:
-        raise place.error("has a 'join' but no 'joiner'; name the sample class with __module__ and __class__")
+        raise place.error(
+            "has a 'join' but no 'joiner'; name the sample class with __module__ and __class__"
+        )
     at = place.at("joiner", table)
     joiner = at.table(table["joiner"])
     at.check_keys(joiner, ("__module__", "__class__", "__function__"))
-    module, names = at.text(joiner, "__module__"), [at.text(joiner, key) for key in ("__class__", "__function__")]
+    module, names = (
+        at.text(joiner, "__module__"),
+        [at.text(joiner, key) for key in ("__class__", "__function__")],
+    )
     names = [name for name in names if name]
     if module is None or len(names) != 1:
         raise at.error("must have '__module__' and one of '__class__' and '__function__'")
@@ -270,9 +300,13 @@ def _parse_subset(place: Place, table: Table) -> Range | None:
     place = place.at("range", subset)
     if len(ends) != 2:
         raise place.error(f"must be [start, end], but has {len(ends)} numbers")
-    start, end = (_parse_range_end(place, value, is_last) for value, is_last in zip(ends, (False, True)))
+    start, end = (
+        _parse_range_end(place, value, is_last) for value, is_last in zip(ends, (False, True))
+    )
     if isinstance(start, Fraction) != isinstance(end, Fraction):
-        raise place.error(f"must be two percentages or two numbers of samples, but is [{ends[0]}, {ends[1]}]")
+        raise place.error(
+            f"must be two percentages or two numbers of samples, but is [{ends[0]}, {ends[1]}]"
+        )
     if end is not None and (start or 0) >= end:
         raise place.error(f"is empty: [{ends[0]}, {ends[1]}]")
     return Range(start or 0, end) if not isinstance(start, Fraction) else Range(start, end)
@@ -288,5 +322,6 @@ def _parse_range_end(place: Place, value: object, is_last: bool) -> int | Fracti
     if is_last and value == "end":
         return None
     raise place.error(
-        f"must be percentages from 0% to 100%, numbers of samples or 'end' as the last, but has {described(value)}"
+        "must be percentages from 0% to 100%, numbers of samples or 'end' as the last, but has "
+        f"{described(value)}"
     )

@@ -1,1 +1,3 @@
-"""The order of a stream, as pure functions: (seed, node, epoch, position) -> which source, which record."""
+"""The order of a stream, as pure functions: (seed, node, epoch, position) -> which source, which
+record.
+"""

@@ -1,13 +1,16 @@
-"""pure. This permutes range(size), in another way for every seed and epoch, index by index; nothing is stored.
+"""pure. This permutes range(size), in another way for every seed and epoch, index by index; nothing
+is stored.
 
 Invariants:
 - for any size, seed and epoch, `permute_indices` maps range(size) onto itself, one to one;
-- the result depends on the arguments alone: not on the machine, the Python version or what was asked before.
+- the result depends on the arguments alone: not on the machine, the Python version or what was
+  asked before.
 
-The permutation is a Feistel network by modular addition over a grid of about sqrt(size) x sqrt(size) cells, walked on
-where it leaves range(size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The grid has at most
-one row of cells too many, so a walk takes a second step once in sqrt(size) times. The rounds are keyed by
-blake2b(seed, epoch) and mixed by splitmix64 (Steele, Lea and Flood, 2014): even to the eye, not a cipher.
+The permutation is a Feistel network by modular addition over a grid of about sqrt(size) x
+sqrt(size) cells, walked on where it leaves range(size) (Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", 2002). The grid has at most one row of cells too many, so a walk takes a second
+step once in sqrt(size) times. The rounds are keyed by blake2b(seed, epoch) and mixed by splitmix64
+(Steele, Lea and Flood, 2014): even to the eye, not a cipher.
 """
 
 import hashlib
@@ -38,8 +41,11 @@ class Grid(NamedTuple):
         return Grid(_at(self.num_rows, places), _at(self.num_columns, places), round_keys)
 
 
-def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return where the permutation of range(size) that belongs to (seed, epoch) maps `indices`: int64 of their shape.
+def permute_indices(
+    indices: npt.ArrayLike, size: int, seed: int, epoch: int
+) -> npt.NDArray[np.int64]:
+    """Return where the permutation of range(size) that belongs to (seed, epoch) maps `indices`:
+    int64 of their shape.
 
     `size` may be anything from 1 to 10**12 and beyond. About 0.2 microseconds per index.
     """
@@ -79,7 +85,9 @@ def make_grid(size: int, seed: int, epoch: int) -> Grid:
 
 
 def _permute_array(cell: Uints, grid: Grid) -> Uints:
-    """Shift the row by a random number that the column decides, then the column likewise, four times over."""
+    """Shift the row by a random number that the column decides, then the column likewise, four
+    times over.
+    """
     # To numpy's stubs an unsigned array and an int make a signed one.
     num_rows: Any = grid.num_rows
     num_columns: Any = grid.num_columns
@@ -87,7 +95,8 @@ def _permute_array(cell: Uints, grid: Grid) -> Uints:
     column = cell - row * num_columns
     for row_key, column_key in zip(grid.round_keys[::2], grid.round_keys[1::2]):
         row += mix_array(column, row_key) % num_rows
-        # One less or none: below 0 is a number so large that it is not the smaller one. A third of the time of `%`.
+        # One less or none: below 0 is a number so large that it is not the smaller one. A third of
+        # the time of `%`.
         np.minimum(row, row - num_rows, out=row)
         column += mix_array(row, column_key) % num_columns
         np.minimum(column, column - num_columns, out=column)
@@ -95,7 +104,9 @@ def _permute_array(cell: Uints, grid: Grid) -> Uints:
 
 
 def mix_array(value: Uints, key: Numbers) -> Uints:
-    """Return numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each, as uint64."""
+    """Return numbers `value` of the splitmix64 sequences that start at `key`: 64 random bits each,
+    as uint64.
+    """
     value = value * np.uint64(0x9E3779B97F4A7C15)
     value += key
     shifted = value >> np.uint64(30)

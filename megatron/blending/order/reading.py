@@ -1,8 +1,10 @@
-"""pure. The order in which records are read is a function of (seed, place, epoch, index), and never stored.
+"""pure. The order in which records are read is a function of (seed, place, epoch, index), and never
+stored.
 
 Invariants:
 - `ReadingOrder` reads each record once per epoch, whatever its slices and windows;
-- the result depends on the arguments alone: not on the machine, the Python version or what was asked before.
+- the result depends on the arguments alone: not on the machine, the Python version or what was
+  asked before.
 
 What is mixed is mixed by `permutation`: whole slices within the epoch, records within windows.
 """
@@ -23,8 +25,12 @@ _POSITIONS_ALONE = 512
 
 
 def salted_seed(seed: int, place: str) -> int:
-    """Return the seed of a node of a blend: sources of equal size would otherwise be read in lockstep."""
-    return int.from_bytes(hashlib.blake2b(f"seed {seed} place {place}".encode(), digest_size=8).digest(), "little")
+    """Return the seed of a node of a blend: sources of equal size would otherwise be read in
+    lockstep.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(f"seed {seed} place {place}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 class ReadingOrder(NamedTuple):
@@ -35,7 +41,7 @@ class ReadingOrder(NamedTuple):
     """Of this source alone: see `salted_seed`."""
     shuffle: bool = True
     num_turns: int = 1
-    """How often an epoch reads each record; -1: every read is drawn anew, from all of them."""
+    """How often an epoch reads each record; -1: every read is drawn again, from all of them."""
     slice_length: int = 1
     """This many consecutive records stay together, for the sake of whoever reads them."""
     window_length: int = 1
@@ -47,10 +53,14 @@ class ReadingOrder(NamedTuple):
 
     @property
     def window(self) -> int:
-        """It is made of whole slices, and of one more than asked for; 1 where nothing is to be mixed."""
+        """It is made of whole slices, and of one more than asked for; 1 where nothing is to be
+        mixed.
+        """
         if self.slice_length == 1:
             return 1
-        num_slices = -(-self.window_length // self.slice_length) + 1 if self.window_length > 1 else 1
+        num_slices = (
+            -(-self.window_length // self.slice_length) + 1 if self.window_length > 1 else 1
+        )
         return num_slices * self.slice_length
 
 
@@ -59,7 +69,8 @@ def records_at(
 ) -> list[npt.NDArray[np.int64]]:
     """Return which records several streams read at some positions of each.
 
-    About 0.2 microseconds per position, or 0.5 where streams are asked for few each; and 200 per call.
+    About 0.2 microseconds per position, or 0.5 where streams are asked for few each; and 200 per
+    call.
     """
     records = [_unshuffled(order, asked) for order, asked in zip(orders, positions)]
     pages: list[tuple[_Page, tuple[Any, ...]]] = []
@@ -85,8 +96,9 @@ def records_at(
 
 
 class _Page(NamedTuple):
-    """A page is one epoch of a stream, in numbers, or arrays that say them per position. Full slices are permuted;
-    what is left over at the end of the source, `num_rest` records, is read before full slice number `rest_at`.
+    """A page is one epoch of a stream, in numbers, or arrays that say them per position. Full
+    slices are permuted; what is left over at the end of the source, `num_rest` records, is read
+    before full slice number `rest_at`.
     """
 
     size: Any
@@ -121,7 +133,9 @@ def _unshuffled(order: ReadingOrder, asked: npt.NDArray[np.int64]) -> npt.NDArra
     return asked % order.num_records
 
 
-def _shuffled(pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+def _shuffled(
+    pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.int64]]:
     """Permute the `indices` of each page: of long parts one by one, of all others in one go."""
     found: list[Any] = [None] * len(pages)
     short = []
@@ -141,7 +155,9 @@ def _shuffled(pages: Sequence[Any], indices: Sequence[npt.NDArray[np.int64]]) ->
     return found
 
 
-def _mixed(indices: npt.NDArray[np.int64], page: _Page, keys: Sequence[Any]) -> npt.NDArray[np.int64]:
+def _mixed(
+    indices: npt.NDArray[np.int64], page: _Page, keys: Sequence[Any]
+) -> npt.NDArray[np.int64]:
     places = indices.astype(np.uint64)
     if np.any(page.window > 1):
         places = _mixed_in_windows(places, page, keys)

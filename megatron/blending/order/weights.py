@@ -1,4 +1,5 @@
-"""pure. A user gives the proportions of a blend as weights, which may change over training steps."""
+"""pure. A user gives the proportions of a blend as weights, which may change over training
+steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,27 +11,34 @@ from typing import Any
 from megatron.blending.arguments import check_one_of, check_whole
 
 MAX_PERIOD = 2**20
-"""Weights whose common denominator is larger are rounded to it: by at most a sample in a million."""
+"""Weights whose common denominator is larger are rounded to it: by at most a sample in a million.
+"""
 
 Weight = float | int | Fraction
 
 
 def integer_weights(weights: Sequence[Weight], max_period: int = MAX_PERIOD) -> tuple[int, ...]:
-    """Return whole numbers in the proportions of `weights`, as written in decimals: `(0.5, 0.3, 0.2) -> (5, 3, 2)`.
+    """Return whole numbers in the proportions of `weights`, as written in decimals: `(0.5, 0.3,
+    0.2) -> (5, 3, 2)`.
 
-    Where they would sum to more than `max_period` they are rounded, by largest remainder; none but a weight of 0
-    becomes 0. ValueError for a weight that is negative or no number, and if all are 0.
+    Where they would sum to more than `max_period` they are rounded, by largest remainder; none but
+    a weight of 0 becomes 0. ValueError for a weight that is negative or no number, and if all are
+    0.
     """
     exact = [exact_weight(weight, number) for number, weight in enumerate(weights)]
     if not (total := sum(exact)):
-        raise ValueError(f"weights must not all be 0, but are {list(weights)}; give a source a weight")
+        raise ValueError(
+            f"weights must not all be 0, but are {list(weights)}; give a source a weight"
+        )
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= max_period:
         return tuple(int(share * period) for share in shares)
     whole = [max(int(share * max_period), 1 if share else 0) for share in shares]
     missing = max_period - sum(whole)
-    by_remainder = sorted(range(len(shares)), key=lambda child: whole[child] - shares[child] * max_period)
+    by_remainder = sorted(
+        range(len(shares)), key=lambda child: whole[child] - shares[child] * max_period
+    )
     for child in by_remainder[: max(missing, 0)]:
         whole[child] += 1
     # Those that were raised to 1 are paid for by the largest.
@@ -50,33 +58,49 @@ def exact_weight(weight: Weight, number: int) -> Fraction:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """It has weights that change: from each point on (`kind="step"`), or evenly between points (`"linear"`)."""
+    """It has weights that change: from each point on (`kind="step"`), or evenly between points
+    (`"linear"`).
+    """
 
     points: tuple[tuple[int, tuple[Weight, ...]], ...]
     """(training step, weights of all children), the first at step 0."""
     outputs_per_step: int = 1
-    """How many outputs of the blend a step takes over all ranks: the global batch, in batches or samples."""
+    """How many outputs of the blend a step takes over all ranks: the global batch, in batches or
+    samples.
+    """
     kind: str = "step"
     num_pieces: int = 128
-    """Between two points a linear change is made in so many equal parts, or in each step if there are fewer."""
+    """Between two points a linear change is made in so many equal parts, or in each step if there
+    are fewer.
+    """
 
     def __post_init__(self) -> None:
         points: Any = self.points
         for pair in points if isinstance(points, (list, tuple)) else [points]:
             is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
-            if not is_pair or isinstance(pair[1], (str, Mapping)) or not hasattr(pair[1], "__len__"):
+            if (
+                not is_pair
+                or isinstance(pair[1], (str, Mapping))
+                or not hasattr(pair[1], "__len__")
+            ):
                 written = "write ((0, (1, 1)), (1000, (1, 3)))"
-                raise ValueError(f"schedule points must be pairs (step, weights), but are {points!r}; {written}")
+                raise ValueError(
+                    f"schedule points must be pairs (step, weights), but are {points!r}; {written}"
+                )
         for name in ("outputs_per_step", "num_pieces"):
             check_whole(name, getattr(self, name))
         for step, _ in points:
             check_whole("each step of a schedule", step, 0)
         steps = [step for step, _ in self.points]
         if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
-            raise ValueError(f"schedule must start at step 0 and its steps increase, but they are {steps}")
+            raise ValueError(
+                f"schedule must start at step 0 and its steps increase, but they are {steps}"
+            )
         check_one_of("schedule kind", self.kind, ("step", "linear"))
         if len({len(weights) for _, weights in self.points}) != 1:
-            raise ValueError("each point of a schedule must give as many weights as there are children")
+            raise ValueError(
+                "each point of a schedule must give as many weights as there are children"
+            )
         for _, weights in self.points:
             integer_weights(weights)
 
@@ -87,14 +111,22 @@ class WeightSchedule:
             num_pieces = min(self.num_pieces, next_step - step) if self.kind == "linear" else 1
             for piece in range(num_pieces):
                 start = step + (next_step - step) * piece // num_pieces
-                middle = Fraction(2 * piece + 1, 2 * num_pieces) if self.kind == "linear" else Fraction(0)
-                found.append((start * self.outputs_per_step, _between(weights, next_weights, middle)))
+                middle = (
+                    Fraction(2 * piece + 1, 2 * num_pieces)
+                    if self.kind == "linear"
+                    else Fraction(0)
+                )
+                found.append(
+                    (start * self.outputs_per_step, _between(weights, next_weights, middle))
+                )
         last_step, last_weights = self.points[-1]
         return [*found, (last_step * self.outputs_per_step, last_weights)]
 
 
 def _between(start: Sequence[Weight], end: Sequence[Weight], part: Fraction) -> tuple[Weight, ...]:
-    """Return weights on the way between two points, in 4096ths, or finer to a hundredth of the smallest."""
+    """Return weights on the way between two points, in 4096ths, or finer to a hundredth of the
+    smallest.
+    """
     if not part:
         return tuple(start)
     whole = [integer_weights(weights) for weights in (start, end)]

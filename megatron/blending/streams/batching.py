@@ -10,7 +10,7 @@ from megatron.blending.arguments import check_function, check_no_more, check_who
 from megatron.blending.order.proportions import BlendMode
 from megatron.blending.streams.choice import BlendDataset
 from megatron.blending.streams.holder import Holder, ShardEnd
-from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
+from megatron.blending.streams.holding import BufferedDataset, HoldingPlan
 from megatron.blending.streams.node import Binding, Block, Ints, SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -31,11 +31,13 @@ class BatchHolder(Holder):
         return [origin for origin, _ in found], [value for _, value in found]
 
 
-class BatchDataset(HoldingDataset):
-    """`batcher` makes one of each `batch_size` consecutive outputs; the last batch of finite data may be smaller.
+class BatchDataset(BufferedDataset):
+    """`batcher` makes one of each `batch_size` consecutive outputs; the last batch of finite data
+    may be smaller.
 
-    Where a sample is left out, the next one of the shard takes its place; so at the end of finite data each shard that
-    left some out ends with a batch that is smaller, or dropped with `drop_last`.
+    Where a sample is left out, the next one of the shard takes its place; so at the end of finite
+    data each shard that left some out ends with a batch that is smaller, or dropped with
+    `drop_last`.
     """
 
     holder = BatchHolder
@@ -50,10 +52,16 @@ class BatchDataset(HoldingDataset):
         worker_config: WorkerConfig | None = None,
         **ignored: object,
     ) -> None:
-        """`batcher`: None gives the list. It may raise SkipSample, and give several batches by being a generator."""
+        """`batcher`: None gives the list. It may raise SkipSample, and give several batches by
+        being a generator.
+        """
         kind = type(self).__name__
         super().__init__(dataset, worker_config)
-        check_no_more(kind, ignored, ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance"))
+        check_no_more(
+            kind,
+            ignored,
+            ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance"),
+        )
         check_whole(f"{kind}: batch_size", batch_size)
         if batcher is not None:
             check_function(f"{kind}: batcher", batcher)
@@ -64,7 +72,9 @@ class BatchDataset(HoldingDataset):
 
     def __len__(self) -> int:
         num_samples = len(self.children[0])
-        return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
+        return (
+            num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
+        )
 
     @cached_property
     def samples_per_output(self) -> int:
@@ -103,8 +113,10 @@ class BatchDataset(HoldingDataset):
 class MixBatchDataset(BatchDataset):
     """It mixes outputs of several data sets, in proportion to weights, inside of each batch.
 
-    `MixBatchDataset((a, 6), (b, 4), batch_size=32, batch_mix_fn=homogeneous_concat_mix)`, also with one tuple of pairs.
-    `batch_mix_fn(list of outputs)` makes the batch: the list itself by default; see `concat_pad` for writing one.
+    `MixBatchDataset((a, 6), (b, 4), batch_size=32, batch_mix_fn=homogeneous_concat_mix)`, also with
+    one tuple of pairs.
+    `batch_mix_fn(list of outputs)` makes the batch: the list itself by default; see `concat_pad`
+    for writing one.
     """
 
     def __init__(
@@ -117,4 +129,6 @@ class MixBatchDataset(BatchDataset):
         worker_config: WorkerConfig | None = None,
     ) -> None:
         blend = BlendDataset(*dataset_weights, mode=mode, worker_config=worker_config)
-        super().__init__(blend, batch_size, batch_mix_fn, drop_last=drop_last, worker_config=worker_config)
+        super().__init__(
+            blend, batch_size, batch_mix_fn, drop_last=drop_last, worker_config=worker_config
+        )

@@ -10,7 +10,16 @@ import numpy as np
 from megatron.blending.arguments import check_one_of
 from megatron.blending.order.proportions import BlendMode, Choices, Proportions, until_exhausted
 from megatron.blending.order.weights import WeightSchedule, integer_weights
-from megatron.blending.streams.node import Binding, Block, Holders, Ints, Plan, SavableDataset, as_pairs, check_datasets
+from megatron.blending.streams.node import (
+    Binding,
+    Block,
+    Holders,
+    Ints,
+    Plan,
+    SavableDataset,
+    as_pairs,
+    check_datasets,
+)
 from megatron.blending.streams.worker_config import WorkerConfig
 
 BLEND_MODES = get_args(BlendMode)
@@ -21,7 +30,7 @@ _ORDER_VERSION = 2
 class ChoiceDataset(SavableDataset[Any]):
     """The node says for each of its positions which child, and which of that child's."""
 
-    keeps_place = False
+    preserves_position = False
 
     def choose(self, positions: Ints) -> Choices:
         raise NotImplementedError
@@ -43,8 +52,9 @@ class ChoiceDataset(SavableDataset[Any]):
 class BlendDataset(ChoiceDataset):
     """It gives outputs of its children in proportion to weights: batches, if they give batches.
 
-    Endless children keep their weights for ever. Finite ones are read through once per pass, in proportion for as long
-    as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of the pairs.
+    Endless children keep their weights for ever. Finite ones are read through once per pass, in
+    proportion for as long as they last. `BlendDataset((a, 0.6), (b, 0.4))`, also with one tuple of
+    the pairs.
     """
 
     def __init__(
@@ -54,10 +64,11 @@ class BlendDataset(ChoiceDataset):
         schedule: WeightSchedule | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`mode`: "exact" is within one output of the weights at every prefix; "random" draws each output.
+        """`mode`: "exact" is within one output of the weights at every prefix; "random" draws each
+        output.
 
-        Blends with finite children are exact in any mode. `schedule`: weights from each step on, in place of those of
-        the pairs.
+        Blends with finite children are exact in any mode. `schedule`: weights from each step on, in
+        place of those of the pairs.
         """
         pairs = as_pairs("BlendDataset", dataset_weights)
         check_one_of("mode of a blend", mode, BLEND_MODES)
@@ -74,20 +85,29 @@ class BlendDataset(ChoiceDataset):
         num_weights = len(self.children) if schedule is None else len(schedule.points[0][1])
         if num_weights != len(self.children):
             raise ValueError(
-                f"the schedule has {num_weights} weights for {len(self.children)} data sets; give each one"
+                f"the schedule has {num_weights} weights for {len(self.children)} data sets; give "
+                "each one"
             )
         used = [size for size, weight in zip(self._sizes, self.weights) if weight]
         self._has_end = any(size is not None for size in used)
         self.size = None if None in used else sum(size or 0 for size in used)
         if schedule is not None and self._has_end:
-            raise ValueError("a schedule of weights is for endless data sets; repeat them (RepeatDataset)")
+            raise ValueError(
+                "a schedule of weights is for endless data sets; repeat them (RepeatDataset)"
+            )
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self._sizes = [child.size for child in self.children]
         seed = binding.seed_at(f"{self.place} blend")
-        changes = [(position, weights) for place, position, weights in binding.changes if place == self.place]
+        changes = [
+            (position, weights)
+            for place, position, weights in binding.changes
+            if place == self.place
+        ]
         if self._has_end and changes:
-            raise ValueError("the weights of finite data sets cannot be changed; repeat them (RepeatDataset)")
+            raise ValueError(
+                "the weights of finite data sets cannot be changed; repeat them (RepeatDataset)"
+            )
         if self._has_end:
             self._proportions = Proportions(until_exhausted(self.weights, self._sizes), seed)
         else:
@@ -108,7 +128,10 @@ class BlendDataset(ChoiceDataset):
         if self.size is None:
             return self._proportions.counts(position)
         passes, place = divmod(position, self.size)
-        return [passes * (size or 0) + count for size, count in zip(self._sizes, self._proportions.counts(place))]
+        return [
+            passes * (size or 0) + count
+            for size, count in zip(self._sizes, self._proportions.counts(place))
+        ]
 
     def gives_up(self, child: int) -> bool:
         return self._proportions.last_weights[child] == 0
@@ -120,7 +143,9 @@ class BlendDataset(ChoiceDataset):
 
 
 class ConcatDataset(ChoiceDataset):
-    """It gives one data set after the other, each from its start to its end, whatever weights come with them."""
+    """It gives one data set after the other, each from its start to its end, whatever weights come
+    with them.
+    """
 
     def __init__(self, *datasets: Any, worker_config: WorkerConfig | None = None) -> None:
         if len(datasets) == 1 and isinstance(datasets[0], (list, tuple)):
@@ -130,7 +155,9 @@ class ConcatDataset(ChoiceDataset):
         check_datasets("ConcatDataset", self.children)
         for number, child in enumerate(self.children):
             if child.size is None:
-                raise ValueError(f"data set {number} of a ConcatDataset is endless; limit it (LimitDataset)")
+                raise ValueError(
+                    f"data set {number} of a ConcatDataset is endless; limit it (LimitDataset)"
+                )
         self.size: int = sum(child.size or 0 for child in self.children)
         self._ends = np.cumsum([child.size or 0 for child in self.children])
 
@@ -147,7 +174,9 @@ class ConcatDataset(ChoiceDataset):
     def counts(self, position: int) -> list[int]:
         passes, place = divmod(position, self.size)
         sizes = [child.size or 0 for child in self.children]
-        within = [min(max(place - (int(end) - size), 0), size) for end, size in zip(self._ends, sizes)]
+        within = [
+            min(max(place - (int(end) - size), 0), size) for end, size in zip(self._ends, sizes)
+        ]
         return [passes * size + count for size, count in zip(sizes, within)]
 
 
@@ -174,14 +203,20 @@ class ChoicePlan:
         for child, place in zip(chosen, self._places[start:end]):
             first.setdefault(child, place)
         counts = Counter(chosen)
-        taken = {child: iter(self._plans[child].values(at, at + counts[child], holders)) for child, at in first.items()}
+        taken = {
+            child: iter(self._plans[child].values(at, at + counts[child], holders))
+            for child, at in first.items()
+        }
         return list(map(next, map(taken.__getitem__, chosen)))
 
     def child(self, number: int) -> Plan | None:
         return self._plans.get(number)
 
     def entries(self, start: int, end: int, inner: object = None) -> list[tuple[Any, int]]:
-        found = (self._plans[child].entries(at, at + 1, inner) for child, at in map(self.at, range(start, end)))
+        found = (
+            self._plans[child].entries(at, at + 1, inner)
+            for child, at in map(self.at, range(start, end))
+        )
         return list(chain.from_iterable(found))
 
     def at(self, place: int) -> tuple[int, int]:

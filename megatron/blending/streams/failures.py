@@ -1,7 +1,8 @@
 """pure. A sample that makes a function fail is left out, logged once and counted, up to a limit.
 
-Counting is done where the samples are made, in a worker; logging by the rank's loader, which the workers tell what
-failed (`Failure`): several may meet the same sample, and a worker that starts anew remembers none.
+Counting is done where the samples are made, in a worker; logging by the rank's loader, which the
+workers tell what failed (`Failure`): several may meet the same sample, and a worker that starts
+again remembers none.
 """
 
 import logging
@@ -15,14 +16,24 @@ logger = logging.getLogger("megatron.blending")
 DEFAULT_TOLERANCE = 100
 
 # Mistakes in the program, not in a sample: the next sample would fail too.
-_FATAL = (SystemError, SyntaxError, ImportError, MemoryError, RecursionError, ReferenceError, NameError)
+_FATAL = (
+    SystemError,
+    SyntaxError,
+    ImportError,
+    MemoryError,
+    RecursionError,
+    ReferenceError,
+    NameError,
+)
 _LOGGED_ONE_BY_ONE = 20
 _REMEMBERED = 10_000
-_MOST_IN_SILENCE = 1_000_000
+_MAX_IN_SILENCE = 1_000_000
 
 
 class SkipSample(Exception):
-    """A function raises it that wants no part of the sample, which is left out, silently, and counted."""
+    """A function raises it that wants no part of the sample, which is left out, silently, and
+    counted.
+    """
 
 
 class NotChosen(SkipSample):
@@ -46,8 +57,9 @@ class Failure(NamedTuple):
 class FailureLog:
     """It logs each failing sample once, whichever workers tell of it and however often.
 
-    Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a line is how many
-    different ones were told of. It remembers 10,000 of them, some 2 MB; those beyond count anew each time.
+    Each of the first 20, then ever fewer: a broken source must not fill the disk. The number in a
+    line is how many different ones were told of. It remembers 10,000 of them, some 2 MB; those
+    beyond count again each time.
     """
 
     def __init__(self) -> None:
@@ -65,7 +77,8 @@ class FailureLog:
 
 
 class Failures:
-    """It counts what one worker left out. `tolerance` failures of one function in a row are fatal; 0: never.
+    """It counts what one worker left out. `tolerance` failures of one function in a row are fatal;
+    0: never.
 
     A row is of one source: what comes of the others does not end it.
     """
@@ -76,7 +89,8 @@ class Failures:
         handler: Callable[[Exception, Any, Any], None] | None = None,
         tell: Callable[[Failure], None] | None = None,
     ):
-        """`handler(error, sample, sources)` is called in place of the logging; what it raises ends the run.
+        """`handler(error, sample, sources)` is called in place of the logging; what it raises ends
+        the run.
 
         `tell` gets each failing sample at once, as often as it fails; None: they are logged.
         """
@@ -90,7 +104,9 @@ class Failures:
         self._silent_in_a_row = 0
 
     def succeeded(self, sources: Callable[[], Set[int]] | None = None) -> None:
-        """Note that something came out: failures of its sources (None: of any) are a new row from here on."""
+        """Note that something came out: failures of its sources (None: of any) are a new row from
+        here on.
+        """
         self._silent_in_a_row = 0
         if self._in_a_row:
             ended = None if sources is None else {None, *sources()}
@@ -108,7 +124,8 @@ class Failures:
     ) -> None:
         """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
 
-        `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to find the sample;
+        `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to
+        find the sample;
         `sources()`: numbers of those that it is made of.
         """
         if error is None or isinstance(error, SkipSample):
@@ -130,16 +147,23 @@ class Failures:
             return
         place = where()
         if is_fatal:
-            reason = "" if isinstance(error, _FATAL) else f"; {in_a_row} samples in a row failed, the limit"
-            raise FatalSampleError(f"{_described(error, function, place, sample)}{reason}") from error
+            reason = (
+                ""
+                if isinstance(error, _FATAL)
+                else f"; {in_a_row} samples in a row failed, the limit"
+            )
+            raise FatalSampleError(
+                f"{_described(error, function, place, sample)}{reason}"
+            ) from error
         self._tell(Failure(node, place, _described(error, function, place, sample)))
 
     def _skip(self, function: object, where: Callable[[], str]) -> None:
         self.num_skipped += 1
         self._silent_in_a_row += 1
-        if self._silent_in_a_row >= _MOST_IN_SILENCE:
+        if self._silent_in_a_row >= _MAX_IN_SILENCE:
             raise FatalSampleError(
-                f"{_name(function)} left out {_MOST_IN_SILENCE:,} samples in a row, the last at {where()}; "
+                f"{_name(function)} left out {_MAX_IN_SILENCE:,} samples in a row, the last at "
+                f"{where()}; "
                 "nothing may be left of the data"
             )
 
@@ -156,14 +180,19 @@ def reraise_exception(error: Exception, sample: object, sources: object = None) 
 
 
 def log_exception(error: Exception, sample: object, sources: object = None) -> None:
-    """A `global_error_handler` that logs each failure with its traceback, where the log without any has a line."""
+    """A `global_error_handler` that logs each failure with its traceback, where the log without any
+    has a line.
+    """
     logger.error("a sample of %s failed", sources, exc_info=error)
 
 
 def _sources_of(sample: object) -> list[Any] | None:
     """Return the SourceInfos of a sample, or of several; None where it does not say."""
     several = sample if isinstance(sample, list) else [sample]
-    has = [one.get("__sources__") if isinstance(one, dict) else getattr(one, "__sources__", None) for one in several]
+    has = [
+        one.get("__sources__") if isinstance(one, dict) else getattr(one, "__sources__", None)
+        for one in several
+    ]
     return [source for sources in filter(None, has) for source in sources] or None
 
 

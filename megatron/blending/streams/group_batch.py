@@ -6,8 +6,8 @@ from typing import Any
 from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import at_of, packed_origins, unpacked_origins
-from megatron.blending.streams.node import Binding, Hole, SavableDataset
-from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.node import Binding, SavableDataset, SkipMarker
+from megatron.blending.streams.sample_buffer import BufferDataset, BufferState
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENERGON_ONLY = ("batcher_stateless", "batcher_config", "error_handler", "failure_tolerance")
@@ -16,8 +16,10 @@ _ABOUT_HELD = 32
 _ABOUT_OPEN = 4
 
 
-class GroupBatchHolder(BufferHolder):
-    """It holds, by key, (origin, value) of open batches; a state has the origins, values are made again."""
+class GroupBatchHolder(BufferState):
+    """It holds, by key, (origin, value) of open batches; a state has the origins, values are made
+    again.
+    """
 
     node: "GroupBatchDataset"
 
@@ -39,9 +41,13 @@ class GroupBatchHolder(BufferHolder):
                 key, size = self.node.key_of(value, at_of(origin))
                 size = size or self.node.fixed_batch_size
                 if size is None:
-                    raise ValueError("batch_group_criterion gives no batch size, and no batch_size was asked for")
+                    raise ValueError(
+                        "batch_group_criterion gives no batch size, and no batch_size was asked for"
+                    )
             except Exception as error:
-                self.leave_out(Hole(self.node.number, self.node.sample_group_key, error, value), origin)
+                self.leave_out(
+                    SkipMarker(self.node.number, self.node.sample_group_key, error, value), origin
+                )
                 continue
             group = self._groups.setdefault(key, [])
             group.append((origin, value))
@@ -56,13 +62,17 @@ class GroupBatchHolder(BufferHolder):
     def unpack(self, held: Any) -> None:
         for origin in unpacked_origins(held):
             for value in self.try_again(origin):
-                self._groups.setdefault(self.node.key_of(value, at_of(origin))[0], []).append((origin, value))
+                self._groups.setdefault(self.node.key_of(value, at_of(origin))[0], []).append(
+                    (origin, value)
+                )
 
 
 class GroupBatchDataset(BufferDataset):
-    """It makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for the fixed one).
+    """It makes batches of equal keys: `sample_group_key(sample)` is (key, batch size or None for
+    the fixed one).
 
-    A key's samples are held back until they fill a batch; at the end of finite data the rest makes smaller ones.
+    A key's samples are held back until they fill a batch; at the end of finite data the rest makes
+    smaller ones.
     """
 
     holder = GroupBatchHolder
@@ -87,7 +97,7 @@ class GroupBatchDataset(BufferDataset):
         self.drop_last = drop_last
 
     @property
-    def num_under_way(self) -> int:
+    def num_buffered(self) -> int:
         return _ABOUT_OPEN * self.num_held
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:

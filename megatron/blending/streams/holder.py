@@ -1,22 +1,24 @@
-"""pure. A Holder makes the outputs of a batch, pack or group node in a shard, of samples that a Cursor draws."""
+"""pure. A Holder makes the outputs of a batch, pack or group node in a shard, of samples that a
+Cursor draws.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from megatron.blending.streams.holding import at_of, entries_of, keyed, remade, value_again
 from megatron.blending.streams.node import (
-    EXHAUSTED,
+    END_OF_DATA,
     Holders,
-    Hole,
     Ints,
+    MultiOutput,
     Origin,
     Plan,
     SavableDataset,
-    Several,
+    SkipMarker,
     applied,
 )
 
-_MOST_EMPTY_BLOCKS = 200
+_MAX_EMPTY_BLOCKS = 200
 
 
 class ShardEnd(Exception):
@@ -43,19 +45,27 @@ class Shard(Holders, Protocol):
     def evaluate(self, asking: "Cursor", plan: Plan, place: int, position: int) -> object:
         """Return what stands at a place of a plan, for a cursor."""
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
-        """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
+    def leave_out(self, hole: SkipMarker, node: SavableDataset[Any], origin: Origin) -> None:
+        """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too
+        much.
+        """
 
 
 class Cursor:
-    """It takes the outputs of a part of the tree in a shard one after the other, and passes over holes."""
+    """It takes the outputs of a part of the tree in a shard one after the other, and passes over
+    holes.
+    """
 
-    def __init__(self, node: SavableDataset[Any], planned: Callable[[int], Planned | None], shard: Shard) -> None:
+    def __init__(
+        self, node: SavableDataset[Any], planned: Callable[[int], Planned | None], shard: Shard
+    ) -> None:
         """`planned`: by number of the block; None beyond the end."""
         self.node = node
         self.shard = shard
         self.at: list[Any] = [0, 0, 0, None]
-        """Of the next output: block, place, part of several, and origin where it is beyond what was planned."""
+        """Of the next output: block, place, part of several, and origin where it is beyond what was
+        planned.
+        """
         self._planned = planned
         self._kept: tuple[int, Planned | None] = (-1, None)
         self._values: list[Any] | None = None
@@ -77,8 +87,8 @@ class Cursor:
             if self.at[2] >= len(values):
                 self.at = [block, place + (extra is None), 0, None]
                 self._values = None
-            value = values[part] if part < len(values) else EXHAUSTED
-            if type(value) is not Hole:
+            value = values[part] if part < len(values) else END_OF_DATA
+            if type(value) is not SkipMarker:
                 return (position if part == 0 and inner is None else [position, part, inner]), value
             self.shard.leave_out(value, self.node, [position, part, inner])
 
@@ -94,19 +104,24 @@ class Cursor:
                 return
             num_empty = 0 if found.plan.length else num_empty + 1
             block, place = block + 1, 0
-            if num_empty > _MOST_EMPTY_BLOCKS and self.shard.is_given_up(self.node):
+            if num_empty > _MAX_EMPTY_BLOCKS and self.shard.is_given_up(self.node):
                 break
         else:
             value = self.node.extra(self.shard) if extra is None else value_again(self.node, extra)
             if value is not None:
-                self.at = [block, place, self.at[2], extra or [self.shard.asked_position, 0, self.shard.inner]]
+                self.at = [
+                    block,
+                    place,
+                    self.at[2],
+                    extra or [self.shard.asked_position, 0, self.shard.inner],
+                ]
                 self._take(value, self.at[3][0])
                 return
         self.at[:2] = block, place
         raise ShardEnd
 
     def _take(self, value: object, position: int) -> None:
-        self._values = value if type(value) is Several else [value]
+        self._values = value if type(value) is MultiOutput else [value]
         self._origin, self.shard.inner = (position, self.shard.inner), None
 
 
@@ -133,17 +148,18 @@ class Holder:
             if self._outputs is None:
                 self._outputs = self._made()
             origins, number = self._origins, self._given
-            found = self._outputs[number] if number < len(self._outputs) else EXHAUSTED
+            found = self._outputs[number] if number < len(self._outputs) else END_OF_DATA
             self._given += 1
             if self._given >= len(self._outputs):
                 self._origins, self._outputs, self._given = None, None, 0
-            if type(found) is not Hole:
+            if type(found) is not SkipMarker:
                 self.inner = [origins, number]
                 return found
             self.leave_out(found, origins[0])
 
     def gather(self) -> tuple[list[Any], list[Any]]:
-        """Return origins and values of the samples of the next output; ShardEnd if there are none."""
+        """Return origins and values of the samples of the next output; ShardEnd if there are
+        none."""
         raise NotImplementedError
 
     def draw(self) -> tuple[Any, Any]:
@@ -151,7 +167,7 @@ class Holder:
         self.num_drawn += 1
         return found
 
-    def leave_out(self, hole: Hole, origin: Origin) -> None:
+    def leave_out(self, hole: SkipMarker, origin: Origin) -> None:
         self.cursor.shard.leave_out(hole, self.node.children[0], origin)
 
     def described(self, origin: Origin) -> str:
@@ -165,7 +181,7 @@ class Holder:
         try:
             return [remade(child, origin)]
         except Exception as error:
-            self.leave_out(Hole(child.number, child, error), origin)
+            self.leave_out(SkipMarker(child.number, child, error), origin)
             return []
 
     def state(self) -> list[Any]:
@@ -192,7 +208,10 @@ class Holder:
             try:
                 values = self.node.values_again(self._origins)
             except Exception as error:
-                return [*[EXHAUSTED] * self._given, Hole(self.node.number, self.node.make.function, error)]
+                return [
+                    *[END_OF_DATA] * self._given,
+                    SkipMarker(self.node.number, self.node.make.function, error),
+                ]
         made = applied(self.node.make, values, self.node.number, at_of(self._origins[0]))
-        several = made if type(made) is Several else [made]
-        return [one if type(one) is Hole else keyed(one, values) for one in several]
+        several = made if type(made) is MultiOutput else [made]
+        return [one if type(one) is SkipMarker else keyed(one, values) for one in several]

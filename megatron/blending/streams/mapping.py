@@ -6,37 +6,40 @@ from typing import Any
 
 from megatron.blending.arguments import check_function, check_no_more
 from megatron.blending.streams.node import (
-    ONLY_PLAIN,
+    FAST_PATH_ONLY,
     Binding,
     Block,
     Holders,
-    Hole,
     Ints,
-    NotPlain,
+    MultiOutput,
+    NeedsSequential,
     Plan,
     SavableDataset,
-    Several,
+    SkipMarker,
     applied,
     check_datasets,
 )
 from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 
-# What energon's MapDataset takes besides, and nothing here needs: functions are called as if they were stateless.
+# What energon's MapDataset takes besides, and nothing here needs: functions are called as if they
+# were stateless.
 _ENERGON_ONLY = ("error_handler", "stateless_map_fn", "map_fn_config", "failure_tolerance")
 
 
 class SameOutputs(SavableDataset[Any]):
     """Output k of the node is made of output k of its child."""
 
-    keeps_outputs = True
+    preserves_outputs = True
 
-    def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None = None) -> None:
+    def __init__(
+        self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None = None
+    ) -> None:
         check_datasets(type(self).__name__, [dataset])
         self.children = (dataset,)
         self.worker_config = worker_config
         self.size = dataset.size
-        self.goes_on = dataset.goes_on
+        self.continues_across_epochs = dataset.continues_across_epochs
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
         self.size = self.children[0].size
@@ -66,13 +69,17 @@ class SameOutputs(SavableDataset[Any]):
         """Return what becomes of an output of the child, or what else stands in its place."""
         raise NotImplementedError
 
-    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
-        """Return what becomes of outputs of the child; any exception if that is not one output of each."""
+    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
+        """Return what becomes of outputs of the child; any exception if that is not one output of
+        each.
+        """
         raise NotImplementedError
 
 
 class MapDataset(SameOutputs):
-    """`map_fn` changes each output. It may raise SkipSample, and give several outputs by being a generator."""
+    """`map_fn` changes each output. It may raise SkipSample, and give several outputs by being a
+    generator.
+    """
 
     def __init__(
         self,
@@ -95,15 +102,17 @@ class MapDataset(SameOutputs):
     def apply(self, value: object, at: At) -> object:
         return applied(self.user, value, self.number, at)
 
-    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
+    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
         made = self.user.each(values, positions)
         if GeneratorType in map(type, made):
-            raise NotPlain
+            raise NeedsSequential
         return made
 
 
 class FilterDataset(SameOutputs):
-    """It keeps the outputs for which `filter_fn` is true; the others are left out silently, and counted."""
+    """It keeps the outputs for which `filter_fn` is true; the others are left out silently, and
+    counted.
+    """
 
     def __init__(
         self,
@@ -124,18 +133,22 @@ class FilterDataset(SameOutputs):
         return function
 
     def apply(self, value: object, at: At) -> object:
-        if type(value) is Hole:
+        if type(value) is SkipMarker:
             return value
-        if type(value) is Several:
-            return Several(self.apply(one, (at, part)) for part, one in enumerate(value))
+        if type(value) is MultiOutput:
+            return MultiOutput(self.apply(one, (at, part)) for part, one in enumerate(value))
         try:
-            return value if self.user(value, at) else Hole(self.number, self.filter_fn, None, value)
+            return (
+                value
+                if self.user(value, at)
+                else SkipMarker(self.number, self.filter_fn, None, value)
+            )
         except Exception as error:
-            return Hole(self.number, self.filter_fn, error, value)
+            return SkipMarker(self.number, self.filter_fn, error, value)
 
-    def apply_plainly(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
+    def apply_fast(self, values: list[Any], positions: Iterable[int]) -> list[Any]:
         if not all(self.user.each(values, positions)):
-            raise NotPlain
+            raise NeedsSequential
         return values
 
 
@@ -151,8 +164,8 @@ class MapPlan:
     def values(self, start: int, end: int, holders: Holders | None = None) -> list[Any]:
         values = self._child.values(start, end, holders)
         positions = map(int, self._positions[start:end])
-        if holders is ONLY_PLAIN:
-            return self._node.apply_plainly(values, positions)
+        if holders is FAST_PATH_ONLY:
+            return self._node.apply_fast(values, positions)
         return list(map(self._node.apply, values, positions))
 
     def child(self, number: int) -> Plan:

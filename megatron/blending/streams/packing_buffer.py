@@ -1,4 +1,5 @@
-"""pure. PackingDataset packs samples by a user's functions: which of a buffer go together, and what they make.
+"""pure. PackingDataset packs samples by a user's functions: which of a buffer go together, and what
+they make.
 
 Samples that are chosen for no pack stay in the buffer, in front, and are offered again.
 """
@@ -11,8 +12,8 @@ from megatron.blending.arguments import check_function, check_no_more, check_one
 from megatron.blending.streams.failures import FatalSampleError, NotChosen
 from megatron.blending.streams.holder import ShardEnd
 from megatron.blending.streams.holding import at_of, packed_origins, unpacked_origins
-from megatron.blending.streams.node import Binding, Hole, Origin, SavableDataset
-from megatron.blending.streams.sample_buffer import BufferDataset, BufferHolder
+from megatron.blending.streams.node import Binding, Origin, SavableDataset, SkipMarker
+from megatron.blending.streams.sample_buffer import BufferDataset, BufferState
 from megatron.blending.streams.seeding import At
 from megatron.blending.streams.worker_config import WorkerConfig
 
@@ -22,8 +23,8 @@ _ENERGON_ONLY = (
     *("final_packer_stateless", "sample_encoder_stateless", "packer_config", "error_handler"),
     *(f"{name}_failure_tolerance" for name in ("pre_packer", "final_packer", "sample_encoder")),
 )
-_MOST_OFFERS = 16
-_MOST_COPIES = 20_000
+_MAX_OFFERS = 16
+_MAX_COPIES = 20_000
 _OF_COPIES = (-1, 0)
 
 
@@ -31,8 +32,10 @@ def _same(sample: Any) -> Any:
     return sample
 
 
-class PackingHolder(BufferHolder):
-    """It holds (origin, value, how often it was offered), and groups of (origin, value) that were chosen."""
+class PackingHolder(BufferState):
+    """It holds (origin, value, how often it was offered), and groups of (origin, value) that were
+    chosen.
+    """
 
     node: "PackingDataset"
 
@@ -61,7 +64,9 @@ class PackingHolder(BufferHolder):
         except Exception as error:
             # Whatever it does not take is left out, as with any other function.
             origin, self._buffer = self._buffer[0][0], []
-            self.leave_out(Hole(self.node.number, self.node.pre_packer, error, values), origin)
+            self.leave_out(
+                SkipMarker(self.node.number, self.node.pre_packer, error, values), origin
+            )
             return
         # One object may stand there for several samples.
         by_id: dict[int, list[tuple[Any, Any, int]]] = {}
@@ -71,7 +76,8 @@ class PackingHolder(BufferHolder):
             members = [by_id[id(value)].pop()[:2] for value in group if by_id.get(id(value))]
             if len(members) < len(group):
                 raise FatalSampleError(
-                    "select_samples_to_pack must return lists of the samples that it was given, each at most once"
+                    "select_samples_to_pack must return lists of the samples that it was given, "
+                    "each at most once"
                 )
             if members:
                 self._groups.append(members)
@@ -93,7 +99,7 @@ class PackingHolder(BufferHolder):
                 self._buffer.append((origin, value, offers if is_full else 0))
 
     def _is_late(self, value: object, offers: int) -> bool:
-        if offers >= _MOST_OFFERS and self.node.over_long != "error":
+        if offers >= _MAX_OFFERS and self.node.over_long != "error":
             return True
         return offers > 1 and offers & (offers - 1) == 0 and id(value) not in self._fit([value])
 
@@ -119,7 +125,7 @@ class PackingHolder(BufferHolder):
 
     def _chosen_of_copies(self, values: list[Any]) -> set[int]:
         count = self.node.buffer_size
-        while count < _MOST_COPIES:
+        while count < _MAX_COPIES:
             try:
                 groups = self._selected(values * -(-count // len(values)), _OF_COPIES)
             except Exception:
@@ -137,7 +143,8 @@ class PackingHolder(BufferHolder):
             if all(isinstance(group, (list, tuple)) for group in groups):
                 return groups
         raise FatalSampleError(
-            f"select_samples_to_pack must return a list of lists of samples, but gave {groups!r:.80}"
+            "select_samples_to_pack must return a list of lists of samples, but gave "
+            f"{groups!r:.80}"
         )
 
     def _fill(self) -> bool:
@@ -154,7 +161,9 @@ class PackingHolder(BufferHolder):
             self._groups.append([(origin, value)])
         elif self.node.over_long == "drop":
             reason = NotChosen("select_samples_to_pack does not choose this sample")
-            self.leave_out(Hole(self.node.number, self.node.pre_packer, reason, value), origin)
+            self.leave_out(
+                SkipMarker(self.node.number, self.node.pre_packer, reason, value), origin
+            )
         else:
             raise FatalSampleError(
                 f"{self.described(origin)}: select_samples_to_pack does not choose this sample; "
@@ -168,7 +177,7 @@ class PackingHolder(BufferHolder):
             try:
                 done.append((origin, encode(value, at_of(origin))))
             except Exception as error:
-                self.leave_out(Hole(self.node.number, encode.function, error, value), origin)
+                self.leave_out(SkipMarker(self.node.number, encode.function, error, value), origin)
         return done
 
     def packed(self) -> object:
@@ -179,7 +188,9 @@ class PackingHolder(BufferHolder):
     def unpack(self, held: Any) -> None:
         packed, all_offers, sizes = held
         again = [(origin, self.try_again(origin)) for origin in unpacked_origins(packed)]
-        self._buffer = [(origin, made[0], offers) for (origin, made), offers in zip(again, all_offers) if made]
+        self._buffer = [
+            (origin, made[0], offers) for (origin, made), offers in zip(again, all_offers) if made
+        ]
         groups = iter(again[len(all_offers) :])
         remade = [list(itertools.islice(groups, size)) for size in sizes]
         self._groups = [[(origin, made[0]) for origin, made in group if made] for group in remade]
@@ -188,12 +199,15 @@ class PackingHolder(BufferHolder):
 class PackingDataset(BufferDataset):
     """It makes packs of `buffer_size` samples at a time.
 
-    `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each that was chosen;
-    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen from a full buffer,
-    its first sample is over-long: `over_long` says whether it is dropped, logged and counted, makes a pack by itself,
-    or is an error. So is one that was not chosen from two full buffers and does not fit; but for "error" any that was
-    not chosen from 16. At the end of finite data each that is left makes a pack by itself, if it fits; else it is
-    over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
+    `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each
+    that was chosen;
+    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen
+    from a full buffer,
+    its first sample is over-long: `over_long` says whether it is dropped, logged and counted, makes
+    a pack by itself, or is an error. So is one that was not chosen from two full buffers and does
+    not fit; but for "error" any that was not chosen from 16. At the end of finite data each that is
+    left makes a pack by itself, if it fits; else it is over-long. A sample fits if `pre_packer`
+    would choose it of copies, up to thousands of them.
     """
 
     holder = PackingHolder

@@ -10,7 +10,14 @@ import numpy as np
 from megatron.blending.arguments import check_whole
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.order.weights import Weight
-from megatron.blending.streams.node import Binding, Block, Ints, Plan, SavableDataset, check_datasets
+from megatron.blending.streams.node import (
+    Binding,
+    Block,
+    Ints,
+    Plan,
+    SavableDataset,
+    check_datasets,
+)
 from megatron.blending.streams.worker_config import WorkerConfig
 
 _ENDLESS = 2**40
@@ -19,7 +26,7 @@ _ENDLESS = 2**40
 class PositionsDataset(SavableDataset[Any]):
     """Its outputs are those of its child at other positions."""
 
-    only_chooses_positions = True
+    is_index_map = True
 
     def __init__(self, dataset: SavableDataset[Any], worker_config: WorkerConfig | None) -> None:
         check_datasets(type(self).__name__, [dataset])
@@ -37,18 +44,33 @@ class RepeatDataset(PositionsDataset):
     """It gives a finite data set again and again; shuffled ones in another order each time."""
 
     def __init__(
-        self, dataset: SavableDataset[Any], repeats: Weight | None = None, *, worker_config: WorkerConfig | None = None
+        self,
+        dataset: SavableDataset[Any],
+        repeats: Weight | None = None,
+        *,
+        worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len * repeats) outputs."""
+        """`repeats`: None for ever; with a fraction, the last time is a part of it: floor(len *
+        repeats) outputs.
+        """
         super().__init__(dataset, worker_config)
-        if repeats is not None and not (isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)):
-            raise ValueError(f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats!r}")
+        if repeats is not None and not (
+            isinstance(repeats, Real) and repeats > 0 and math.isfinite(repeats)
+        ):
+            raise ValueError(
+                f"RepeatDataset: repeats must be above 0, or None for ever, but is {repeats!r}"
+            )
         self.repeats = repeats
         if repeats is not None and dataset.size is not None:
-            exact = repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
+            exact = (
+                repeats if isinstance(repeats, (int, Fraction)) else Fraction(repr(float(repeats)))
+            )
             self.size = int(dataset.size * exact)
             if self.size == 0:
-                raise ValueError(f"RepeatDataset: {repeats} times {dataset.size} outputs is none; repeat it more often")
+                raise ValueError(
+                    f"RepeatDataset: {repeats} times {dataset.size} outputs is none; repeat it "
+                    "more often"
+                )
 
     def __len__(self) -> int:
         return len(self.children[0]) if self.size is None else self.size
@@ -58,12 +80,14 @@ class RepeatDataset(PositionsDataset):
 
 
 class LimitDataset(PositionsDataset):
-    """It gives the first `length` outputs: of each rank with only maps above (as energon), else of the whole stream.
+    """It gives the first `length` outputs: of each rank with only maps above (as energon), else of
+    the whole stream.
 
-    Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same ones again.
+    Of an endless data set, the next pass gives the next ones, or with `reset_after_epoch` the same
+    ones again.
     """
 
-    keeps_outputs = True
+    preserves_outputs = True
 
     def __init__(
         self,
@@ -73,14 +97,16 @@ class LimitDataset(PositionsDataset):
         reset_after_epoch: bool = False,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`reset_after_epoch`: each pass begins the data set anew, as it does with a finite one in any case."""
+        """`reset_after_epoch`: each pass begins the data set again, as it does with a finite one in
+        any case.
+        """
         super().__init__(dataset, worker_config)
         check_whole("LimitDataset: length", length)
         self.length = length
         self.size: int = length if dataset.size is None else min(length, dataset.size)
-        goes_on = dataset.size is None or dataset.goes_on
-        self.goes_on = goes_on and not reset_after_epoch
-        self.begins_again = goes_on and reset_after_epoch
+        continues_across_epochs = dataset.size is None or dataset.continues_across_epochs
+        self.continues_across_epochs = continues_across_epochs and not reset_after_epoch
+        self.begins_again = continues_across_epochs and reset_after_epoch
         self.is_outermost = False
 
     def __len__(self) -> int:
@@ -95,7 +121,7 @@ class LimitDataset(PositionsDataset):
 
     @property
     def is_limit(self) -> bool:
-        return self.is_outermost and not self.goes_on
+        return self.is_outermost and not self.continues_across_epochs
 
     @property
     def num_positions(self) -> int:
@@ -105,28 +131,36 @@ class LimitDataset(PositionsDataset):
         return self.children[0].num_positions or _ENDLESS
 
     def within_child(self, positions: Ints) -> Ints:
-        if self.goes_on:
+        if self.continues_across_epochs:
             return positions
         passes, places = np.divmod(positions, self.num_positions)
-        return places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
+        return (
+            places if self.begins_again else passes * (self.children[0].num_positions or 0) + places
+        )
 
     def used(self, position: int, drawn: dict[int, int]) -> list[int]:
         return self.within_child(np.array([position], np.int64)).tolist()
 
     def signature(self) -> list[Any]:
-        return [type(self).__name__, self.length, *(["reset_after_epoch"] if self.begins_again else [])]
+        return [
+            type(self).__name__,
+            self.length,
+            *(["reset_after_epoch"] if self.begins_again else []),
+        ]
 
 
 class EpochizeDataset(PositionsDataset):
-    """Its epoch has `length` outputs, or `num_epochs` times the data's own length; the next pass goes on from there.
+    """Its epoch has `length` outputs, or `num_epochs` times the data's own length; the next pass
+    goes on from there.
 
-    A finite data set is repeated for ever within. `length` is of each rank where only maps are above (as energon's
-    virtual epochs), else of the whole stream; together with `num_epochs` it is so many times as long. Every rank gets
+    A finite data set is repeated for ever within. `length` is of each rank where only maps are
+    above (as energon's virtual epochs), else of the whole stream; together with `num_epochs` it is
+    so many times as long. Every rank gets
     as many: what an epoch of the whole stream does not divide into comes first in the next one.
     """
 
-    goes_on = True
-    keeps_outputs = True
+    continues_across_epochs = True
+    preserves_outputs = True
 
     def __init__(
         self,
@@ -161,9 +195,13 @@ class EpochizeDataset(PositionsDataset):
 
 
 class ShuffleBufferDataset(PositionsDataset):
-    """It mixes outputs within windows of `size`, one window after the other. Nothing is held back for it."""
+    """It mixes outputs within windows of `size`, one window after the other. Nothing is held back
+    for it.
+    """
 
-    def __init__(self, dataset: SavableDataset[Any], size: int, *, worker_config: WorkerConfig | None = None) -> None:
+    def __init__(
+        self, dataset: SavableDataset[Any], size: int, *, worker_config: WorkerConfig | None = None
+    ) -> None:
         super().__init__(dataset, worker_config)
         check_whole("ShuffleBufferDataset: size", size)
         self.window = size

@@ -1,4 +1,6 @@
-"""pure. Nodes that hold samples back have this in common: an output takes as many of the child's as it turns out."""
+"""pure. Nodes that hold samples back have this in common: an output takes as many of the child's as
+it turns out.
+"""
 
 from functools import cached_property
 from typing import Any
@@ -6,31 +8,34 @@ from typing import Any
 import numpy as np
 
 from megatron.blending.streams.holder import Holder
-from megatron.blending.streams.holding import HoldingDataset, HoldingPlan
+from megatron.blending.streams.holding import BufferedDataset, HoldingPlan
 from megatron.blending.streams.node import Binding, Block, Ints, SavableDataset
 from megatron.blending.streams.worker_config import WorkerConfig
 
-_MOST_CONSECUTIVE = 128
+_MAX_CONSECUTIVE = 128
 
 
-class BufferDataset(HoldingDataset):
-    """Its outputs take as many of the child's as it turns out. Each shard holds samples of its own."""
+class BufferDataset(BufferedDataset):
+    """Its outputs take as many of the child's as it turns out. Each shard holds samples of its
+    own."""
 
-    def __init__(self, dataset: SavableDataset[Any], num_held: int, worker_config: WorkerConfig | None) -> None:
+    def __init__(
+        self, dataset: SavableDataset[Any], num_held: int, worker_config: WorkerConfig | None
+    ) -> None:
         super().__init__(dataset, worker_config)
         self.num_held = num_held
 
     @property
-    def num_under_way(self) -> int:
+    def num_buffered(self) -> int:
         """It is about how many samples a shard holds back."""
         return self.num_held
 
     @property
     def num_consecutive(self) -> int:
-        """It is how many consecutive outputs of the child belong to one shard: neighbours, for the sake of reading,
-        where there is no end; of finite data each shard must get its share.
+        """It is how many consecutive outputs of the child belong to one shard: neighbours, for the
+        sake of reading, where there is no end; of finite data each shard must get its share.
         """
-        return min(self.num_held, _MOST_CONSECUTIVE) if self.children[0].size is None else 1
+        return min(self.num_held, _MAX_CONSECUTIVE) if self.children[0].size is None else 1
 
     @cached_property
     def samples_per_output(self) -> int:
@@ -50,7 +55,7 @@ class BufferDataset(HoldingDataset):
         return [type(self).__name__, self.num_held]
 
 
-class BufferHolder(Holder):
+class BufferState(Holder):
     """It holds samples back in a shard. Those of a state are made again when the next output is."""
 
     _saved: Any = None
@@ -68,7 +73,9 @@ class BufferHolder(Holder):
             try:
                 self.unpack(saved)
             except (TypeError, ValueError, LookupError, OverflowError) as error:
-                raise ValueError(f"what a shard of the saved state holds back cannot be made again: {error}") from error
+                raise ValueError(
+                    f"what a shard of the saved state holds back cannot be made again: {error}"
+                ) from error
 
     def packed(self) -> object:
         """Return the origins of what is held back, and in which groups it is."""

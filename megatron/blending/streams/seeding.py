@@ -1,6 +1,8 @@
-"""pure. @stateless says what a function is like; here it gets random numbers that do not depend on the past.
+"""pure. @stateless says what a function is like; here it gets random numbers that do not depend on
+the past.
 
-Every function is called as if it were stateless: a sample that is read again after a restore is encoded again.
+Every function is called as if it were stateless: a sample that is read again after a restore is
+encoded again.
 """
 
 import functools
@@ -27,18 +29,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 @overload
 def stateless(function: F) -> F: ...
 @overload
-def stateless(*, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Callable[[F], F]: ...
-def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None) -> Any:
+def stateless(
+    *, restore_seeds: bool = False, failure_tolerance: int | None = None
+) -> Callable[[F], F]: ...
+def stateless(
+    function: Any = None, *, restore_seeds: bool = False, failure_tolerance: int | None = None
+) -> Any:
     """Mark a function as one whose result depends on its arguments alone.
 
-    `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each call, so that it
-    may draw random numbers: equal whenever the sample is encoded again, different in each epoch and for each seed of
-    the WorkerConfig. Wherever the function is used: in a task encoder, a cooker or given to a data set. About 30
-    microseconds. A generator function is seeded round each of its values.
+    `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each
+    call, so that it
+    may draw random numbers: equal whenever the sample is encoded again, different in each epoch and
+    for each seed of the WorkerConfig. Wherever the function is used: in a task encoder, a cooker or
+    given to a data set. About 30 microseconds. A generator function is seeded round each of its
+    values.
     `failure_tolerance`: how many failures of this function in a row are fatal; 0 is never.
     """
     if function is None:
-        return functools.partial(stateless, restore_seeds=restore_seeds, failure_tolerance=failure_tolerance)
+        return functools.partial(
+            stateless, restore_seeds=restore_seeds, failure_tolerance=failure_tolerance
+        )
     function.__stateless__ = True
     function.__restore_seeds__ = restore_seeds
     function.__failure_tolerance__ = failure_tolerance
@@ -46,14 +56,17 @@ def stateless(function: Any = None, *, restore_seeds: bool = False, failure_tole
 
 
 At = int | tuple[Any, ...]
-"""Where a value stands: its position among the outputs of the node that gave it; of several there, also which."""
+"""Where a value stands: its position among the outputs of the node that gave it; of several there,
+also which.
+"""
 
 
 class UserFunction:
-    """It is a function of a user's, as a node calls it: with generators seeded for the call if it is marked so.
+    """It is a function of a user's, as a node calls it: with generators seeded for the call if it
+    is marked so.
 
-    The seed is one of the stream, of the node, and of where the (first) sample came from: its `__restore_key__`, or
-    the position where it stands if it does not say.
+    The seed is one of the stream, of the node, and of where the (first) sample came from: its
+    `__restore_key__`, or the position where it stands if it does not say.
     """
 
     def __init__(self, function: Callable[..., Any], stream_seed: int = 0, place: str = "") -> None:
@@ -79,18 +92,24 @@ class UserFunction:
         return list(map(self, values, positions) if self.is_seeded else map(self.function, values))
 
     def _seed(self, origin: object) -> int:
-        return int.from_bytes(hashlib.blake2b(f"{self._salt} {origin}".encode(), digest_size=4).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(f"{self._salt} {origin}".encode(), digest_size=4).digest(), "little"
+        )
 
 
 def mark_of(function: object, name: str) -> Any:
-    """Return what `@stateless` said of a function, also if arguments were bound to it since; None if nothing."""
+    """Return what `@stateless` said of a function, also if arguments were bound to it since; None
+    if nothing.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, name, None)
 
 
 def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield what a generator gives, whose code runs only now: value n is made with generators seeded by `seed` + n."""
+    """Yield what a generator gives, whose code runs only now: value n is made with generators
+    seeded by `seed` + n.
+    """
     for number in itertools.count():
         with seeded((seed + number) % 2**32):
             try:
@@ -102,7 +121,11 @@ def _seeded_values(values: Iterator[Any], seed: int) -> Iterator[Any]:
 
 def restore_key_of(sample: object) -> Any:
     """Return where a sample says it came from; () if it says nothing."""
-    return sample.get("__restore_key__", ()) if isinstance(sample, Mapping) else getattr(sample, "__restore_key__", ())
+    return (
+        sample.get("__restore_key__", ())
+        if isinstance(sample, Mapping)
+        else getattr(sample, "__restore_key__", ())
+    )
 
 
 def _first(value: object) -> object:
@@ -113,14 +136,17 @@ def _first(value: object) -> object:
 
 
 def _index_of(key: Any) -> int | None:
-    """Return the position in the stream of its source that the key of a (first) sample says; None if it says none."""
+    """Return the position in the stream of its source that the key of a (first) sample says; None
+    if it says none.
+    """
     while isinstance(key, tuple) and key and isinstance(key[0], tuple):
         key = key[0]
     return key[1] if isinstance(key, tuple) and len(key) == 3 else None
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, with 32 bits."""
+    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, with 32
+    bits."""
     random.seed(seed)
     np.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
@@ -129,7 +155,9 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, for as long as it is entered."""
+    """Seed the generators of random, numpy and (if it was imported) torch on the CPU, for as long
+    as it is entered.
+    """
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state(), torch.get_rng_state() if torch else None
     try:

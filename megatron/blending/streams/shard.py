@@ -1,4 +1,6 @@
-"""pure. A shard is every num_shards-th output of a stream; here they are made in sequence, and holes filled."""
+"""pure. A shard is every num_shards-th output of a stream; here they are made in sequence, and
+holes filled.
+"""
 
 from typing import Any
 
@@ -6,12 +8,21 @@ import numpy as np
 
 from megatron.blending.streams.failures import Failures
 from megatron.blending.streams.holder import Cursor, Holder, Planned, ShardEnd
-from megatron.blending.streams.holding import HoldingDataset, entries_of
-from megatron.blending.streams.node import EXHAUSTED, Block, Hole, Origin, Plan, SavableDataset
+from megatron.blending.streams.holding import BufferedDataset, entries_of
+from megatron.blending.streams.node import (
+    END_OF_DATA,
+    Block,
+    Origin,
+    Plan,
+    SavableDataset,
+    SkipMarker,
+)
 
 _SAMPLES_PER_BLOCK = 512
 ShardState = list[Any]
-"""Nested lists of ints: next index, whether it is over, the cursor, then (node, its state) of each node that holds."""
+"""Nested lists of ints: next index, whether it is over, the cursor, then (node, its state) of each
+node that holds.
+"""
 _NOWHERE = np.zeros(0, np.int64)
 
 
@@ -35,10 +46,11 @@ class StreamShard:
         self.index = index
         self.is_over = False
         self.inner: Any = None
-        """Where the output of a node that holds samples back came from, for whoever asked for it."""
+        """Where the output of a node that holds samples back came from, for whoever asked for it.
+        """
         self.asked_position = 0
-        self._size = None if root.goes_on else root.size
-        self._num_positions = None if root.goes_on else root.num_positions
+        self._size = None if root.continues_across_epochs else root.size
+        self._num_positions = None if root.continues_across_epochs else root.num_positions
         self._first = pass_number * (self._num_positions or 0)
         self._length = block_length(root)
         self._cursor = Cursor(root, self._planned, self)
@@ -51,7 +63,9 @@ class StreamShard:
     def next(self) -> object:
         """Make the next output; ShardEnd after the last."""
         # A limit counts what comes out, also where samples make several.
-        is_done = self.root.is_limit and self.index * self.num_shards + self.number >= (self._size or 0)
+        is_done = self.root.is_limit and self.index * self.num_shards + self.number >= (
+            self._size or 0
+        )
         if self.is_over or is_done:
             self.is_over = True
             raise ShardEnd
@@ -76,11 +90,11 @@ class StreamShard:
         finally:
             self._asking, self.asked_position = before, position
 
-    def output_of(self, node: HoldingDataset, plan: Any, place: int) -> object:
+    def output_of(self, node: BufferedDataset, plan: Any, place: int) -> object:
         holder = self._holders.get(node.number)
         if holder is None:
             if plan is None:
-                return EXHAUSTED
+                return END_OF_DATA
             holder = self._holder(node)
             holder.cursor.at[:2] = self._asking.at[0], plan.child_range(place)[0]
         if plan is not None:
@@ -88,7 +102,7 @@ class StreamShard:
         try:
             found = holder.next()
         except ShardEnd:
-            return EXHAUSTED
+            return END_OF_DATA
         self.inner, self.asked_position = holder.inner, holder.asked_position
         return found
 
@@ -101,9 +115,11 @@ class StreamShard:
             above = child
         return False
 
-    def leave_out(self, hole: Hole, node: SavableDataset[Any], origin: Origin) -> None:
-        """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too much."""
-        if hole is EXHAUSTED:
+    def leave_out(self, hole: SkipMarker, node: SavableDataset[Any], origin: Origin) -> None:
+        """Count a sample, an output of a node, that makes nothing; FatalSampleError if that is too
+        much.
+        """
+        if hole is END_OF_DATA:
             return
 
         def sources() -> set[int]:
@@ -124,11 +140,11 @@ class StreamShard:
         for number, held in state[3:]:
             self._holder(_node_at(self.root, number)).restore(held)
 
-    def _holder(self, node: HoldingDataset) -> Holder:
+    def _holder(self, node: BufferedDataset) -> Holder:
         """Make what makes a node's outputs, and nothing of it yet."""
         above, on_the_way = self._cursor, self.root
         while on_the_way.number != node.number:
-            if isinstance(on_the_way, HoldingDataset):
+            if isinstance(on_the_way, BufferedDataset):
                 above = self._holders[on_the_way.number].cursor
             on_the_way = _child_towards(on_the_way, node.number)
 
@@ -146,7 +162,9 @@ class StreamShard:
 
     def _planned(self, block: int) -> Planned | None:
         first = block * self._length
-        slots = self.number + self.num_shards * np.arange(first, first + self._length, dtype=np.int64)
+        slots = self.number + self.num_shards * np.arange(
+            first, first + self._length, dtype=np.int64
+        )
         if self._num_positions is not None:
             slots = slots[slots < self._num_positions]
         if not len(slots):
@@ -155,7 +173,9 @@ class StreamShard:
 
 
 def block_length(root: SavableDataset[Any]) -> int:
-    """Return how many outputs of a shard are planned together. Cursors count in blocks: states are of one length."""
+    """Return how many outputs of a shard are planned together. Cursors count in blocks: states are
+    of one length.
+    """
     return max(1, _SAMPLES_PER_BLOCK // root.samples_per_output)
 
 
@@ -173,7 +193,7 @@ def _plan_of(node: SavableDataset[Any], plan: Plan | None, number: int) -> Plan 
     """Return the plan of a node below, as far as the plan of the one above asks for it."""
     while plan is not None and node.number != number:
         child = _child_towards(node, number)
-        if not node.only_chooses_positions:
+        if not node.is_index_map:
             plan = plan.child(node.children.index(child))
         node = child
     return plan

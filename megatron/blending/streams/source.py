@@ -1,4 +1,6 @@
-"""pure. A SourceDataset is a source of records as a node: it says which record is read when, and reads it."""
+"""pure. A SourceDataset is a source of records as a node: it says which record is read when, and
+reads it.
+"""
 
 from collections.abc import Callable
 from itertools import repeat
@@ -10,14 +12,14 @@ from megatron.blending.arguments import check_whole
 from megatron.blending.formats.record import Record, RecordError, RecordSource, read_records
 from megatron.blending.order.reading import ReadingOrder, records_at
 from megatron.blending.streams.node import (
-    ONLY_PLAIN,
+    FAST_PATH_ONLY,
     Binding,
     Block,
     Holders,
-    Hole,
     Ints,
-    NotPlain,
+    NeedsSequential,
     SavableDataset,
+    SkipMarker,
 )
 from megatron.blending.streams.seeding import UserFunction
 from megatron.blending.streams.worker_config import WorkerConfig
@@ -26,7 +28,8 @@ Load = Callable[[Record, tuple[str, int, int]], Any]
 
 
 class SourceDataset(SavableDataset[Any]):
-    """It gives the records of a source, each once per pass, in an order of its own that changes from pass to pass.
+    """It gives the records of a source, each once per pass, in an order of its own that changes
+    from pass to pass.
 
     About 0.5 microseconds per record over reading and `load`.
     """
@@ -43,19 +46,22 @@ class SourceDataset(SavableDataset[Any]):
         name: str = "",
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`load(record, key)` makes a sample of a record; key is (place in the tree, position in the stream, record).
-        If it has a method `many(records, keys)`, that makes several.
+        """`load(record, key)` makes a sample of a record; key is (place in the tree, position in
+        the stream, record). If it has a method `many(records, keys)`, that makes several.
 
-        `multiplier`: so many passes read each record as often; -1: reads are drawn with replacement; None: as
-        shuffle=False.
-        `slice_length`: so many consecutive records are read near one another, mixed within about `shuffle_window`.
+        `multiplier`: so many passes read each record as often; -1: reads are drawn with
+        replacement; None: as shuffle=False.
+        `slice_length`: so many consecutive records are read near one another, mixed within about
+        `shuffle_window`.
         `name`: stands in states and errors; by it a changed blend is recognised.
         """
         label = name or "source"
         if len(source) == 0:
             raise ValueError(f"{label}: has no records; leave it out of the data")
         if multiplier is not None and multiplier != -1 and multiplier < 1:
-            raise ValueError(f"{label}: multiplier must be at least 1, or -1 or None, but is {multiplier}")
+            raise ValueError(
+                f"{label}: multiplier must be at least 1, or -1 or None, but is {multiplier}"
+            )
         check_whole(f"{label}: slice_length", slice_length, may_be_none=True)
         self.source = source
         self.load = load
@@ -89,7 +95,9 @@ class SourceDataset(SavableDataset[Any]):
         return SourcePlan(self, positions + self.base if self.base else positions, block)
 
     def describe(self, position: int) -> str:
-        return self.source.describe(int(records_at([self.order], [np.array([position], np.int64)])[0][0]))
+        return self.source.describe(
+            int(records_at([self.order], [np.array([position], np.int64)])[0][0])
+        )
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
@@ -101,7 +109,8 @@ class SourceDataset(SavableDataset[Any]):
 
 
 class SourcePlan:
-    """It plans positions in the endless stream of a source, and knows the records that stand there."""
+    """It plans positions in the endless stream of a source, and knows the records that stand
+    there."""
 
     def __init__(self, node: SourceDataset, positions: Ints, block: Block) -> None:
         self.length = len(positions)
@@ -139,20 +148,20 @@ class SourcePlan:
             except Exception:
                 # One by one it is found out which.
                 pass
-        if holders is ONLY_PLAIN and RecordError in map(type, records):
-            raise NotPlain
-        if holders is ONLY_PLAIN and node.load is not None:
+        if holders is FAST_PATH_ONLY and RecordError in map(type, records):
+            raise NeedsSequential
+        if holders is FAST_PATH_ONLY and node.load is not None:
             return list(map(node.user_load, records, keys, keys))
         return [self._loaded(record, key) for record, key in zip(records, keys)]
 
     def _loaded(self, record: Record | RecordError, key: tuple[str, int, int]) -> object:
         node = self._node
         if isinstance(record, RecordError):
-            return Hole(node.number, node.load or node.source, record)
+            return SkipMarker(node.number, node.load or node.source, record)
         try:
             return record if node.load is None else node.user_load(record, key, key)
         except Exception as error:
-            return Hole(node.number, node.load, error)
+            return SkipMarker(node.number, node.load, error)
 
     def child(self, number: int) -> None:
         return None

@@ -1,4 +1,6 @@
-"""pure. A WindowDataset gives consecutive outputs of its child together, and keeps holes where they are."""
+"""pure. A WindowDataset gives consecutive outputs of its child together, and keeps holes where they
+are.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,11 +9,20 @@ import numpy as np
 from megatron.blending.arguments import check_whole
 from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.holding import HoldingPlan
-from megatron.blending.streams.node import Binding, Block, Holders, Hole, Ints, SavableDataset, Several, check_datasets
+from megatron.blending.streams.node import (
+    Binding,
+    Block,
+    Holders,
+    Ints,
+    MultiOutput,
+    SavableDataset,
+    SkipMarker,
+    check_datasets,
+)
 from megatron.blending.streams.worker_config import WorkerConfig
 
 
-class LeftOut(NamedTuple):
+class SkippedSample(NamedTuple):
     """It stands in a window for a sample that makes no output."""
 
     source: int
@@ -24,11 +35,17 @@ class LeftOut(NamedTuple):
     """What it failed with."""
 
 
-class WindowDataset(SavableDataset[Any]):
-    """Output k is a list of `length` outputs of the child, from its position `first + k * length` on.
+LeftOut = SkippedSample
+"""Its former name, kept for one release."""
 
-    Where a sample makes no output, or several, its LeftOut stands in the list: a batch is filled with what follows, a
-    window never is. So what stands in it follows from its number, and whoever gets it counts what was left out.
+
+class WindowDataset(SavableDataset[Any]):
+    """Output k is a list of `length` outputs of the child, from its position `first + k * length`
+    on.
+
+    Where a sample makes no output, or several, its SkippedSample stands in the list: a batch is
+    filled with what follows, a window never is. So what stands in it follows from its number, and
+    whoever gets it counts what was left out.
     """
 
     def __init__(
@@ -40,8 +57,8 @@ class WindowDataset(SavableDataset[Any]):
         num_outputs: int | None = None,
         worker_config: WorkerConfig | None = None,
     ) -> None:
-        """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last empty; None: pass
-        after pass, for ever.
+        """`num_outputs`: of one pass over the child, after whose end lists are shorter and at last
+        empty; None: pass after pass, for ever.
         """
         check_datasets("WindowDataset", [dataset])
         check_whole("WindowDataset: length", length)
@@ -57,7 +74,9 @@ class WindowDataset(SavableDataset[Any]):
         return -(-len(self.children[0]) // self.length) if self.size is None else self.size
 
     def on_bound(self, binding: Binding, is_outermost: bool) -> None:
-        sources = [node.number for node in binding.nodes[self.number + 1 : self.end] if not node.children]
+        sources = [
+            node.number for node in binding.nodes[self.number + 1 : self.end] if not node.children
+        ]
         self.numbers = {number: at for at, number in enumerate(sources)}
 
     def plan(self, positions: Ints, block: Block) -> "WindowPlan":
@@ -85,7 +104,9 @@ class WindowPlan(HoldingPlan):
         except Exception:
             values = [self._value(at) for at in range(start, end)]
         return [
-            self._left_out(value, start + number) if type(value) in (Hole, Several) else value
+            self._left_out(value, start + number)
+            if type(value) in (SkipMarker, MultiOutput)
+            else value
             for number, value in enumerate(values)
         ]
 
@@ -94,16 +115,16 @@ class WindowPlan(HoldingPlan):
         try:
             return self._child.values(at, at + 1, None)[0]
         except Exception as error:
-            return Hole(-1, None, error)
+            return SkipMarker(-1, None, error)
 
-    def _left_out(self, hole: object, at: int) -> LeftOut:
+    def _left_out(self, hole: object, at: int) -> SkippedSample:
         source, position = self._child.entries(at, at + 1)[0]
         error: Exception = TypeError("several outputs of one sample; a window has one of each")
-        if type(hole) is Hole:
+        if type(hole) is SkipMarker:
             error = hole.error if hole.error is not None else SkipSample("filtered")
         found = self._node.numbers[source.number], source.describe(position)
         if isinstance(error, SkipSample):
-            return LeftOut(*found, reason=str(error))
+            return SkippedSample(*found, reason=str(error))
         is_said = isinstance(error, ValueError) and str(error)
         fault = str(error) if is_said else f"{type(error).__name__}: {error}"
-        return LeftOut(*found, reason=None, fault=f"{fault:.500}")
+        return SkippedSample(*found, reason=None, fault=f"{fault:.500}")

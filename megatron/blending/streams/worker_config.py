@@ -1,4 +1,5 @@
-"""pure. A WorkerConfig says which part of the stream this process takes, and how it is worked on."""
+"""pure. A WorkerConfig says which part of the stream this process takes, and how it is worked
+on."""
 
 import math
 import sys
@@ -16,7 +17,9 @@ _LEAST = {"num_workers": 0, "num_shards": 1, "failure_tolerance": 0}
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Ranks are data-parallel ranks. The stream of samples is the same for any numbers of ranks and workers."""
+    """Ranks are data-parallel ranks. The stream of samples is the same for any numbers of ranks and
+    workers.
+    """
 
     rank: int | None = None
     """None: from torch.distributed, if that is imported and initialised, else 0."""
@@ -27,25 +30,32 @@ class WorkerConfig:
     data_parallel_group: Any = None
     """Process group that rank and world size are taken from; None: all processes."""
     seed: int = 0
-    """Of the order of everything; and, with rank, worker and where it begins, of the random numbers that a worker
-    process draws in functions that are not `@stateless(restore_seeds=True)`."""
+    """Of the order of everything; and, with rank, worker and where it begins, of the random numbers
+    that a worker process draws in functions that are not `@stateless(restore_seeds=True)`.
+    """
     seed_offset: int = 0
     """Is added to the seed."""
     num_shards: int | None = None
-    """Part of what makes the stream, where samples are left out or packed: a state keeps it. A multiple of ranks times
-    workers costs least; but where a sample is left out the shard's own next one takes its place, and with packing each
-    shard has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under way (`stream.py`).
+    """Part of what makes the stream, where samples are left out or packed: a state keeps it. A
+    multiple of ranks times workers costs least; but where a sample is left out the shard's own next
+    one takes its place, and with packing each
+    shard has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under
+    way (`stream.py`).
     """
     failure_tolerance: int = DEFAULT_TOLERANCE
-    """So many failures of a function in a row are fatal; 0: none ever is. `@stateless(failure_tolerance=...)` wins."""
+    """So many failures of a function in a row are fatal; 0: none ever is.
+    `@stateless(failure_tolerance=...)` wins.
+    """
     global_error_handler: Callable[[Exception, Any, Any], None] | None = None
-    """Called with (error, sample or list of samples, list of SourceInfo or None) in place of the log, for a sample that
-    failed; what it raises is fatal."""
+    """Called with (error, sample or list of samples, list of SourceInfo or None) in place of the
+    log, for a sample that failed; what it raises is fatal.
+    """
     restore_error_handler: Any = None
     worker_debug_path: str | None = None
     worker_log_level: int = 0
-    """These three are energon's, and of no effect: a sample that is read again is handled as any other, and what fails
-    is in the log `megatron.blending` of the rank."""
+    """These three are energon's, and of no effect: a sample that is read again is handled as any
+    other, and what fails is in the log `megatron.blending` of the rank.
+    """
     start_method: str | None = None
     """Of processes: "fork", "spawn" or "forkserver"; None: fork where there is one."""
     slow_worker_seconds: float = 10.0
@@ -60,8 +70,21 @@ class WorkerConfig:
         if self.rank is None:
             object.__setattr__(self, "rank", rank)
             object.__setattr__(self, "world_size", world_size)
-        for name in ("rank", "world_size", "num_workers", "seed", "seed_offset", "num_shards", "failure_tolerance"):
-            check_whole(name, getattr(self, name), _LEAST.get(name, -math.inf), may_be_none=name == "num_shards")
+        for name in (
+            "rank",
+            "world_size",
+            "num_workers",
+            "seed",
+            "seed_offset",
+            "num_shards",
+            "failure_tolerance",
+        ):
+            check_whole(
+                name,
+                getattr(self, name),
+                _LEAST.get(name, -math.inf),
+                may_be_none=name == "num_shards",
+            )
         if self.rank not in range(self.num_ranks):
             raise ValueError(f"rank must be in range({self.num_ranks}), but is {self.rank}")
         if self.global_error_handler is not None:
@@ -77,7 +100,9 @@ class WorkerConfig:
             check_one_of("start_method", self.start_method, START_METHODS)
 
     @classmethod
-    def default_worker_config(cls, num_workers: int = 4, data_parallel_group: object = None) -> "WorkerConfig":
+    def default_worker_config(
+        cls, num_workers: int = 4, data_parallel_group: object = None
+    ) -> "WorkerConfig":
         return cls(num_workers=num_workers, data_parallel_group=data_parallel_group)
 
     @property
@@ -100,7 +125,10 @@ class WorkerConfig:
 
 def check_worker_config(value: object) -> None:
     if not isinstance(value, WorkerConfig):
-        raise ValueError(f"worker_config must be a WorkerConfig, but is {value!r}; write WorkerConfig(num_workers=...)")
+        raise ValueError(
+            f"worker_config must be a WorkerConfig, but is {value!r}; write "
+            "WorkerConfig(num_workers=...)"
+        )
 
 
 def _distributed(group: object) -> tuple[int, int]:

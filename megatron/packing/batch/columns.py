@@ -1,7 +1,8 @@
 """pure. The columns that a batch of sequences may have.
 
-A column says all that is needed to split, gather, send, pack and store one field. A new field is one more row of the
-table below; a field of the user's (`advantages`, `sample_id`) becomes an `extra` column when a sample has it.
+A column says all that is needed to split, gather, send, pack and store one field. A new field is
+one more row of the table below; a field of the user's (`advantages`, `sample_id`) becomes an
+`extra` column when a sample has it.
 
     name          one row per   travels
     sources       sequence      always
@@ -88,7 +89,9 @@ DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS)
 """Columns that a batch has where they do not follow from those that it always has."""
 
 Form = tuple[Column, ...]
-"""The columns that a batch has beyond ALWAYS: those of DERIVABLE in that order, then extra ones by name."""
+"""The columns that a batch has beyond ALWAYS: those of DERIVABLE in that order, then extra ones by
+name.
+"""
 
 
 def form_of(columns: Iterable[Column]) -> Form:
@@ -101,7 +104,8 @@ def form_of(columns: Iterable[Column]) -> Form:
     for one, other in pairwise(in_order):
         if one.name == other.name:
             raise ValueError(
-                f"'{one.name}' must have one type and shape in a global batch, but is {_description(one)} in some "
+                f"'{one.name}' must have one type and shape in a global batch, but is "
+                f"{_description(one)} in some "
                 f"samples and {_description(other)} in others"
             )
     present = set(columns)
@@ -116,7 +120,10 @@ def wire_columns(form: Form) -> tuple[Column, ...]:
 
 def num_words(num_sequences: int, num_tokens: int, form: Form) -> int:
     """Return the int32 words that so many sequences and tokens take on the wire."""
-    return sum(column.num_words(column.num_rows(num_sequences, num_tokens)) for column in wire_columns(form))
+    return sum(
+        column.num_words(column.num_rows(num_sequences, num_tokens))
+        for column in wire_columns(form)
+    )
 
 
 def _description(column: Column) -> str:

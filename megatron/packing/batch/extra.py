@@ -1,11 +1,12 @@
-"""pure. Extra fields of a user's samples: numbers per token or per sample that travel with their sequence.
+"""pure. Extra fields of a user's samples: numbers per token or per sample that travel with their
+sequence.
 
     {"tokens": [5, 6, 7], "advantages": [.1, .2, .3], "sample_id": 12}
                            one row per token           one per sequence
 
-A row may itself be an array. A sample with several sequences gives one number for all of them, or one row for each.
-Fields that Megatron-LM's and HuggingFace's samples have for their own purposes are RESERVED; a field without numbers is
-named once in a warning and left out.
+A row may itself be an array. A sample with several sequences gives one number for all of them, or
+one row for each. Fields that Megatron-LM's and HuggingFace's samples have for their own purposes
+are RESERVED; a field without numbers is named once in a warning and left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from megatron.packing.batch.columns import Column
 RESERVED = frozenset(
     (
         *("tokens", "input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "source"),
-        *("original_seq_len", "padded_seq_len", "cu_seqlens", "cu_seqlens_padded", "cu_seqlens_argmin", "max_seqlen"),
+        *(
+            "original_seq_len",
+            "padded_seq_len",
+            "cu_seqlens",
+            "cu_seqlens_padded",
+            "cu_seqlens_argmin",
+            "max_seqlen",
+        ),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     )
 )
@@ -63,14 +71,16 @@ def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) 
         per_sequence = np.repeat(values.reshape(1), num_sequences)
     if per_token is None and per_sequence is None:
         raise ValueError(
-            f"'{name}' must have one row per token ({size}) or per sequence ({num_sequences}), but has shape "
+            f"'{name}' must have one row per token ({size}) or per sequence ({num_sequences}), but "
+            "has shape "
             f"{list(values.shape)}"
         )
     return Rows(per_token, per_sequence)
 
 
 def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
-    """Return the column that all samples' rows make, one after the other; per token wherever all can be read so.
+    """Return the column that all samples' rows make, one after the other; per token wherever all
+    can be read so.
 
     Raises ValueError where some are per token and others per sequence, or shapes of rows differ.
     """
@@ -83,10 +93,14 @@ def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
             continue
         shapes = {part.shape[1:] for part in found}
         if len(shapes) > 1:
-            raise ValueError(f"rows of '{name}' must have one shape, but have {sorted(map(list, shapes))}")
+            raise ValueError(
+                f"rows of '{name}' must have one shape, but have {sorted(map(list, shapes))}"
+            )
         values = np.concatenate(found)
         return Column(name, values.dtype.name, per_token, values.shape[1:], extra=True), values
-    raise ValueError(f"'{name}' must have one row per token in all samples, or one per sequence in all")
+    raise ValueError(
+        f"'{name}' must have one row per token in all samples, or one per sequence in all"
+    )
 
 
 def _numbers(value: Any) -> npt.NDArray[Any] | None:

@@ -1,7 +1,9 @@
-"""pure. Samples as HuggingFace's collators make them -> samples as Megatron-LM's data sets make them.
+"""pure. Samples as HuggingFace's collators make them -> samples as Megatron-LM's data sets make
+them.
 
-input_ids 5 6 7 8 0      tokens 5 6 7 8         labels stand above their own token there, above the one before it
-labels    . . 7 8 .      labels . 7 8 .         here, and none of them leaves its sequence
+input_ids 5 6 7 8 0      tokens 5 6 7 8         labels stand above their own token there, above the
+one before it labels    . . 7 8 .      labels . 7 8 .         here, and none of them leaves its
+sequence
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ IGNORED = -100
 
 
 def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """Return `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without its padding.
+    """Return `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without
+    its padding.
 
-    item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`, `position_ids` and
-    `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where positions are 0, as without padding between
-    them they do in HuggingFace's models.
+    item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`,
+    `position_ids` and
+    `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where positions are 0, as
+    without padding between them they do in HuggingFace's models.
     """
     sample = dict(item)
     ends = sample.pop("cu_seq_lens_q", None)
     for name, values in sample.items():
         if len(values) != sample["input_ids"].size:
             raise ValueError(
-                f"'{name}' must be as long as 'input_ids' ({sample['input_ids'].size}), but is {len(values)}"
+                f"'{name}' must be as long as 'input_ids' ({sample['input_ids'].size}), but is "
+                f"{len(values)}"
             )
     sample["tokens"] = sample.pop("input_ids")
     is_real = sample.pop("attention_mask", None)
@@ -36,7 +41,10 @@ def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
         sample = {name: values[is_real != 0] for name, values in sample.items()}
     size = sample["tokens"].size
     if not size:
-        raise ValueError("a sample must have at least one token, but 'attention_mask' says that all of it is padding")
+        raise ValueError(
+            "a sample must have at least one token, but 'attention_mask' says that all of it is "
+            "padding"
+        )
     if ends is None:
         starts = np.flatnonzero(sample.get("position_ids", np.arange(size)) == 0)
         ends = np.append(np.union1d([0], starts), size)

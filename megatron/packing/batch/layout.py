@@ -25,12 +25,17 @@ class Alignment:
 
     @classmethod
     def for_layout(
-        cls, *, context_parallel_size: int, tensor_parallel_size: int, sequence_parallel: bool, rank_multiple: int = 1
+        cls,
+        *,
+        context_parallel_size: int,
+        tensor_parallel_size: int,
+        sequence_parallel: bool,
+        rank_multiple: int = 1,
     ) -> Alignment:
         """Return what a parallel layout asks for.
 
-        Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's share of the pack
-        in tp. What a rank then holds is a multiple of `rank_multiple`.
+        Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's
+        share of the pack in tp. What a rank then holds is a multiple of `rank_multiple`.
         """
         sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
         scatter = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
@@ -45,8 +50,9 @@ class Alignment:
 class PackLayout:
     """Where each segment of a pack starts and ends. Known on every rank; all of it on the host.
 
-    A segment is a sequence and its padding. The tail that rounds a pack up is a last segment without a real token, so
-    that `cu_seqlens_padded[-1]` is the number of tokens, as megatron-core's RoPE requires.
+    A segment is a sequence and its padding. The tail that rounds a pack up is a last segment
+    without a real token, so that `cu_seqlens_padded[-1]` is the number of tokens, as
+    megatron-core's RoPE requires.
     """
 
     lengths: IntArray
@@ -56,7 +62,9 @@ class PackLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int] | IntArray, alignment: Alignment) -> PackLayout:
-        """Return sequences one after the other; none at all makes a dummy pack of one alignment unit."""
+        """Return sequences one after the other; none at all makes a dummy pack of one alignment
+        unit.
+        """
         real = np.asarray(lengths, dtype=np.int64)
         padded = alignment.padded_length(real)
         total = int(padded.sum())

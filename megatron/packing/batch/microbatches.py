@@ -1,10 +1,12 @@
 """tensor. Samples -> the microbatches of a step. The one place that pads.
 
-A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32), `max_seqlen` (int),
-`padding_mask` (bool [T], True at padding), and where the stage has tokens `tokens`, `labels`, `position_ids` (int64
-[T]), `loss_mask` (float32 [T]), `sources` (int64 [segments]), and extra columns by name, if there are any: dicts
-`extra_per_token` ([T, ...]) and `extra_per_sequence` ([segments, ...]). All of it is on the host, pinned where there is
-CUDA. Padding is token 0, masked, and zero in extra columns.
+A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32),
+`max_seqlen` (int),
+`padding_mask` (bool [T], True at padding), and where the stage has tokens `tokens`, `labels`,
+`position_ids` (int64 [T]), `loss_mask` (float32 [T]), `sources` (int64 [segments]), and extra
+columns by name, if there are any: dicts
+`extra_per_token` ([T, ...]) and `extra_per_sequence` ([segments, ...]). All of it is on the host,
+pinned where there is CUDA. Padding is token 0, masked, and zero in extra columns.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
@@ -27,9 +29,13 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 """One entry per token."""
 
 
-def layouts_of(lengths: IntArray, num_sequences: IntArray, alignment: Alignment) -> list[PackLayout]:
+def layouts_of(
+    lengths: IntArray, num_sequences: IntArray, alignment: Alignment
+) -> list[PackLayout]:
     """Return the layout of each microbatch: `num_sequences[m]` of the sequences, in order."""
-    return [PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])]
+    return [
+        PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])
+    ]
 
 
 def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
@@ -37,12 +43,18 @@ def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
     return _microbatches(layouts, _padding_mask(layouts))
 
 
-def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout]) -> list[Microbatch]:
-    """Return the microbatches of `samples`, which are in the order of the packs; `layouts` is `layouts_of` them."""
+def pack(
+    samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout]
+) -> list[Microbatch]:
+    """Return the microbatches of `samples`, which are in the order of the packs; `layouts` is
+    `layouts_of` them.
+    """
     padding_mask = _padding_mask(layouts)
     is_real = ~padding_mask
     fields = {
-        name: _split(_padded(values, is_real, np.float32 if name == "loss_mask" else np.int64), layouts)
+        name: _split(
+            _padded(values, is_real, np.float32 if name == "loss_mask" else np.int64), layouts
+        )
         for name, values in samples.fields()._asdict().items()
     }
     fields["sources"] = _of_segments(samples.sources.astype(np.int64), num_sequences, layouts)
@@ -52,9 +64,15 @@ def pack(samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout
             parts = _split(_padded(values, is_real, values.dtype), layouts)
         else:
             parts = _of_segments(values, num_sequences, layouts)
-        extra.setdefault("extra_per_token" if column.per_token else "extra_per_sequence", {})[column.name] = parts
+        extra.setdefault("extra_per_token" if column.per_token else "extra_per_sequence", {})[
+            column.name
+        ] = parts
     return [
-        {**microbatch, **_part(fields, number), **{kind: _part(columns, number) for kind, columns in extra.items()}}
+        {
+            **microbatch,
+            **_part(fields, number),
+            **{kind: _part(columns, number) for kind, columns in extra.items()},
+        }
         for number, microbatch in enumerate(_microbatches(layouts, padding_mask))
     ]
 
@@ -64,11 +82,14 @@ def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Ten
 
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
-    """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one before it is yielded.
-    `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for the device to see what counts.
+    """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one
+    before it is yielded.
+    `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for the device to see what
+    counts.
 
-    The copies are on a stream of their own, which the caller's current stream waits for; the host waits for nothing.
-    Their memory belongs to that stream, so the allocator is told that the caller's stream uses it, too.
+    The copies are on a stream of their own, which the caller's current stream waits for; the host
+    waits for nothing. Their memory belongs to that stream, so the allocator is told that the
+    caller's stream uses it, too.
     """
     stream = torch.cuda.Stream(device)
     copied: tuple[Microbatch, torch.cuda.Event] | None = None
@@ -76,7 +97,11 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
         upcoming = None
         if following is not None:
             with torch.cuda.stream(stream):
-                fields = {name: following[name].to(device, non_blocking=True) for name in FIELDS if name in following}
+                fields = {
+                    name: following[name].to(device, non_blocking=True)
+                    for name in FIELDS
+                    if name in following
+                }
                 on_host = {"host_loss_mask": following.get("loss_mask")}
                 upcoming = {**following, **fields, **on_host}, stream.record_event()
         if copied is not None:
@@ -90,7 +115,9 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
         copied = upcoming
 
 
-def _microbatches(layouts: Sequence[PackLayout], padding_mask: npt.NDArray[np.bool_]) -> list[Microbatch]:
+def _microbatches(
+    layouts: Sequence[PackLayout], padding_mask: npt.NDArray[np.bool_]
+) -> list[Microbatch]:
     return [
         {
             "cu_seqlens": torch.from_numpy(layout.cu_seqlens),
@@ -111,7 +138,9 @@ def _padding_mask(layouts: Sequence[PackLayout]) -> npt.NDArray[np.bool_]:
     return np.repeat(np.tile([False, True], real.size), np.column_stack((real, padding)).ravel())
 
 
-def _padded(values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _padded(
+    values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_], dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
     """`values` where tokens are real, zero elsewhere."""
     if len(values) == is_real.size:
         return values.astype(dtype, copy=False)
@@ -127,8 +156,11 @@ def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[
     return tensor.split([layout.num_tokens for layout in layouts])
 
 
-def _of_segments(values: npt.NDArray[Any], num_sequences: IntArray, layouts: Sequence[PackLayout]) -> list[Tensor]:
-    """One row per segment of each pack: those of its sequences, then zero for padding at its end."""
+def _of_segments(
+    values: npt.NDArray[Any], num_sequences: IntArray, layouts: Sequence[PackLayout]
+) -> list[Tensor]:
+    """One row per segment of each pack: those of its sequences, then zero for padding at its
+    end."""
     found = []
     for rows, layout in zip(np.split(values, np.cumsum(num_sequences)[:-1]), layouts, strict=True):
         of_segments = np.zeros((layout.lengths.size, *values.shape[1:]), values.dtype)

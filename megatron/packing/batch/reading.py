@@ -1,13 +1,16 @@
-"""pure. Reads what a user's iterator gives: sample dicts in the three shapes of Megatron-LM's data sets.
+"""pure. Reads what a user's iterator gives: sample dicts in the three shapes of Megatron-LM's data
+sets.
 
-    several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded` says where each
+    several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded`
+    says where each
                         sequence starts)
     one padded          real up to `original_seq_len`
     one plain
 
-`tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and labels of -100 are
-masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a missing `source` is 0. A field is a
-numpy array, a tensor or a list, [L] or [1, L]; arrays and tensors [B, L] are B samples. What has `input_ids` and no
+`tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
+labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
+missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
+tensors [B, L] are B samples. What has `input_ids` and no
 `tokens` is of HuggingFace's collators (see `huggingface`).
 
 Any other field of numbers is an extra column (see `extra`), and travels with its sample.
@@ -29,7 +32,14 @@ from megatron.packing.batch.samples import IntArray, Samples, counted, next_toke
 _LIMIT = 2**31
 """Ids travel as int32; what it cannot hold is refused, not changed."""
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-_HUGGINGFACE = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seq_lens_q")
+_HUGGINGFACE = (
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seq_lens_q",
+)
 
 
 class SampleError(ValueError):
@@ -52,7 +62,9 @@ class SampleReader:
         self._draws: list[int] = []
 
     def add(self, drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]], draw: int) -> None:
-        """Take what one `next` returned: a dict, or any number of them. ValueError for a dict that is no sample."""
+        """Take what one `next` returned: a dict, or any number of them. ValueError for a dict that
+        is no sample.
+        """
         for item in (drawn,) if isinstance(drawn, Mapping) else drawn:
             shape: tuple[int, ...] = getattr(item.get("tokens", item.get("input_ids")), "shape", ())
             if len(shape) == 2 and shape[0] > 1:
@@ -66,23 +78,36 @@ class SampleReader:
             item = _from_huggingface(item)
         given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
         if "tokens" not in given:
-            raise ValueError(f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}")
+            raise ValueError(
+                f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
+            )
         size = given["tokens"].size
         for name, values in given.items():
             if values.size != size:
-                raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}")
+                raise ValueError(
+                    f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}"
+                )
         source = _number(item.get("source", 0))
         if not 0 <= source < _LIMIT:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
         extra, lengths = extra_fields(item, size), [size]
-        if size == 0 or item.get("cu_seqlens") is not None or item.get("original_seq_len") is not None:
+        if (
+            size == 0
+            or item.get("cu_seqlens") is not None
+            or item.get("original_seq_len") is not None
+        ):
             starts, sizes = _sequences(item, size)
             index = spread(starts, sizes)
             given = {name: values[index] for name, values in given.items()}
             lengths = sizes.tolist()
-            extra = {name: values[index] if values.shape[:1] == (size,) else values for name, values in extra.items()}
+            extra = {
+                name: values[index] if values.shape[:1] == (size,) else values
+                for name, values in extra.items()
+            }
         num_tokens = given["tokens"].size
-        self._extra.append({name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()})
+        self._extra.append(
+            {name: rows_of(name, its, num_tokens, len(lengths)) for name, its in extra.items()}
+        )
         self._items.append(given)
         self._lengths += lengths
         self._sources += [source] * len(lengths)
@@ -114,17 +139,26 @@ class SampleReader:
             loss_mask[ends[unlabelled[ends - 1]] - 1] = 0  # unknown
         if least_label <= IGNORED:
             ignored = labels == IGNORED
-            loss_mask, labels = np.where(ignored, np.float32(0), loss_mask), np.where(ignored, 0, labels)
+            loss_mask, labels = (
+                np.where(ignored, np.float32(0), loss_mask),
+                np.where(ignored, 0, labels),
+            )
         sources = np.array(self._sources, np.int32)
-        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_extra(self._extra_columns())
+        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_extra(
+            self._extra_columns()
+        )
 
     def _extra_columns(self) -> dict[Column, npt.NDArray[Any]]:
         names = dict.fromkeys(name for item in self._extra for name in item)
         try:
             for name in names:
                 if not all(name in item for item in self._extra):
-                    raise ValueError(f"'{name}' must be in all samples or in none, but some lack it")
-            return dict(column_of(name, [item[name] for item in self._extra]) for name in sorted(names))
+                    raise ValueError(
+                        f"'{name}' must be in all samples or in none, but some lack it"
+                    )
+            return dict(
+                column_of(name, [item[name] for item in self._extra]) for name in sorted(names)
+            )
         except ValueError as error:
             raise SampleError(self._draws[0], str(error)) from None
 
@@ -134,7 +168,9 @@ class SampleReader:
         return np.array(self._draws, np.int64)
 
     def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The values of all items, which may be written to; those of the default for items that have none."""
+        """The values of all items, which may be written to; those of the default for items that
+        have none.
+        """
         values = [item.get(name) for item in self._items]
         if any(its is None for its in values):
             ends = np.cumsum([item["tokens"].size for item in self._items])[:-1]
@@ -149,7 +185,9 @@ class SampleReader:
         least = int(ids.min())
         if ids.max() >= _LIMIT or least <= -_LIMIT:
             place = int((np.abs(ids) >= _LIMIT).argmax())
-            raise SampleError(self._draw_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}")
+            raise SampleError(
+                self._draw_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}"
+            )
         return least
 
     def _draw_of(self, place: int, ends: IntArray) -> int:
@@ -157,7 +195,8 @@ class SampleReader:
 
 
 def read_samples(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
-    """Return the sequences of what one `next` returned. ValueError for what cannot be trained on."""
+    """Return the sequences of what one `next` returned. ValueError for what cannot be trained
+    on."""
     reader = SampleReader()
     reader.add(drawn, 0)
     return reader.samples()
@@ -173,31 +212,45 @@ def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
-    """Return the first token and the length of each sequence in an item of `size` tokens; at least one sequence."""
+    """Return the first token and the length of each sequence in an item of `size` tokens; at least
+    one sequence.
+    """
     if item.get("cu_seqlens") is None:
         length = _number(item.get("original_seq_len", size))
         if not 0 < length <= size:
-            raise ValueError(f"a sample must have at least one token, but has {length} of {size} tokens")
+            raise ValueError(
+                f"a sample must have at least one token, but has {length} of {size} tokens"
+            )
         return np.zeros(1, np.int64), np.array([length])
     ends = _flat(item["cu_seqlens"]).astype(np.int64)
     lengths = np.diff(ends)
     if ends.size < 2 or ends[0] != 0 or lengths.min() < 0 or not 0 < ends[-1] <= size:
-        raise ValueError(f"'cu_seqlens' must rise from 0 to 1 to {size} tokens, but is {ends.tolist()}")
+        raise ValueError(
+            f"'cu_seqlens' must rise from 0 to 1 to {size} tokens, but is {ends.tolist()}"
+        )
     starts = ends[:-1]
     if item.get("cu_seqlens_padded") is not None:
         padded = _flat(item["cu_seqlens_padded"]).astype(np.int64)
         if padded.size != ends.size:
-            raise ValueError(f"'cu_seqlens_padded' must have {ends.size} entries, but has {padded.size}")
+            raise ValueError(
+                f"'cu_seqlens_padded' must have {ends.size} entries, but has {padded.size}"
+            )
         starts = padded[:-1]
         if (starts < 0).any() or (starts + lengths > size).any():
-            raise ValueError(f"'cu_seqlens_padded' must place sequences within {size} tokens, but is {padded.tolist()}")
+            raise ValueError(
+                f"'cu_seqlens_padded' must place sequences within {size} tokens, but is "
+                f"{padded.tolist()}"
+            )
     is_real = lengths > 0
     return starts[is_real], lengths[is_real]
 
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
     """Return one sample of a batch; what has no entry for each row is the same for all."""
-    return {name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value for name, value in item.items()}
+    return {
+        name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value
+        for name, value in item.items()
+    }
 
 
 def _number(value: Any) -> int:

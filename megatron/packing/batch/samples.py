@@ -1,8 +1,9 @@
 """pure. The sequences that one rank holds, as flat arrays; also as they travel.
 
-Nothing here is done sequence by sequence. Nearly always the labels are the next tokens, the mask is one weight or zero
-in each sequence, and positions count from zero: then none of the three is kept, and a token takes 5 bytes (its id and
-one flag) in memory and on the wire. `form` names the columns that are kept besides (see `columns`).
+Nothing here is done sequence by sequence. Nearly always the labels are the next tokens, the mask is
+one weight or zero in each sequence, and positions count from zero: then none of the three is kept,
+and a token takes 5 bytes (its id and one flag) in memory and on the wire. `form` names the columns
+that are kept besides (see `columns`).
 
     [7 8 9] [5 6]    tokens   7 8 9 5 6     lengths      3 2
                      flags    0 1 1 1 0     last_labels  2 4     labels would be 8 9 2 6 4
@@ -57,14 +58,18 @@ class Samples:
     columns: Columns
     """ALWAYS and those of `form`: [n, *shape] or [T, *shape] each.
 
-    sources: a number of the user's, by which losses may be told apart. last_labels: the label of each sequence's last
-    token. weights: of the tokens that count, in the loss's sum. flags: 1 where a token's label counts.
+    sources: a number of the user's, by which losses may be told apart. last_labels: the label of
+    each sequence's last
+    token. weights: of the tokens that count, in the loss's sum. flags: 1 where a token's label
+    counts.
     """
 
     @classmethod
     def none(cls) -> Samples:
         """Return no sequences at all."""
-        return cls(lengths=np.empty(0, np.int64), columns={column: column.zeros(0) for column in ALWAYS})
+        return cls(
+            lengths=np.empty(0, np.int64), columns={column: column.zeros(0) for column in ALWAYS}
+        )
 
     @classmethod
     def of(
@@ -78,7 +83,8 @@ class Samples:
     ) -> Samples:
         """Return the sequences with as few columns as hold all of them.
 
-        Ids are integers of any type, one entry per token each; position_ids None: they count from zero.
+        Ids are integers of any type, one entry per token each; position_ids None: they count from
+        zero.
         """
         if not lengths.size:
             return cls.none()
@@ -122,11 +128,15 @@ class Samples:
         """int64 [n]: how many tokens of each sequence count."""
         if not self.lengths.size:
             return np.empty(0, np.int64)
-        return np.add.reduceat(self.columns[FLAGS], np.cumsum(self.lengths) - self.lengths, dtype=np.int64)
+        return np.add.reduceat(
+            self.columns[FLAGS], np.cumsum(self.lengths) - self.lengths, dtype=np.int64
+        )
 
     def fields(self) -> Fields:
         """Return what a model is trained on, in full."""
-        return Fields(self.tokens, *(self._whole(column) for column in (LABELS, LOSS_MASK, POSITION_IDS)))
+        return Fields(
+            self.tokens, *(self._whole(column) for column in (LABELS, LOSS_MASK, POSITION_IDS))
+        )
 
     def extra(self) -> dict[Column, npt.NDArray[Any]]:
         """Return the user's columns."""
@@ -168,7 +178,9 @@ class Samples:
         starts, ends = np.cumsum(self.lengths) - self.lengths, np.cumsum(lengths)
         index = spread(starts, lengths)
         cut = self._gathered(np.arange(lengths.size), index, lengths)
-        last_labels = self._whole(LABELS)[index[ends - 1]] if lengths.size else cut.columns[LAST_LABELS]
+        last_labels = (
+            self._whole(LABELS)[index[ends - 1]] if lengths.size else cut.columns[LAST_LABELS]
+        )
         return replace(cut, columns={**cut.columns, LAST_LABELS: last_labels})
 
     def split(self, counts: IntArray) -> list[Samples]:
@@ -187,12 +199,17 @@ class Samples:
 
     def _gathered(self, ids: IntArray, index: IntArray, lengths: IntArray) -> Samples:
         """Sequences `ids`, whose tokens stand at `index`."""
-        columns = {column: values[index if column.per_token else ids] for column, values in self.columns.items()}
+        columns = {
+            column: values[index if column.per_token else ids]
+            for column, values in self.columns.items()
+        }
         return Samples(lengths=lengths, columns=columns)
 
     def to_words(self) -> npt.NDArray[np.int32]:
         """Return everything but the lengths as int32 [num_words(n, T, form)]."""
-        return np.concatenate([column.to_words(self.columns[column]) for column in wire_columns(self.form)])
+        return np.concatenate(
+            [column.to_words(self.columns[column]) for column in wire_columns(self.form)]
+        )
 
     @classmethod
     def from_words(cls, words: npt.NDArray[np.int32], lengths: IntArray, form: Form) -> Samples:
@@ -202,7 +219,10 @@ class Samples:
         """
         size = (lengths.size, int(lengths.sum()))
         if words.size != num_words(*size, form):
-            raise ValueError(f"{size[0]} sequences take {num_words(*size, form)} words, but there are {words.size}")
+            raise ValueError(
+                f"{size[0]} sequences take {num_words(*size, form)} words, but there are "
+                f"{words.size}"
+            )
         columns: dict[Column, npt.NDArray[Any]] = {}
         start = 0
         for column in wire_columns(form):
@@ -226,7 +246,10 @@ def joined(parts: Sequence[Samples]) -> Samples:
         return parts[0] if parts else Samples.none()
     form = common_form([part.form for part in parts])
     parts = [part.in_form(form) for part in parts]
-    columns = {column: np.concatenate([part.columns[column] for part in parts]) for column in (*ALWAYS, *form)}
+    columns = {
+        column: np.concatenate([part.columns[column] for part in parts])
+        for column in (*ALWAYS, *form)
+    }
     return Samples(lengths=np.concatenate([part.lengths for part in parts]), columns=columns)
 
 
@@ -239,14 +262,16 @@ def common_form(forms: Sequence[Form]) -> Form:
     for column in common:
         if column.extra and not all(column in form for form in forms):
             raise ValueError(
-                f"'{column.name}' must be in all samples of a global batch or in none, but some lack it; give it a "
+                f"'{column.name}' must be in all samples of a global batch or in none, but some "
+                "lack it; give it a "
                 "value in each"
             )
     return common
 
 
 def spread(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
-    """Return start, start + 1, ... for each length, at least 1: [5, 0], [2, 3] -> [5, 6, 0, 1, 2]."""
+    """Return start, start + 1, ... for each length, at least 1: [5, 0], [2, 3] -> [5, 6, 0, 1,
+    2]."""
     ends = np.cumsum(lengths)
     steps = np.ones(ends[-1] if ends.size else 0, np.int64)
     steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
@@ -273,7 +298,9 @@ def next_tokens(
     return labels
 
 
-def _are_next_tokens(labels: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], ends: IntArray) -> bool:
+def _are_next_tokens(
+    labels: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], ends: IntArray
+) -> bool:
     """Whether that is so but at the ends, which are kept in any case."""
     differ = labels[:-1] != tokens[1:]
     differ[ends[:-1] - 1] = False

@@ -1,4 +1,6 @@
-"""mcore. A model's options as fields of megatron-core's config: what training builds, `calibrate` measures."""
+"""mcore. A model's options as fields of megatron-core's config: what training builds, `calibrate`
+measures.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,36 @@ from megatron.packing.model.shape import Architecture
 def architecture(options: Architecture) -> dict[str, Any]:
     """Returns the arguments of `TransformerConfig` that `options` stand for; nothing of the layout.
 
-    An option that TransformerConfig has under the same name is passed on as it is; the others are written out.
+    An option that TransformerConfig has under the same name is passed on as it is; the others are
+    written out.
     """
     known = {field.name for field in fields(TransformerConfig)}
     recomputes_layers = options.recompute_granularity == "full"
     return {
-        **{field.name: getattr(options, field.name) for field in fields(options) if field.name in known},
+        **{
+            field.name: getattr(options, field.name)
+            for field in fields(options)
+            if field.name in known
+        },
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
         "gated_linear_unit": options.is_gated,
-        "activation_func": silu if options.swiglu else partial(gelu, approximate="tanh") if options.geglu else gelu,
+        "activation_func": silu
+        if options.swiglu
+        else partial(gelu, approximate="tanh")
+        if options.geglu
+        else gelu,
         "bias_activation_fusion": False,
         "add_bias_linear": not options.disable_bias_linear,
         "layernorm_zero_centered_gamma": options.apply_layernorm_1p,
         "num_moe_experts": options.num_experts,
         "moe_layer_freq": list(options.moe_layer_freq) if options.num_dense_layers else 1,
-        "moe_token_dispatcher_type": "alltoall",  # megatron-core demands it of variable lengths, of dense models too
+        # megatron-core demands it of variable lengths, of dense models too
+        "moe_token_dispatcher_type": "alltoall",
         "recompute_method": "uniform" if recomputes_layers else None,
         "recompute_num_layers": 1 if recomputes_layers else None,
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": transformer_engine_installed() and options.position_embedding_type == "rope",
+        "apply_rope_fusion": transformer_engine_installed()
+        and options.position_embedding_type == "rope",
     }

@@ -1,12 +1,14 @@
-"""mcore. Packed (THD) core attention without Transformer Engine, on CUDA and on CPU, with context parallel.
+"""mcore. Packed (THD) core attention without Transformer Engine, on CUDA and on CPU, with context
+parallel.
 
-megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place as
+megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place
+as
 `core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
 
-Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a rank's two zigzag
-pieces of a sequence attends to all tokens up to its own last one, as if it were a sequence of its own. Memory: the keys
-and values of the whole pack, per layer, until the backward pass; `recompute_granularity="selective"` gathers them again
-instead.
+Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a
+rank's two zigzag pieces of a sequence attends to all tokens up to its own last one, as if it were a
+sequence of its own. Memory: the keys and values of the whole pack, per layer, until the backward
+pass; `recompute_granularity="selective"` gathers them again instead.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
 class PackedDotProductAttention(MegatronModule):
     """Causal self-attention within each sequence of a pack, or within each row of a batch.
 
-    Takes query [t, heads, d] and key, value [t, groups, d] with `packed_seq_params` (padded `cu_seqlens`, of the
-    whole pack), or [s, b, heads, d] and [s, b, groups, d] without; returns [t, heads * d] or [s, b, heads * d]. With
-    context parallel t and s are this rank's shards, in zigzag order, of sequences that are multiples of twice its
-    size.
+    Takes query [t, heads, d] and key, value [t, groups, d] with `packed_seq_params` (padded
+    `cu_seqlens`, of the whole pack), or [s, b, heads, d] and [s, b, groups, d] without; returns [t,
+    heads * d] or [s, b, heads * d]. With context parallel t and s are this rank's shards, in zigzag
+    order, of sequences that are multiples of twice its size.
 
-    Raises ValueError for what it doesn't do: attention dropout, windows, masks other than causal, softmax offsets.
+    Raises ValueError for what it doesn't do: attention dropout, windows, masks other than causal,
+    softmax offsets.
     """
 
     def __init__(
@@ -53,10 +56,13 @@ class PackedDotProductAttention(MegatronModule):
             f"{attn_mask_type}: only causal masks": attn_mask_type
             not in (AttnMaskType.causal, AttnMaskType.padding_causal),
             f"window_size {config.window_size}: no window": config.window_size is not None,
-            f"softmax_type {config.softmax_type!r}: only 'vanilla'": config.softmax_type != "vanilla",
+            f"softmax_type {config.softmax_type!r}: only 'vanilla'": config.softmax_type
+            != "vanilla",
         }
         for reason in (reason for reason, holds in refused.items() if holds):
-            raise ValueError(f"packed attention without Transformer Engine does not support {reason}")
+            raise ValueError(
+                f"packed attention without Transformer Engine does not support {reason}"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
         self.cp_group = groups.cp
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
@@ -71,7 +77,9 @@ class PackedDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: object = None,
     ) -> Tensor:
-        """See the class. `attention_mask` is not looked at: rows are padded at their end, where no real token looks."""
+        """See the class. `attention_mask` is not looked at: rows are padded at their end, where no
+        real token looks.
+        """
         if packed_seq_params is not None:
             return self._attend(query, key, value, padded_lengths(packed_seq_params)).flatten(1)
         rows, batch = query.shape[:2]
@@ -87,4 +95,6 @@ class PackedDotProductAttention(MegatronModule):
             torch.cat((key, value), dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
         )
         keys, values = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
-        return causal_attention(query, keys, values, seen.query_lengths, seen.key_lengths, self.softmax_scale)
+        return causal_attention(
+            query, keys, values, seen.query_lengths, seen.key_lengths, self.softmax_scale
+        )

@@ -1,13 +1,16 @@
-"""mcore. The auxiliary losses of megatron-core, load balancing of experts and multi-token prediction, are made sums
-over tokens, which do not depend on the packs and ranks that hold the tokens.
+"""mcore. The auxiliary losses of megatron-core, load balancing of experts and multi-token
+prediction, are made sums over tokens, which do not depend on the packs and ranks that hold the
+tokens.
 
 Two things stand in the way, and each is mended where it is there:
 
-- The load-balancing loss of an empty pack is 0 / 0, whose NaN would reach every gradient; a data-parallel rank with
-  fewer sequences than others runs empty packs. And its weight is the number of the pack's tokens on all ranks together,
-  which 0.19 multiplies by the number of these ranks once more.
-- 0.19 multiplies the loss of multi-token prediction by the tokens of a pack, over those that have a target further on.
-  That ratio is another one for each pack, and for each context-parallel rank, where it may be zero.
+- The load-balancing loss of an empty pack is 0 / 0, whose NaN would reach every gradient; a
+  data-parallel rank with fewer sequences than others runs empty packs. And its weight is the number
+  of the pack's tokens on all ranks together, which 0.19 multiplies by the number of these ranks
+  once more.
+- 0.19 multiplies the loss of multi-token prediction by the tokens of a pack, over those that have a
+  target further on. That ratio is another one for each pack, and for each context-parallel rank,
+  where it may be zero.
 
 What multi-token prediction does by sequence is done for whole packs besides (see `packed_roll`).
 """
@@ -31,10 +34,12 @@ from megatron.packing.model.packed_roll import PackedRoll
 
 
 class TokenCounts:
-    """megatron-core's count of a pack's tokens (per expert, of this rank, of all), where all are at least one.
+    """megatron-core's count of a pack's tokens (per expert, of this rank, of all), where all are at
+    least one.
 
-    What it calls tokens of this rank is the weight of the load-balancing loss. It is the number of all, since that of
-    this rank was summed in place; the router of 0.19 takes it for this rank's and multiplies by the number of ranks.
+    What it calls tokens of this rank is the weight of the load-balancing loss. It is the number of
+    all, since that of this rank was summed in place; the router of 0.19 takes it for this rank's
+    and multiplies by the number of ranks.
     """
 
     def __init__(self, plain: Callable[..., Any]) -> None:
@@ -44,9 +49,15 @@ class TokenCounts:
         attach = router.TopKRouter.attach_and_log_load_balancing_loss
         self.is_multiplied_by_ranks = "size" in attach.__code__.co_names
 
-    def __call__(self, routing_map: Tensor, reduce_group: Any, **options: object) -> tuple[Any, Any, Any]:
-        """See megatron-core; the number of all is a divisor only. Ints, which no padding mask gives, stay ints."""
-        per_expert, weight, num_all = self.plain(routing_map=routing_map, reduce_group=reduce_group, **options)
+    def __call__(
+        self, routing_map: Tensor, reduce_group: Any, **options: object
+    ) -> tuple[Any, Any, Any]:
+        """See megatron-core; the number of all is a divisor only. Ints, which no padding mask
+        gives, stay ints.
+        """
+        per_expert, weight, num_all = self.plain(
+            routing_map=routing_map, reduce_group=reduce_group, **options
+        )
         if isinstance(num_all, int):
             return per_expert, weight, max(num_all, 1)
         weight = num_all / reduce_group.size() if self.is_multiplied_by_ranks else weight
@@ -56,9 +67,10 @@ class TokenCounts:
 class PredictionLoss:
     """megatron-core's loss of multi-token prediction as a sum over tokens, as its main loss is.
 
-    A copy of the function takes the mean over the tokens that have a target further on; it is multiplied by their
-    number before it is attached. megatron-core's own sum is multiplied by the tokens that have any target, of which a
-    context-parallel rank may have none while others' targets roll in: nothing would bring that loss back.
+    A copy of the function takes the mean over the tokens that have a target further on; it is
+    multiplied by their number before it is attached. megatron-core's own sum is multiplied by the
+    tokens that have any target, of which a context-parallel rank may have none while others'
+    targets roll in: nothing would bring that loss back.
     """
 
     def __init__(self, plain: Any) -> None:
@@ -108,7 +120,11 @@ def install() -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """Let megatron-core count so, and leave it as it was."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in _MENDED if hasattr(module, name)]
+    before = [
+        (module, name, getattr(module, name))
+        for module, name, _ in _MENDED
+        if hasattr(module, name)
+    ]
     install()
     try:
         yield

@@ -1,5 +1,5 @@
-"""mcore. One microbatch -> the arguments of GPTModel.forward: this rank's context-parallel shard, and
-PackedSeqParams. No collectives.
+"""mcore. One microbatch -> the arguments of GPTModel.forward: this rank's context-parallel shard,
+and PackedSeqParams. No collectives.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from megatron.packing.step.groups import device_of
 
 
 class BatchFields(NamedTuple):
-    """Arguments of GPTModel.forward for one microbatch of T tokens; each tensor [1, T / context-parallel size].
+    """Arguments of GPTModel.forward for one microbatch of T tokens; each tensor [1, T /
+    context-parallel size].
 
-    `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels` and `loss_mask` on
-    the last, None elsewhere. `attention_mask` is None: the packs' layout says who attends to whom. `padding_mask` is
-    bool, True where there is no real token (for the router of experts).
+    `tokens` and `position_ids` on the first stage (and where multi-token prediction is), `labels`
+    and `loss_mask` on the last, None elsewhere. `attention_mask` is None: the packs' layout says
+    who attends to whom. `padding_mask` is bool, True where there is no real token (for the router
+    of experts).
     """
 
     tokens: Tensor | None
@@ -39,11 +41,13 @@ class BatchFields(NamedTuple):
 
 
 class Batch(BatchFields):
-    """The seven values of `BatchFields`, and beside them the fields that the user's samples have besides."""
+    """The seven values of `BatchFields`, and beside them the fields that the user's samples have
+    besides.
+    """
 
     extra: Mapping[str, Tensor] = MappingProxyType({})
-    """Extra columns by name, where `labels` are. Per token [1, T / context-parallel size, ...]; per sequence
-    [segments, ...], in the order of the pack, with zeros for padding at its end.
+    """Extra columns by name, where `labels` are. Per token [1, T / context-parallel size, ...]; per
+    sequence [segments, ...], in the order of the pack, with zeros for padding at its end.
     """
 
 
@@ -59,7 +63,8 @@ def transformer_engine_installed() -> bool:
     if Version(found) < Version("2.9"):
         raise ValueError(
             f"packs need Transformer Engine 2.9 or later, but {found} is installed; pip install "
-            "'transformer-engine[pytorch]>=2.9', or uninstall transformer-engine: torch's kernels do without"
+            "'transformer-engine[pytorch]>=2.9', or uninstall transformer-engine: torch's kernels "
+            "do without"
         )
     return True
 
@@ -76,13 +81,15 @@ def get_batch_on_this_rank_for_sequence_packing(
 ) -> Batch:
     """The next microbatch of an iterator from `wrap_dataloader`, cut for this rank; see `Batch`.
 
-    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving only). dynamic_cp,
-    config: as scripts of Megatron-LM's dev branch pass them; a context-parallel size for each pack is not supported,
-    so dynamic_cp=True raises ValueError, and config is ignored.
+    vpp_size, vp_stage: number of virtual stages on this rank, and which one asks (interleaving
+    only). dynamic_cp,
+    config: as scripts of Megatron-LM's dev branch pass them; a context-parallel size for each pack
+    is not supported, so dynamic_cp=True raises ValueError, and config is ignored.
     """
     if dynamic_cp:
         raise ValueError(
-            "dynamic_cp=True is not supported: all packs have one context-parallel size; pass dynamic_cp=False and "
+            "dynamic_cp=True is not supported: all packs have one context-parallel size; pass "
+            "dynamic_cp=False and "
             "--context-parallel-size"
         )
     if data_iterator is None:
@@ -92,29 +99,46 @@ def get_batch_on_this_rank_for_sequence_packing(
         )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
     microbatch = next(data_iterator)
-    if not (isinstance(microbatch, dict) and microbatch.keys() >= {"cu_seqlens_padded", "padding_mask"}):
+    if not (
+        isinstance(microbatch, dict) and microbatch.keys() >= {"cu_seqlens_padded", "padding_mask"}
+    ):
         raise ValueError(
-            "the data iterator gave something else than a packed microbatch; call plugin.install(config, arguments) "
+            "the data iterator gave something else than a packed microbatch; call "
+            "plugin.install(config, arguments) "
             "before get_forward_backward_func(), or pass the iterator through wrap_dataloader"
         )
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)
     index = shard_index(params.padded_lengths, groups.cp.size(), groups.cp.rank())
-    index_there = None if index is None else sent(index, microbatch["padding_mask"].device)  # where all fields are
+    index_there = (
+        None if index is None else sent(index, microbatch["padding_mask"].device)
+    )  # where all fields are
 
     def shard(values: Tensor) -> Tensor:
-        return sent(values if index_there is None else values.index_select(0, index_there), device).unsqueeze(0)
+        return sent(
+            values if index_there is None else values.index_select(0, index_there), device
+        ).unsqueeze(0)
 
     is_first = groups.pp.rank() == 0 and vp_stage in (None, 0)
-    is_last = groups.pp.rank() == groups.pp.size() - 1 and (vpp_size is None or vp_stage == vpp_size - 1)
-    fields: dict[str, Tensor | None] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
+    is_last = groups.pp.rank() == groups.pp.size() - 1 and (
+        vpp_size is None or vp_stage == vpp_size - 1
+    )
+    fields: dict[str, Tensor | None] = dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids")
+    )
     if is_first or mtp_on_this_rank:
         fields |= {name: shard(microbatch[name]) for name in ("tokens", "position_ids")}
     if is_last or mtp_on_this_rank:
         fields |= {name: shard(microbatch[name]) for name in ("labels", "loss_mask")}
     mask = microbatch.get("host_loss_mask", microbatch.get("loss_mask"))
-    if fields["loss_mask"] is not None and mask is not None and mask.device.type == "cpu" != device.type:
-        mask = mask if index is None else mask[index]  # what counts, for `head`, which must not ask the device
+    if (
+        fields["loss_mask"] is not None
+        and mask is not None
+        and mask.device.type == "cpu" != device.type
+    ):
+        mask = (
+            mask if index is None else mask[index]
+        )  # what counts, for `head`, which must not ask the device
         params.loss_rows = sent(mask.nonzero().squeeze(1), device)
     batch = Batch(
         **fields,
@@ -127,9 +151,16 @@ def get_batch_on_this_rank_for_sequence_packing(
     return batch
 
 
-def _extra_columns(microbatch: dict[str, Any], index: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """See `Batch.extra`. index: the tokens of this context-parallel rank, on the host; None for all."""
-    found = {name: sent(values, device) for name, values in microbatch.get("extra_per_sequence", {}).items()}
+def _extra_columns(
+    microbatch: dict[str, Any], index: Tensor | None, device: torch.device
+) -> dict[str, Tensor]:
+    """See `Batch.extra`. index: the tokens of this context-parallel rank, on the host; None for
+    all.
+    """
+    found = {
+        name: sent(values, device)
+        for name, values in microbatch.get("extra_per_sequence", {}).items()
+    }
     for name, values in microbatch.get("extra_per_token", {}).items():
         shard = values if index is None else values.index_select(0, index)
         found[name] = sent(shard, device).unsqueeze(0)
@@ -137,8 +168,8 @@ def _extra_columns(microbatch: dict[str, Any], index: Tensor | None, device: tor
 
 
 def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection) -> Tensor:
-    """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size]; padding is from 0 or
-    from its sequence's, and masked. No collective.
+    """Which source each token of this rank's shard is from: int64 [1, T / context-parallel size];
+    padding is from 0 or from its sequence's, and masked. No collective.
     """
     lengths = microbatch["cu_seqlens_padded"].diff()
     index = shard_index(tuple(lengths.tolist()), groups.cp.size(), groups.cp.rank())
@@ -148,13 +179,15 @@ def sources_of_tokens(microbatch: dict[str, Any], groups: ProcessGroupCollection
 
 
 def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
-    """The layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs had no padding.
+    """The layout as megatron-core's modules take it: padded `cu_seqlens` alone, as if packs had no
+    padding.
 
-    Padding follows its sequence, so causal attention never looks at it, and it costs no more than its few tokens. Told
-    of both kinds, Transformer Engine overlooks padding after the last sequence, divides real lengths by the
-    context-parallel size whether or not they are multiples of it, and compares the two on the host in each layer;
-    multi-token prediction cuts the pack by the real ones. They are on the device for Transformer Engine, else on the
-    host, where multi-token prediction reads them: a device tensor would be host syncs.
+    Padding follows its sequence, so causal attention never looks at it, and it costs no more than
+    its few tokens. Told of both kinds, Transformer Engine overlooks padding after the last
+    sequence, divides real lengths by the context-parallel size whether or not they are multiples of
+    it, and compares the two on the host in each layer; multi-token prediction cuts the pack by the
+    real ones. They are on the device for Transformer Engine, else on the host, where multi-token
+    prediction reads them: a device tensor would be host syncs.
     """
     on_host = microbatch["cu_seqlens_padded"]
     padded = sent(on_host, device) if transformer_engine_installed() else on_host
@@ -165,5 +198,7 @@ def packed_seq_params(microbatch: dict[str, Any], device: torch.device) -> Any:
         max_seqlen_q=microbatch["max_seqlen"],
         max_seqlen_kv=microbatch["max_seqlen"],
     )
-    params.padded_lengths = tuple(on_host.diff().tolist())  # for `zigzag.padded_lengths`, which then reads no device
+    params.padded_lengths = tuple(
+        on_host.diff().tolist()
+    )  # for `zigzag.padded_lengths`, which then reads no device
     return params

@@ -1,11 +1,13 @@
 """mcore. The output layer and the cross entropy of a GPTModel for the tokens that count, in chunks.
 
-In fine-tuning half of the tokens or more are masked, and logits are the largest tensor of a step: [tokens, vocabulary].
-Here hidden states of masked tokens are left out before the output layer, and the others go through it and the cross
-entropy a chunk at a time, forward and again backward. Losses and gradients are exactly those of all tokens at once.
+In fine-tuning half of the tokens or more are masked, and logits are the largest tensor of a step:
+[tokens, vocabulary]. Here hidden states of masked tokens are left out before the output layer, and
+the others go through it and the cross entropy a chunk at a time, forward and again backward. Losses
+and gradients are exactly those of all tokens at once.
 
-    hidden [t, h] -> gather over tensor parallel where it is split -> rows that count [n, h] -> chunks:
-    logits [c, v / tensor-parallel size] -> log of the sum of exponentials, logit of the label -> losses [n] -> [b, s]
+    hidden [t, h] -> gather over tensor parallel where it is split -> rows that count [n, h] ->
+    chunks: logits [c, v / tensor-parallel size] -> log of the sum of exponentials, logit of the
+    label -> losses [n] -> [b, s]
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ from torch import Tensor
 MASKED_LABEL = -100
 """The label of a token that has no loss, as HuggingFace's."""
 _CHUNK_LOGITS = 1 << 28
-"""Logits of a chunk, at most: 2,048 tokens' of 131,072 words, 1 GiB. The gradient of the weight is added up from
-chunk to chunk, which for fewer tokens at a time would cost as much as their products.
+"""Logits of a chunk, at most: 2,048 tokens' of 131,072 words, 1 GiB. The gradient of the weight is
+added up from chunk to chunk, which for fewer tokens at a time would cost as much as their products.
 """
 
 
 def skip_masked_tokens(gpt: GPTModel, num_words: int | None = None) -> bool:
-    """Lets `gpt` compute logits and losses of unmasked tokens alone, wherever it is given labels; False where it can't.
+    """Lets `gpt` compute logits and losses of unmasked tokens alone, wherever it is given labels;
+    False where it can't.
 
-    Its forward pass must be told `loss_mask` beside `labels`, by name; the losses that it returns, [b, s], are zero
-    where tokens are masked. Layers that predict further tokens still have logits for all. num_words: logits from that
-    one on are minus infinity (padding of the vocabulary); None for no such rows. It can't where loss or output layer
-    are not megatron-core's plain ones: fused losses, weights whose gradients are deferred, classes of your own.
+    Its forward pass must be told `loss_mask` beside `labels`, by name; the losses that it returns,
+    [b, s], are zero where tokens are masked. Layers that predict further tokens still have logits
+    for all. num_words: logits from that one on are minus infinity (padding of the vocabulary); None
+    for no such rows. It can't where loss or output layer
+    are not megatron-core's plain ones: fused losses, weights whose gradients are deferred, classes
+    of your own.
     """
     if not gpt.post_process or hasattr(gpt, "masked_tokens_head"):
         return gpt.post_process
@@ -69,7 +74,10 @@ class _Head:
 
     def __init__(self, gpt: GPTModel, num_words: int | None) -> None:
         self._layer, self._num_words = gpt.output_layer, num_words
-        self._plain_layer, self._plain_loss = gpt.output_layer.forward, gpt.compute_language_model_loss
+        self._plain_layer, self._plain_loss = (
+            gpt.output_layer.forward,
+            gpt.compute_language_model_loss,
+        )
         self._num_further = gpt.config.mtp_num_layers or 0
         self._plain_calls: float = math.inf
         """Of the output layer, before the one whose losses are computed here."""
@@ -78,7 +86,9 @@ class _Head:
         gpt.output_layer.forward = self._output_layer
         gpt.compute_language_model_loss = self._loss
 
-    def _begin(self, gpt: GPTModel, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin(
+        self, gpt: GPTModel, arguments: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         labels, loss_mask = options.get("labels"), options.get("loss_mask")
         self._plain_calls = math.inf if labels is None else self._num_further
         self._rows = getattr(options.get("packed_seq_params"), "loss_rows", None)
@@ -86,7 +96,9 @@ class _Head:
             options = {**options, "labels": labels.masked_fill(loss_mask == 0, MASKED_LABEL)}
         return arguments, options
 
-    def _output_layer(self, states: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Any, Tensor | None]:
+    def _output_layer(
+        self, states: Tensor, weight: Tensor | None = None, **options: Any
+    ) -> tuple[Any, Tensor | None]:
         if self._plain_calls:
             self._plain_calls -= 1
             return self._plain_layer(states, weight, **options)
@@ -97,7 +109,11 @@ class _Head:
             return self._plain_loss(labels, logits)
         group, states = self._layer.tp_group, logits.states
         of_tokens = labels.t().flatten()
-        rows = self._rows if self._rows is not None else (of_tokens != MASKED_LABEL).nonzero().squeeze(1)
+        rows = (
+            self._rows
+            if self._rows is not None
+            else (of_tokens != MASKED_LABEL).nonzero().squeeze(1)
+        )
         if self._layer.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, group=group)
         states = states.flatten(0, 1).index_select(0, rows)
@@ -111,26 +127,41 @@ class _Head:
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of rows of hidden states, whose logits exist for one chunk at a time.
 
-    The gradient of the hidden states is this rank's part, of its words. Where there is one chunk, its exponentials are
-    kept for the backward pass; of several, logits are computed again. What is as large as logits is changed in place:
-    on CPU, new memory costs as much as the arithmetic.
+    The gradient of the hidden states is this rank's part, of its words. Where there is one chunk,
+    its exponentials are kept for the backward pass; of several, logits are computed again. What is
+    as large as logits is changed in place: on CPU, new memory costs as much as the arithmetic.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, labels: Tensor, num_words: int | None, group: dist.ProcessGroup
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        num_words: int | None,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         first = group.rank() * weight.shape[0]
-        num_here = weight.shape[0] if num_words is None else min(max(num_words - first, 0), weight.shape[0])
+        num_here = (
+            weight.shape[0]
+            if num_words is None
+            else min(max(num_words - first, 0), weight.shape[0])
+        )
         is_here = (labels >= first) & (labels < first + num_here)
         labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
         ctx.chunks = chunks = _Chunks(states, weight, num_here)
-        log_sum, largest, of_label = torch.empty(3, len(labels), dtype=chunks.dtype, device=states.device)
+        log_sum, largest, of_label = torch.empty(
+            3, len(labels), dtype=chunks.dtype, device=states.device
+        )
         for part in chunks.parts:
             logits = chunks.logits(states, weight, part)
             of_label[part] = logits.gather(1, labels_here[part]).squeeze(1)
-            largest[part] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # without a word here: -inf
-            log_sum[part] = logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
+            largest[part] = logits.amax(1).clamp_(
+                min=torch.finfo(logits.dtype).min
+            )  # without a word here: -inf
+            log_sum[part] = (
+                logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
+            )
         ctx.kept = logits if len(chunks.parts) == 1 else None
         of_label = of_label.where(is_here, 0.0)
         if group.size() > 1 and len(labels):
@@ -149,13 +180,18 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.kept = None  # written over below
         of_states, of_weight = torch.empty_like(states), None
         if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight, dtype=weight.dtype if kept is not None else chunks.dtype)
+            of_weight = torch.zeros_like(
+                weight, dtype=weight.dtype if kept is not None else chunks.dtype
+            )
         for part in chunks.parts:
-            # The gradient of a logit is its probability, less one for the label, times that of the loss.
+            # The gradient of a logit is its probability, less one for the label, times that of the
+            # loss.
             if kept is not None:
                 of_logits = kept.mul_((gradient * (largest - log_sum).exp()).unsqueeze(1))
             else:
-                of_logits = chunks.logits(states, weight, part).sub_(log_sum[part].unsqueeze(1)).exp_()
+                of_logits = (
+                    chunks.logits(states, weight, part).sub_(log_sum[part].unsqueeze(1)).exp_()
+                )
                 of_logits.mul_(gradient[part].unsqueeze(1))
             of_logits.scatter_add_(1, labels_here[part], -(gradient * is_here)[part].unsqueeze(1))
             of_logits = of_logits.to(weight.dtype)
@@ -164,7 +200,13 @@ class _CrossEntropy(torch.autograd.Function):
                 of_weight.addmm_(of_logits.t(), states[part])
             elif of_weight is not None:
                 of_weight += of_logits.t() @ states[part]
-        return of_states, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        return (
+            of_states,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _Chunks:
@@ -177,7 +219,9 @@ class _Chunks:
         self._num_here = num_here
 
     def logits(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
-        """[rows of the chunk, words of this rank] in at least float32; those that are no words are minus infinity."""
+        """[rows of the chunk, words of this rank] in at least float32; those that are no words are
+        minus infinity.
+        """
         logits = (states[part] @ weight.t()).to(self.dtype)
         logits[:, self._num_here :] = -torch.inf
         return logits

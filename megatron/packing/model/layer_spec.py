@@ -1,5 +1,5 @@
-"""mcore. Layers of megatron-core that take packed sequences, with Transformer Engine where it is installed and
-without.
+"""mcore. Layers of megatron-core that take packed sequences, with Transformer Engine where it is
+installed and without.
 """
 
 from __future__ import annotations
@@ -7,7 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -20,12 +23,16 @@ from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.packing.model.rotary import PackedSelfAttention
 
 
-def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with context parallel).
+def packed_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The `transformer_layer_spec` for GPTModel that takes packs (and plain batches, also with
+    context parallel).
 
-    With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one, in which the core
-    attention and the norms are ours, since its own refuse packs, context parallel and sequence parallel. In both,
-    rotary embeddings that no kernel fuses are applied to whole packs (see `rotary`).
+    With Transformer Engine on CUDA it is megatron-core's own. Without, megatron-core's local one,
+    in which the core attention and the norms are ours, since its own refuse packs, context parallel
+    and sequence parallel. In both, rotary embeddings that no kernel fuses are applied to whole
+    packs (see `rotary`).
     """
     use_transformer_engine = transformer_engine_installed()
     spec = get_gpt_decoder_block_spec(
@@ -40,7 +47,9 @@ def packed_block_spec(config: TransformerConfig, vp_stage: int | None = None) ->
 def packed_mtp_block_spec(
     config: TransformerConfig, block_spec: TransformerBlockSubmodules, vp_stage: int | None = None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no further tokens."""
+    """The `mtp_block_spec` that goes with `block_spec`; None where this stage predicts no further
+    tokens.
+    """
     if config.mtp_num_layers is None:
         return None
     use_transformer_engine = transformer_engine_installed()
@@ -48,7 +57,9 @@ def packed_mtp_block_spec(
     if spec is None or use_transformer_engine:
         return spec
     norms = {"enorm": TorchNorm, "hnorm": TorchNorm, "layer_norm": TorchNorm}
-    layers = [replace(layer, submodules=replace(layer.submodules, **norms)) for layer in spec.layer_specs]
+    layers = [
+        replace(layer, submodules=replace(layer.submodules, **norms)) for layer in spec.layer_specs
+    ]
     return replace(spec, layer_specs=layers)
 
 
@@ -56,20 +67,29 @@ def _takes_packs(layer: ModuleSpec) -> ModuleSpec:
     attention = layer.submodules.self_attention
     parts = attention.submodules
     norms = {
-        name: TorchNorm for name in ("q_layernorm", "k_layernorm") if getattr(parts, name) not in (None, IdentityOp)
+        name: TorchNorm
+        for name in ("q_layernorm", "k_layernorm")
+        if getattr(parts, name) not in (None, IdentityOp)
     }
-    attention = replace(attention, submodules=replace(parts, core_attention=PackedDotProductAttention, **norms))
+    attention = replace(
+        attention, submodules=replace(parts, core_attention=PackedDotProductAttention, **norms)
+    )
     return replace(
         layer,
         submodules=replace(
-            layer.submodules, self_attention=attention, input_layernorm=TorchNorm, pre_mlp_layernorm=TorchNorm
+            layer.submodules,
+            self_attention=attention,
+            input_layernorm=TorchNorm,
+            pre_mlp_layernorm=TorchNorm,
         ),
     )
 
 
 def _turns_packs(layer: ModuleSpec) -> ModuleSpec:
     attention = layer.submodules.self_attention
-    if attention.module is not SelfAttention:  # latent attention turns a part of each head, in its own way
+    if (
+        attention.module is not SelfAttention
+    ):  # latent attention turns a part of each head, in its own way
         return layer
     turning = replace(attention, module=PackedSelfAttention)
     return replace(layer, submodules=replace(layer.submodules, self_attention=turning))
@@ -78,18 +98,21 @@ def _turns_packs(layer: ModuleSpec) -> ModuleSpec:
 class TorchNorm:
     """torch's LayerNorm or RMSNorm, as `config.normalization` says, also under sequence parallel.
 
-    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for megatron-core to
-    sum their gradients.
+    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for
+    megatron-core to sum their gradients.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:  # type: ignore[misc]
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.layernorm_zero_centered_gamma:
             kinds = {"RMSNorm": ZeroCenteredRMSNorm}
         if config.normalization not in kinds:
             raise ValueError(
                 f"--normalization must be {' or '.join(kinds)} without Transformer Engine"
-                f"{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, but is "
+                f"{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, but "
+                "is "
                 f"{config.normalization}"
             )
         norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)

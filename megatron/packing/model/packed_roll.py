@@ -1,7 +1,8 @@
 """mcore. Multi-token prediction looks one token further in all sequences of a pack at once.
 
-megatron-core rolls tokens, labels and masks sequence by sequence, and with context parallel sends the borders of each
-sequence in messages of their own. Here a roll is a handful of operations, and one gather of all borders.
+megatron-core rolls tokens, labels and masks sequence by sequence, and with context parallel sends
+the borders of each sequence in messages of their own. Here a roll is a handful of operations, and
+one gather of all borders.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from megatron.packing.model.zigzag import Lengths, padded_lengths, sent
 
 
 class PackedRoll:
-    """megatron-core's `_roll_tensor_packed_seq`: of [..., t], each token's successor in its sequence, or zero."""
+    """megatron-core's `_roll_tensor_packed_seq`: of [..., t], each token's successor in its
+    sequence, or zero.
+    """
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         update_wrapper(self, plain)
 
     def __call__(
-        self, tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: dist.ProcessGroup | None = None
+        self,
+        tensor: Tensor,
+        shifts: int,
+        dims: int,
+        packed_seq_params: Any,
+        cp_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See megatron-core: the roll is by one to the left, of the last dimension; its sum comes with it."""
+        """See megatron-core: the roll is by one to the left, of the last dimension; its sum comes
+        with it.
+        """
         assert (shifts, dims % tensor.dim()) == (-1, tensor.dim() - 1)
         size = 1 if cp_group is None else cp_group.size()
         firsts, lasts = _ends_of_pieces(padded_lengths(packed_seq_params), size, tensor.device)
@@ -41,7 +51,9 @@ class PackedRoll:
 
 @lru_cache(maxsize=32)
 def _ends_of_pieces(lengths: Lengths, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [pieces]: first and last token of each piece of a shard: two of a sequence, or one without cp."""
+    """int64 [pieces]: first and last token of each piece of a shard: two of a sequence, or one
+    without cp.
+    """
     segments = np.array([length for length in lengths if length], np.int64)
     pieces = segments if size == 1 else (segments // (2 * size)).repeat(2)
     ends = pieces.cumsum()
@@ -51,8 +63,8 @@ def _ends_of_pieces(lengths: Lengths, size: int, device: torch.device) -> tuple[
 def _successors(firsts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What follows each piece, from the first tokens [..., 2 * sequences] of each rank's pieces.
 
-    Rank r's pieces are r and 2 cp - 1 - r. After the first comes rank r + 1's first, at the last rank its own second;
-    after the second comes rank r - 1's second, at rank 0 nothing.
+    Rank r's pieces are r and 2 cp - 1 - r. After the first comes rank r + 1's first, at the last
+    rank its own second; after the second comes rank r - 1's second, at rank 0 nothing.
     """
     mine = firsts.unflatten(-1, (-1, 2)).contiguous()
     gathered = mine.new_empty(group.size() * len(mine), *mine.shape[1:])

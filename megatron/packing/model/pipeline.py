@@ -1,5 +1,5 @@
-"""mcore. The hook on megatron-core's forward-backward functions: they run packed global batches, in training and in
-evaluation.
+"""mcore. The hook on megatron-core's forward-backward functions: they run packed global batches, in
+training and in evaluation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megatron.packing.step.settings import PackingOptions
 
 
 class PackedLosses(list):
-    """What the forward-backward function returned, one entry per microbatch, and the `batch` that it ran."""
+    """What the forward-backward function returned, one entry per microbatch, and the `batch` that
+    it ran.
+    """
 
     def __init__(self, losses: list[Any], batch: GlobalBatch) -> None:
         super().__init__(losses)
@@ -30,13 +32,17 @@ class PackedLosses(list):
 
 
 class PackedPasses:
-    """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the packing scheduler.
+    """`forward_backward_func` (from megatron-core's `get_forward_backward_func`), fed by the
+    packing scheduler.
 
-    Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`) and
-    `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then run is the scheduler's
-    decision. The model's config must pass `check_config`. In training outliers wait for company (see `delay`) where its
-    `PackingOptions` have a queue, and global batches are prepared ahead where they say so: then all training steps must
-    give the same iterator, which stands that many batches ahead of the step. With `forward_only` neither happens.
+    Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`)
+    and
+    `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then run
+    is the scheduler's decision. The model's config must pass `check_config`. In training outliers
+    wait for company (see `delay`) where its
+    `PackingOptions` have a queue, and global batches are prepared ahead where they say so: then all
+    training steps must give the same iterator, which stands that many batches ahead of the step.
+    With `forward_only` neither happens.
     """
 
     def __init__(self, forward_backward_func: Callable[..., list[Any]]) -> None:
@@ -79,7 +85,8 @@ class PackedPasses:
     def close(self) -> None:
         """End what prepares batches ahead; before the process groups are destroyed.
 
-        After an error of this rank alone others may never prepare theirs, so it waits a minute and no longer.
+        After an error of this rank alone others may never prepare theirs, so it waits a minute and
+        no longer.
         """
         if self._training is not None:
             self._training.batches.close(timeout_seconds=60.0)
@@ -89,7 +96,11 @@ class _Training:
     """The global batches of the training steps of a model, each as its step finds it."""
 
     def __init__(
-        self, data_iterator: object, config: TransformerConfig, num_draws: int, groups: ProcessGroupCollection
+        self,
+        data_iterator: object,
+        config: TransformerConfig,
+        num_draws: int,
+        groups: ProcessGroupCollection,
     ) -> None:
         options = PackingOptions.of(config)
         self._ahead = options.prefetch_global_batches
@@ -112,10 +123,14 @@ class _Training:
             return next(self.batches)
         if _only(data_iterator) is not self._given or num_draws != self._num_draws:
             raise ValueError(
-                "with --prefetch-global-batches every training step must be given the same data iterator and number "
+                "with --prefetch-global-batches every training step must be given the same data "
+                "iterator and number "
                 "of microbatches, as its batches are drawn ahead; pass --prefetch-global-batches 0"
             )
-        if self._last is not None and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:
+        if (
+            self._last is not None
+            and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
+        ):
             return self._last
         self._last = batch = next(self.batches)
         if self._queue is not None:
@@ -141,27 +156,40 @@ def _only(data_iterator: object) -> Any:
 
 
 def check_config(config: TransformerConfig, device: torch.device) -> None:
-    """Raise ValueError for a config under which packs would be weighted wrongly, mixed up, or hang on `device`."""
+    """Raise ValueError for a config under which packs would be weighted wrongly, mixed up, or hang
+    on `device`.
+    """
     pipeline = config.pipeline_model_parallel_size > 1
     interleaved = pipeline and config.virtual_pipeline_model_parallel_size is not None
     demands = [
-        (config.calculate_per_token_loss, "calculate_per_token_loss=True: tokens would be weighted by their pack"),
+        (
+            config.calculate_per_token_loss,
+            "calculate_per_token_loss=True: tokens would be weighted by their pack",
+        ),
         (
             not getattr(config, "hybrid_context_parallel", False),
-            "hybrid_context_parallel=False: it schedules the same batch a second time and can zero gradients",
+            "hybrid_context_parallel=False: it schedules the same batch a second time and can zero "
+            "gradients",
         ),
-        (not pipeline or config.variable_seq_lengths, "variable_seq_lengths=True: packs differ in length"),
+        (
+            not pipeline or config.variable_seq_lengths,
+            "variable_seq_lengths=True: packs differ in length",
+        ),
         (
             not interleaved or (config.overlap_p2p_comm and not config.batch_p2p_comm),
-            "overlap_p2p_comm=True and batch_p2p_comm=False: otherwise interleaved stages mix up tensors or hang",
+            "overlap_p2p_comm=True and batch_p2p_comm=False: otherwise interleaved stages mix up "
+            "tensors or hang",
         ),
         (
             not interleaved or device.type == "cuda" or not config.deallocate_pipeline_outputs,
-            "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed meanwhile",
+            "deallocate_pipeline_outputs=False on CPU: gloo would send memory that is freed "
+            "meanwhile",
         ),
         (
-            None in (config.mtp_num_layers, config.recompute_granularity) or megatron.core.__version__ >= "0.17",
-            "recompute_granularity=None with mtp_num_layers under megatron-core 0.16, which recomputes no packs there",
+            None in (config.mtp_num_layers, config.recompute_granularity)
+            or megatron.core.__version__ >= "0.17",
+            "recompute_granularity=None with mtp_num_layers under megatron-core 0.16, which "
+            "recomputes no packs there",
         ),
     ]
     require(demands)

@@ -1,8 +1,9 @@
 """mcore. Rotary embeddings of a pack, applied to all its tokens at once.
 
-megatron-core cuts the frequencies sequence by sequence, for queries, for keys and in each layer, and takes their
-cosines and sines anew each time. Here that is done once per microbatch; a layer turns queries and keys by the result,
-in three operations each. Where Transformer Engine's fused kernel is on (`apply_rope_fusion`), that is left to it.
+megatron-core cuts the frequencies sequence by sequence, for queries, for keys and in each layer,
+and takes their cosines and sines again each time. Here that is done once per microbatch; a layer
+turns queries and keys by the result, in three operations each. Where Transformer Engine's fused
+kernel is on (`apply_rope_fusion`), that is left to it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -18,7 +21,9 @@ from megatron.packing.model.zigzag import padded_lengths, sent, shard_index, sta
 
 
 class PackedSelfAttention(SelfAttention):
-    """megatron-core's self-attention, whose queries and keys of a pack are turned as they leave their projection."""
+    """megatron-core's self-attention, whose queries and keys of a pack are turned as they leave
+    their projection.
+    """
 
     _turned_by: tuple[Tensor, Any] | None = None
     """During a pack: frequencies, and the `packed_seq_params`."""
@@ -32,10 +37,15 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Any:
-        """See megatron-core; what is no pack, or is turned by a fused kernel, goes there as it is."""
+        """See megatron-core; what is no pack, or is turned by a fused kernel, goes there as it
+        is."""
         is_skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         is_pack = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        if is_pack and isinstance(rotary_pos_emb, Tensor) and not (is_skipped or self.config.apply_rope_fusion):
+        if (
+            is_pack
+            and isinstance(rotary_pos_emb, Tensor)
+            and not (is_skipped or self.config.apply_rope_fusion)
+        ):
             self._turned_by, rotary_pos_emb = (rotary_pos_emb, packed_seq_params), None
         try:
             return super().forward(
@@ -63,10 +73,15 @@ class PackedSelfAttention(SelfAttention):
         kept = getattr(packed_seq_params, "turns", None)
         if kept is None or kept[0] is not frequencies or kept[1].cos.dtype != query.dtype:
             cp = self.pg_collection.cp
-            of_tokens = frequencies_of_tokens(frequencies, padded_lengths(packed_seq_params), cp.size(), cp.rank())
+            of_tokens = frequencies_of_tokens(
+                frequencies, padded_lengths(packed_seq_params), cp.size(), cp.rank()
+            )
             scale = _yarn_get_concentration_factor_from_config(self.config)
             is_interleaved = self.config.rotary_interleaved
-            kept = frequencies, turns_of(of_tokens, query.shape[-1], is_interleaved, scale, query.dtype)
+            kept = (
+                frequencies,
+                turns_of(of_tokens, query.shape[-1], is_interleaved, scale, query.dtype),
+            )
             packed_seq_params.turns = kept
         return kept[1]
 
@@ -82,10 +97,13 @@ class Turns(NamedTuple):
     """Whether pairs are neighbours, instead of one channel of each half."""
 
 
-def frequencies_of_tokens(frequencies: Tensor, lengths: tuple[int, ...], size: int, rank: int) -> Tensor:
+def frequencies_of_tokens(
+    frequencies: Tensor, lengths: tuple[int, ...], size: int, rank: int
+) -> Tensor:
     """Returns the rows of the tokens that context-parallel `rank` of `size` holds.
 
-    frequencies: [positions, 1, 1, d] by position in the sequence; or by position in the pack, if there are as many.
+    frequencies: [positions, 1, 1, d] by position in the sequence; or by position in the pack, if
+    there are as many.
     """
     index = shard_index(lengths, size, rank)
     if index is None:
@@ -95,8 +113,12 @@ def frequencies_of_tokens(frequencies: Tensor, lengths: tuple[int, ...], size: i
     return frequencies.index_select(0, sent(index, frequencies.device))
 
 
-def turns_of(frequencies: Tensor, width: int, is_interleaved: bool, scale: float, dtype: torch.dtype) -> Turns:
-    """frequencies: [t, 1, 1, 2 * pairs], each twice; width: channels of a head; scale: YaRN's, of attention scores."""
+def turns_of(
+    frequencies: Tensor, width: int, is_interleaved: bool, scale: float, dtype: torch.dtype
+) -> Turns:
+    """frequencies: [t, 1, 1, 2 * pairs], each twice; width: channels of a head; scale: YaRN's, of
+    attention scores.
+    """
     cos = (frequencies.cos() * scale).to(dtype)
     pairs = frequencies[..., _pairs(frequencies.shape[-1] // 2, is_interleaved)[0]]
     cos = torch.nn.functional.pad(cos, (0, width - cos.shape[-1]), value=1.0)

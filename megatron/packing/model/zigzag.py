@@ -1,8 +1,8 @@
 """tensor. Which tokens of a pack a context-parallel rank holds, and what they attend to.
 
-Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal attention costs
-every rank the same. All results are pure functions of (lengths, size, rank) and cached, since every layer asks for
-the same ones.
+Each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r, so that causal
+attention costs every rank the same. All results are pure functions of (lengths, size, rank) and
+cached, since every layer asks for the same ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Lengths = tuple[int, ...]
 
 
 def padded_lengths(packed_seq_params: Any) -> Lengths:
-    """The length of each segment of a pack, padding included; read once per microbatch, and kept with it."""
+    """The length of each segment of a pack, padding included; read once per microbatch, and kept
+    with it.
+    """
     kept: Lengths | None = getattr(packed_seq_params, "padded_lengths", None)
     if kept is None:
         padded = packed_seq_params.cu_seqlens_q_padded
@@ -31,7 +33,9 @@ def padded_lengths(packed_seq_params: Any) -> Lengths:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its own to a GPU's."""
+    """`values` on `device`; by way of pinned memory, or the host would wait for the copy from its
+    own to a GPU's.
+    """
     if device.type == "cuda" and values.device.type == "cpu" and not values.is_pinned():
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -45,8 +49,8 @@ def starts_of_tokens(lengths: Lengths) -> Tensor:
 
 @lru_cache(maxsize=32)
 def shard_index(lengths: Lengths, size: int, rank: int) -> Tensor | None:
-    """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by sequence; None for all of
-    them.
+    """int64 [T / size]: positions in the pack of the tokens that `rank` holds, sequence by
+    sequence; None for all of them.
     """
     return None if size == 1 else torch.from_numpy(_shard(_nonempty(lengths), size, rank))
 
@@ -62,8 +66,8 @@ def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray
 
 
 class Zigzag(NamedTuple):
-    """What a rank's tokens, in their order, attend to: each of its two pieces of a sequence to all tokens up to the
-    piece's last.
+    """What a rank's tokens, in their order, attend to: each of its two pieces of a sequence to all
+    tokens up to the piece's last.
     """
 
     query_lengths: Lengths
@@ -75,10 +79,11 @@ class Zigzag(NamedTuple):
 
 @lru_cache(maxsize=32)
 def zigzag(lengths: Lengths, size: int, rank: int, device: torch.device) -> Zigzag:
-    """What rank `rank` of `size` (at least 2) attends to, where keys were gathered from all ranks in rank order.
+    """What rank `rank` of `size` (at least 2) attends to, where keys were gathered from all ranks
+    in rank order.
 
-    One sequence of 4 at size 2: rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2, so gathered they are 0 3 1 2; rank
-    1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3.
+    One sequence of 4 at size 2: rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2, so gathered they
+    are 0 3 1 2; rank 1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3.
     """
     segments = _nonempty(lengths)
     starts, pieces = segments.cumsum() - segments, segments // (2 * size)

@@ -1,6 +1,8 @@
-"""mcore. One rank decides for all: which sequences leave with this step, and where each of them is trained.
+"""mcore. One rank decides for all: which sequences leave with this step, and where each of them is
+trained.
 
-Every drawing rank makes an `Offer`; the first of them answers with a `Decision`. Both are values, so that a scheduler
+Every drawing rank makes an `RankReport`; the first of them answers with a `Decision`. Both are
+values, so that a scheduler
 may be anything: what it raises is heard by all ranks, and nobody has to find the same answer twice.
 """
 
@@ -24,7 +26,7 @@ from megatron.packing.step.stats import PackingStats, packing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class RankReport:
     """What one drawing rank has at hand for a step; int64 [n] each."""
 
     lengths: IntArray
@@ -39,8 +41,10 @@ class Offer:
     error: str | None = None
 
     @classmethod
-    def of(cls, draw: Draw, delayed: Delayed | None, at_hand: Samples) -> Offer:
-        """Return what a rank says of the sequences that it has `at_hand`: those that waited, then what it drew."""
+    def of(cls, draw: Draw, delayed: Delayed | None, at_hand: Samples) -> RankReport:
+        """Return what a rank says of the sequences that it has `at_hand`: those that waited, then
+        what it drew.
+        """
         waited = np.empty(0, np.int64) if delayed is None else delayed.steps
         return cls(
             lengths=at_hand.lengths,
@@ -57,7 +61,9 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Where the N sequences at hand go, by data-parallel rank that drew them and then as drawn there."""
+    """Where the N sequences at hand go, by data-parallel rank that drew them and then as drawn
+    there.
+    """
 
     source_rank: npt.NDArray[np.int32]
     lengths: IntArray
@@ -75,27 +81,35 @@ class Decision:
         order = np.argsort(pack, kind="stable")
         ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]
         packs = [part.tolist() for part in np.split(self.lengths[self.rank >= 0][order], ends)]
-        return [packs[first : first + num_microbatches] for first in range(0, len(packs), num_microbatches)]
+        return [
+            packs[first : first + num_microbatches]
+            for first in range(0, len(packs), num_microbatches)
+        ]
 
 
 class GlobalBatchError(RuntimeError):
-    """A rank could not draw, schedule or place its part of the global batch. Raised alike on every rank."""
+    """A rank could not draw, schedule or place its part of the global batch. Raised alike on every
+    rank.
+    """
 
 
 def decide(
-    offers: Sequence[Offer], num_draws: int, settings: PackingSettings, max_delay: int | None
+    offers: Sequence[RankReport], num_draws: int, settings: PackingSettings, max_delay: int | None
 ) -> Decision | None:
-    """Return what all ranks will do with what they offer; None where the data has ended and nothing is at hand.
+    """Return what all ranks will do with what they offer; None where the data has ended and nothing
+    is at hand.
 
-    offers: by data-parallel rank. max_delay: steps that a sequence may be delayed by; None without a `DelayQueue`.
-    Raises GlobalBatchError with the reason where a rank could not draw, or no valid schedule was found.
+    offers: by data-parallel rank. max_delay: steps that a sequence may be delayed by; None without
+    a `DelayQueue`. Raises GlobalBatchError with the reason where a rank could not draw, or no valid
+    schedule was found.
     """
     errors = [offer.error for offer in offers if offer.error is not None]
     if errors:
         raise GlobalBatchError(errors[0])
     ended = any(offer.ended for offer in offers)
     lengths, steps_delayed = (
-        np.concatenate([getattr(offer, name) for offer in offers]) for name in ("lengths", "steps_delayed")
+        np.concatenate([getattr(offer, name) for offer in offers])
+        for name in ("lengths", "steps_delayed")
     )
     if ended and not lengths.size:
         return None
@@ -118,11 +132,18 @@ def decide(
         request = _request(offers, ~waits, num_draws, settings)
         schedule = get_scheduler(settings.scheduler)(request)
         check_schedule(request, schedule)
-    except (Exception, SystemExit) as failure:  # a scheduler may be the user's; the other ranks are waiting
-        raise GlobalBatchError(f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}") from failure
+    except (
+        Exception,
+        SystemExit,
+    ) as failure:  # a scheduler may be the user's; the other ranks are waiting
+        raise GlobalBatchError(
+            f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
+        ) from failure
     rank, microbatch = (np.full(lengths.size, -1, np.int32) for _ in range(2))
     rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
-    stats = packing_stats(request=request, schedule=schedule, length=lengths[~waits], alignment=settings.alignment)
+    stats = packing_stats(
+        request=request, schedule=schedule, length=lengths[~waits], alignment=settings.alignment
+    )
     return Decision(
         source_rank=_source_rank(offers).astype(np.int32),
         lengths=lengths,
@@ -133,14 +154,19 @@ def decide(
             stats,
             dropped_samples=sum(offer.num_dropped for offer in offers),
             cut_samples=sum(offer.num_cut for offer in offers),
-            delays=[] if max_delay is None else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
+            delays=[]
+            if max_delay is None
+            else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
             waiting=int(waits.sum()),
         ),
     )
 
 
 def _request(
-    offers: Sequence[Offer], is_kept: npt.NDArray[np.bool_], num_draws: int, settings: PackingSettings
+    offers: Sequence[RankReport],
+    is_kept: npt.NDArray[np.bool_],
+    num_draws: int,
+    settings: PackingSettings,
 ) -> ScheduleRequest:
     """Return what the scheduler is asked, of those offered sequences that are not delayed."""
     lengths, draws, steps_delayed, loss_tokens = (
@@ -164,6 +190,6 @@ def _request(
     )
 
 
-def _source_rank(offers: Sequence[Offer]) -> npt.NDArray[np.int64]:
+def _source_rank(offers: Sequence[RankReport]) -> npt.NDArray[np.int64]:
     """Return the data-parallel rank that offers each sequence, [N]."""
     return np.repeat(np.arange(len(offers)), [offer.lengths.size for offer in offers])

@@ -1,4 +1,6 @@
-"""tensor. Holds the sequences that wait for a later step (see `scheduling.delay`), on the rank that drew them."""
+"""tensor. Holds the sequences that wait for a later step (see `scheduling.delay`), on the rank that
+drew them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ class Delayed(NamedTuple):
 
 
 class DelayQueue:
-    """What waits on this rank between steps; made once per run, on every rank, by whoever owns the loop.
+    """What waits on this rank between steps; made once per run, on every rank, by whoever owns the
+    loop.
 
-    A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails leaves the queue as
-    it was; one that is repeated on a rewound iterator begins with the same sequences again. It stays empty on ranks
-    that do not draw. Who prepares steps ahead does so with a `copy`, and hands what waits after each (see
+    A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails
+    leaves the queue as it was; one that is repeated on a rewound iterator begins with the same
+    sequences again. It stays empty on ranks that do not draw. Who prepares steps ahead does so with
+    a `copy`, and hands what waits after each (see
     `GlobalBatch.delayed`) to the queue of the run when that step is trained.
     """
 
@@ -39,8 +43,8 @@ class DelayQueue:
         if max_steps < 0:
             raise ValueError(f"--outlier-delay-steps must be at least 0, but is {max_steps}")
         self.max_steps = max_steps
-        """Steps that a sequence waits at most; the same on all ranks. 0 lets all that wait leave at the next step: set
-        it before the last one.
+        """Steps that a sequence waits at most; the same on all ranks. 0 lets all that wait leave at
+        the next step: set it before the last one.
         """
         self._before = self._after = delayed or Delayed.none()
 
@@ -73,20 +77,31 @@ class DelayQueue:
             "version": _STATE_VERSION,
             "steps": torch.from_numpy(steps),
             "lengths": torch.from_numpy(samples.lengths),
-            "columns": {c.name: torch.from_numpy(values) for c, values in samples.columns.items() if not c.extra},
-            "extra_per_token": {c.name: torch.from_numpy(v) for c, v in samples.extra().items() if c.per_token},
-            "extra_per_sequence": {c.name: torch.from_numpy(v) for c, v in samples.extra().items() if not c.per_token},
+            "columns": {
+                c.name: torch.from_numpy(values)
+                for c, values in samples.columns.items()
+                if not c.extra
+            },
+            "extra_per_token": {
+                c.name: torch.from_numpy(v) for c, v in samples.extra().items() if c.per_token
+            },
+            "extra_per_sequence": {
+                c.name: torch.from_numpy(v) for c, v in samples.extra().items() if not c.per_token
+            },
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> None:
-        """Continue as data-parallel rank `rank` of `num_ranks` from what all ranks saved, in the order of their ranks.
+        """Continue as data-parallel rank `rank` of `num_ranks` from what all ranks saved, in the
+        order of their ranks.
 
-        As many ranks as saved take back what was theirs; others share all of it out evenly, in that order. Raises
-        ValueError for a state of another version, or whose columns do not fit its lengths.
+        As many ranks as saved take back what was theirs; others share all of it out evenly, in that
+        order. Raises ValueError for a state of another version, or whose columns do not fit its
+        lengths.
         """
         if any(state.get("version") != _STATE_VERSION for state in states):
             raise ValueError(
-                "the checkpoint holds delayed sequences as another version wrote them; continue it with that version "
+                "the checkpoint holds delayed sequences as another version wrote them; continue it "
+                "with that version "
                 "up to a step at which none is delayed"
             )
         mine = [*states] if len(states) != num_ranks else [states[rank]]
@@ -102,16 +117,24 @@ class DelayQueue:
 def _loaded(state: dict[str, Any]) -> Delayed:
     lengths, steps = np.asarray(state["lengths"]), np.asarray(state["steps"])
     table = {column.name: column for column in (*ALWAYS, *DERIVABLE)}
-    columns = {table[name]: np.asarray(values) for name, values in state["columns"].items() if name in table}
+    columns = {
+        table[name]: np.asarray(values)
+        for name, values in state["columns"].items()
+        if name in table
+    }
     for key in ("extra_per_token", "extra_per_sequence"):
         for name, tensor in state[key].items():
             values = np.asarray(tensor)
-            column = Column(name, values.dtype.name, key == "extra_per_token", values.shape[1:], extra=True)
+            column = Column(
+                name, values.dtype.name, key == "extra_per_token", values.shape[1:], extra=True
+            )
             columns[column] = values
     size = (lengths.size, int(lengths.sum()))
     is_whole = steps.size == lengths.size and columns.keys() >= set(ALWAYS)
     for column, values in columns.items():
-        is_whole &= values.shape == (column.num_rows(*size), *column.shape) and values.dtype == column.dtype
+        is_whole &= (
+            values.shape == (column.num_rows(*size), *column.shape) and values.dtype == column.dtype
+        )
     if not is_whole:
         raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
     return Delayed(Samples(lengths=lengths, columns=columns), steps)

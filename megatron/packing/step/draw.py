@@ -44,12 +44,13 @@ def draw_samples(
 ) -> Draw:
     """Call `next` up to `num_draws` times and return all sequences.
 
-    A sequence of more than `longest` tokens is an error, cut, or dropped, by `policy`. `rank_name` begins each error's
-    text.
+    A sequence of more than `longest` tokens is an error, cut, or dropped, by `policy`. `rank_name`
+    begins each error's text.
     """
     if iterator is None:
         return Draw.failed(
-            f"{rank_name} must have a data iterator, but has none; build one where is_drawing_rank() is true"
+            f"{rank_name} must have a data iterator, but has none; build one where "
+            "is_drawing_rank() is true"
         )
     reader, ended = SampleReader(), False
     for number in range(num_draws):
@@ -58,7 +59,9 @@ def draw_samples(
         except StopIteration:
             ended = True
             break
-        except Exception as failure:  # the edge to the user's data: whatever it is, all ranks must hear of it
+        except (
+            Exception
+        ) as failure:  # the edge to the user's data: whatever it is, all ranks must hear of it
             return Draw.failed(f"{rank_name}, draw {number}: {type(failure).__name__}: {failure}")
     try:
         samples, draws = reader.samples(), reader.draws
@@ -69,13 +72,17 @@ def draw_samples(
     if num_long and policy == "error":
         first = int(is_long.argmax())
         return Draw.failed(
-            f"{rank_name}, draw {draws[first]}: a sample of {samples.lengths[first]} tokens does not fit a pack of "
-            f"{longest}; raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass --over-length-policy "
+            f"{rank_name}, draw {draws[first]}: a sample of {samples.lengths[first]} tokens does "
+            "not fit a pack of "
+            f"{longest}; raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass "
+            "--over-length-policy "
             "truncate or drop"
         )
     if num_long and policy == "truncate":
         return Draw(samples=samples.first(longest), draws=draws, num_cut=num_long, ended=ended)
     if num_long:
         kept = np.flatnonzero(~is_long)
-        return Draw(samples=samples.take(kept), draws=draws[kept], num_dropped=num_long, ended=ended)
+        return Draw(
+            samples=samples.take(kept), draws=draws[kept], num_dropped=num_long, ended=ended
+        )
     return Draw(samples=samples, draws=draws, ended=ended)

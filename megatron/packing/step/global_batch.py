@@ -3,13 +3,14 @@
     draw     the drawing rank of each data-parallel replica draws from its iterator (see `groups`)
     gather   one drawing rank hears what all of them have at hand: about 50 bytes per sequence
     decide   it schedules, and all drawing ranks hear the answer: about 20 bytes per sequence
-    move     the drawing ranks exchange samples: one all-to-all, about 5 bytes per token (see `samples`)
-    tell     each sends its replica the plan and the samples: one broadcast of about 5 bytes per token
-    pack     every rank makes the microbatches that its pipeline stage needs, padded
+    move     the drawing ranks exchange samples: one all-to-all, about 5 bytes per token (see
+    `samples`) tell     each sends its replica the plan and the samples: one broadcast of about 5
+    bytes per token pack     every rank makes the microbatches that its pipeline stage needs, padded
 
-All of it is on the host and over gloo; the number of collectives does not depend on that of microbatches, and none is
-left for the microbatches. Whatever fails on a drawing rank (end of data, an exception while drawing or scheduling, a
-batch that no schedule fits) is raised alike on all ranks.
+All of it is on the host and over gloo; the number of collectives does not depend on that of
+microbatches, and none is left for the microbatches. Whatever fails on a drawing rank (end of data,
+an exception while drawing or scheduling, a batch that no schedule fits) is raised alike on all
+ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.columns import Form, num_words
-from megatron.packing.batch.microbatches import Microbatch, copied_ahead, layout_microbatches, layouts_of, pack
+from megatron.packing.batch.microbatches import (
+    Microbatch,
+    copied_ahead,
+    layout_microbatches,
+    layouts_of,
+    pack,
+)
 from megatron.packing.batch.samples import IntArray, Samples, joined
-from megatron.packing.step.decide import Decision, GlobalBatchError, Offer, decide
+from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
 from megatron.packing.step.draw import Draw, draw_samples
-from megatron.packing.step.groups import RoadGroups, road_groups
+from megatron.packing.step.groups import DataGroups, road_groups
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
@@ -42,13 +49,16 @@ T = TypeVar("T")
 
 
 class PackedIterator(Iterator[Microbatch]):
-    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the user's data.
+    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the
+    user's data.
 
-    device: a CUDA device to which tensors of tokens are copied, each microbatch while the one before it is computed, on
-    a stream of their own; None leaves them on the host.
+    device: a CUDA device to which tensors of tokens are copied, each microbatch while the one
+    before it is computed, on a stream of their own; None leaves them on the host.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch], device: torch.device | None = None) -> None:
+    def __init__(
+        self, microbatches: Sequence[Microbatch], device: torch.device | None = None
+    ) -> None:
         self._microbatches: Iterator[Microbatch] = iter(microbatches)
         if device is not None and device.type == "cuda":
             self._microbatches = copied_ahead(self._microbatches, device)
@@ -65,14 +75,17 @@ class GlobalBatch:
     stats: PackingStats
     settings: PackingSettings
     decision: Decision | None
-    """Where all sequences went, on the rank that decides (data-parallel rank 0's drawing one); None elsewhere."""
+    """Where all sequences went, on the rank that decides (data-parallel rank 0's drawing one); None
+    elsewhere.
+    """
     delayed: Delayed
     """Sequences that this rank drew and that wait for a later batch."""
 
     def iterators(
         self, num_virtual_stages: int | None, device: torch.device | None = None
     ) -> PackedIterator | list[PackedIterator]:
-        """Return what megatron-core's schedules iterate over: with virtual stages a list, an iterator for each.
+        """Return what megatron-core's schedules iterate over: with virtual stages a list, an
+        iterator for each.
 
         device: see `PackedIterator`.
         """
@@ -93,7 +106,9 @@ class StepPlan(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The outcome of a step on a drawing rank: its replica's part, or the error, or None at the end of the data."""
+    """The outcome of a step on a drawing rank: its replica's part, or the error, or None at the end
+    of the data.
+    """
 
     plan: StepPlan | str | None
     samples: Samples
@@ -112,8 +127,8 @@ def schedule_global_batch(
 ) -> GlobalBatch:
     """`data_schedule.wrap_dataloader`, with everything that is known about the batch.
 
-    step: its number; None takes that of `PackingOptions`. It may run in a thread (see `step.prefetch`), once the first
-    call, or `road_groups`, has made its groups.
+    step: its number; None takes that of `PackingOptions`. It may run in a thread (see
+    `step.prefetch`), once the first call, or `road_groups`, has made its groups.
     """
     settings = PackingSettings.of(config, groups, scheduler_type, step)
     road = road_groups(groups)
@@ -128,7 +143,9 @@ def schedule_global_batch(
     layouts = layouts_of(plan.lengths, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
-        microbatches=pack(samples, plan.num_sequences, layouts) if has_tokens else layout_microbatches(layouts),
+        microbatches=pack(samples, plan.num_sequences, layouts)
+        if has_tokens
+        else layout_microbatches(layouts),
         stats=plan.stats,
         settings=settings,
         decision=part.decision,
@@ -137,25 +154,34 @@ def schedule_global_batch(
 
 
 def _draw_and_place(
-    data_iterator: Any, num_draws: int, settings: PackingSettings, drawing: dist.ProcessGroup, queue: DelayQueue | None
+    data_iterator: Any,
+    num_draws: int,
+    settings: PackingSettings,
+    drawing: dist.ProcessGroup,
+    queue: DelayQueue | None,
 ) -> _Part:
     """What a drawing rank does, alike on all of them: draw, gather, decide, move."""
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
     name = f"data-parallel rank {drawing.rank()} (rank {dist.get_rank()})"
     draw = draw_samples(iterator, num_draws, settings.capacity, settings.over_length_policy, name)
-    # megatron-core's RerunDataIterator says whether it gives the samples of the step before once more.
-    delayed = None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
+    # megatron-core's RerunDataIterator says whether it gives the samples of the step before once
+    # more.
+    delayed = (
+        None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
+    )
     at_hand = draw.samples
     if delayed is not None:
         try:
             at_hand = joined([delayed.samples, draw.samples])
         except ValueError as failure:
             draw = Draw.failed(f"{name}: {failure}")
-    offers = _gather(Offer.of(draw, delayed, at_hand), drawing)
+    offers = _gather(RankReport.of(draw, delayed, at_hand), drawing)
     decision: Decision | str | None = None
     if offers is not None:
         try:
-            decision = decide(offers, num_draws, settings, None if queue is None else queue.max_steps)
+            decision = decide(
+                offers, num_draws, settings, None if queue is None else queue.max_steps
+            )
         except GlobalBatchError as failure:
             decision = str(failure)
     decision = _broadcast(decision, 0, drawing)
@@ -171,11 +197,12 @@ def _draw_and_place(
     return _Part(plan, samples, None if offers is None else decision)
 
 
-def _gather(offer: Offer, drawing: dist.ProcessGroup) -> list[Offer] | None:
+def _gather(offer: RankReport, drawing: dist.ProcessGroup) -> list[RankReport] | None:
     """All offers on the first drawing rank, which decides; None on the others."""
     if drawing.size() == 1:
         return [offer]
-    # gather_object would tell all ranks all sizes first, in a ring, and pad each offer to the largest
+    # gather_object would tell all ranks all sizes first, in a ring, and pad each offer to the
+    # largest
     mine = torch.frombuffer(bytearray(pickle.dumps(offer)), dtype=torch.uint8)
     size, first = torch.tensor([mine.numel()]), dist.get_global_rank(drawing, 0)
     if drawing.rank() != 0:
@@ -208,8 +235,11 @@ def _left_behind(decision: Decision, delayed: Delayed, at_hand: Samples, rank: i
     return Delayed(at_hand.take(stays), steps[stays] + 1)
 
 
-def _move(samples: Samples, decision: Decision, drawing: dist.ProcessGroup) -> tuple[Samples, npt.NDArray[np.int32]]:
-    """Send each sample to the rank that trains it; what is this rank's then, and its microbatches."""
+def _move(
+    samples: Samples, decision: Decision, drawing: dist.ProcessGroup
+) -> tuple[Samples, npt.NDArray[np.int32]]:
+    """Send each sample to the rank that trains it; what is this rank's then, and its
+    microbatches."""
     rank, size = drawing.rank(), drawing.size()
     target = decision.rank[decision.source_rank == rank]
     order = np.argsort(target, kind="stable")[int((target < 0).sum()) :]
@@ -219,18 +249,25 @@ def _move(samples: Samples, decision: Decision, drawing: dist.ProcessGroup) -> t
         return outgoing, decision.microbatch[mine]
     parts = outgoing.split(np.bincount(target[order], minlength=size))
     words = [part.to_words() for part in parts]
-    lengths = np.split(decision.lengths[mine], np.cumsum(np.bincount(decision.source_rank[mine], minlength=size))[:-1])
+    lengths = np.split(
+        decision.lengths[mine],
+        np.cumsum(np.bincount(decision.source_rank[mine], minlength=size))[:-1],
+    )
     receive = [num_words(part.size, int(part.sum()), decision.form) for part in lengths]
     incoming = torch.empty(sum(receive), dtype=torch.int32)
     dist.all_to_all_single(
-        incoming, torch.from_numpy(np.concatenate(words)), receive, [part.size for part in words], group=drawing
+        incoming,
+        torch.from_numpy(np.concatenate(words)),
+        receive,
+        [part.size for part in words],
+        group=drawing,
     )
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
     arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, lengths)]
     return joined(arrived), decision.microbatch[mine]
 
 
-def _tell(part: _Part, road: RoadGroups) -> tuple[StepPlan | str | None, Samples]:
+def _tell(part: _Part, road: DataGroups) -> tuple[StepPlan | str | None, Samples]:
     """The plan and the samples of this replica, on each of its ranks."""
     group = road.replica
     if group.size() == 1:
@@ -242,7 +279,9 @@ def _tell(part: _Part, road: RoadGroups) -> tuple[StepPlan | str | None, Samples
     if road.drawing is not None:
         words = torch.from_numpy(part.samples.to_words())
     else:
-        words = torch.empty(num_words(len(plan.lengths), int(plan.lengths.sum()), plan.form), dtype=torch.int32)
+        words = torch.empty(
+            num_words(len(plan.lengths), int(plan.lengths.sum()), plan.form), dtype=torch.int32
+        )
     dist.broadcast(words, src=road.drawing_rank, group=group)
     if road.drawing is not None:
         return plan, part.samples

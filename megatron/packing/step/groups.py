@@ -1,8 +1,8 @@
 """collective. Who draws, and the two kinds of process group that carry a global batch.
 
-Of each data-parallel replica one rank draws: tensor-, context- and pipeline-parallel rank 0. The drawing ranks are one
-group, each replica is another. Both are gloo groups of their own, as all that travels is on the host, and as a road in
-the background must not share groups with the model.
+Of each data-parallel replica one rank draws: tensor-, context- and pipeline-parallel rank 0. The
+drawing ranks are one group, each replica is another. Both are gloo groups of their own, as all that
+travels is on the host, and as a road in the background must not share groups with the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoadGroups:
+class DataGroups:
     """The groups of this rank."""
 
     drawing: dist.ProcessGroup | None
@@ -30,14 +30,18 @@ class RoadGroups:
 
 
 def is_drawing_rank(groups: Any) -> bool:
-    """Return whether this rank draws for its replica; `groups` has megatron-core's `tp`, `cp` and `pp`."""
+    """Return whether this rank draws for its replica; `groups` has megatron-core's `tp`, `cp` and
+    `pp`.
+    """
     return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
-def road_groups(groups: Any) -> RoadGroups:
-    """Return the groups that go with megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`; made at the first call.
+def road_groups(groups: Any) -> DataGroups:
+    """Return the groups that go with megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`; made at the
+    first call.
 
-    The first call is collective over the world. Their collectives have torch's own timeout for gloo.
+    The first call is collective over the world. Their collectives have torch's own timeout for
+    gloo.
     """
     return _made(groups.tp, groups.cp, groups.pp, groups.dp, groups.mp)
 
@@ -49,7 +53,7 @@ def _made(
     pp: dist.ProcessGroup,
     dp: dist.ProcessGroup,
     mp: dist.ProcessGroup,
-) -> RoadGroups:
+) -> DataGroups:
     draws = tp.rank() == cp.rank() == pp.rank() == 0
     stages = _all_gathered((dist.get_rank(), draws), mp)
     members = dict(member for shard in _all_gathered(stages, cp) for member in shard)
@@ -65,7 +69,9 @@ def _made(
             if dist.get_rank() in ranks:
                 mine[kind, ranks] = group
     drawing = mine[0, drawing_ranks] if draws else None
-    return RoadGroups(drawing=drawing, replica=mine[1, tuple(sorted(members))], drawing_rank=drawing_rank)
+    return DataGroups(
+        drawing=drawing, replica=mine[1, tuple(sorted(members))], drawing_rank=drawing_rank
+    )
 
 
 def _all_gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -76,7 +82,8 @@ def _all_gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return where tensors for this group's collectives must live."""
-    # A group of several backends, or of the default ones, has a name of its own; only gloo alone stays on the CPU.
+    # A group of several backends, or of the default ones, has a name of its own; only gloo alone
+    # stays on the CPU.
     if not torch.cuda.is_available() or dist.get_backend(group) in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,9 @@
 """tensor. Prepares what steps take, ahead of them, in a thread of its own.
 
-What is prepared may exchange with its like on other ranks, over process groups that nobody else uses while the thread
-works. Its collectives then pair up because all ranks prepare as many values in one order, whatever their pace: how many
-may be prepared depends only on how many were asked for, and that is equal on all ranks wherever they stop or pause.
+What is prepared may exchange with its like on other ranks, over process groups that nobody else
+uses while the thread works. Its collectives then pair up because all ranks prepare as many values
+in one order, whatever their pace: how many may be prepared depends only on how many were asked for,
+and that is equal on all ranks wherever they stop or pause.
 
     asked for    0   1   2   2         3          3
                    next next settle() next     close()
@@ -23,10 +24,12 @@ T = TypeVar("T")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Iterator over what `prepare` returns, call by call; up to `ahead` calls are made before they are asked for.
+    """Iterator over what `prepare` returns, call by call; up to `ahead` calls are made before they
+    are asked for.
 
-    What a call raises (the end of data, too) is raised by the `next` that it belongs to, and by all later ones; nothing
-    is prepared after it. The thread starts at the first `next`. With `ahead` 0 there is none.
+    What a call raises (the end of data, too) is raised by the `next` that it belongs to, and by all
+    later ones; nothing is prepared after it. The thread starts at the first `next`. With `ahead` 0
+    there is none.
     """
 
     def __init__(self, prepare: Callable[[], T], ahead: int, limit: int | None = None) -> None:
@@ -54,15 +57,18 @@ class Prefetcher(Iterator[T], Generic[T]):
             self.seconds_waited = time.perf_counter() - start
 
     def settle(self) -> None:
-        """Wait until the thread is idle, which it stays until the next `next`: its groups may be used meanwhile."""
+        """Wait until the thread is idle, which it stays until the next `next`: its groups may be
+        used meanwhile.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None or self._is_idle())
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """End the thread, once it has prepared as many values as on other ranks; return whether it has ended.
+        """End the thread, once it has prepared as many values as on other ranks; return whether it
+        has ended.
 
-        timeout_seconds: after an error that other ranks may not know of, when they may never prepare theirs. The thread
-        is then left behind, and ends with the process.
+        timeout_seconds: after an error that other ranks may not know of, when they may never
+        prepare theirs. The thread is then left behind, and ends with the process.
         """
         with self._changed:
             self._is_closed = True
@@ -77,7 +83,9 @@ class Prefetcher(Iterator[T], Generic[T]):
         with self._changed:
             self._num_asked += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="prefetch of global batches", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="prefetch of global batches", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ready or self._failure is not None)

@@ -1,4 +1,6 @@
-"""mcore. How this run packs: read once from megatron-core's config and the layout, under Megatron-LM's names."""
+"""mcore. How this run packs: read once from megatron-core's config and the layout, under
+Megatron-LM's names.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
 
 UNKNOWN_MODEL = PackCost(linear=1.0, quadratic=1 / 60_000)
-"""For a config that describes no model: attention costs what all else does at 60,000 tokens, as with 8B parameters."""
+"""For a config that describes no model: attention costs what all else does at 60,000 tokens, as
+with 8B parameters.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
-    """What packing may be told beside the fields that Megatron-LM has for it; `config.sequence_packing_options` holds
-    one (see `of`).
+    """What packing may be told beside the fields that Megatron-LM has for it;
+    `config.sequence_packing_options` holds one (see `of`).
     """
 
     over_length_policy: OverLengthPolicy = "error"
@@ -30,20 +34,23 @@ class PackingOptions:
     cost: PackCost | None = None
     """What packs cost; None: FLOPs."""
     delay_queue: DelayQueue | None = None
-    """Where outliers are delayed; its state belongs in a script's checkpoints. None: nothing is delayed."""
+    """Where outliers are delayed; its state belongs in a script's checkpoints. None: nothing is
+    delayed.
+    """
     seed: int = 0
     step: int = 0
-    """Of the run, and the number of the step: where a scheduler's random choices come from, so that a resumed run
-    repeats them. `wrap_dataloader` takes the step as it is; the hook on megatron-core's schedules counts on from what
-    it is at its first training step.
+    """Of the run, and the number of the step: where a scheduler's random choices come from, so that
+    a resumed run repeats them. `wrap_dataloader` takes the step as it is; the hook on
+    megatron-core's schedules counts on from what it is at its first training step.
     """
     prefetch_global_batches: int = 0
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
     logits_of_masked_tokens: bool = False
     """The plug-in leaves a model's output layer as it is (see `model.head`)."""
     megatron_lm_calls: bool = False
-    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most tensor-parallel ranks,
-    and the hook's result ends in two more entries, the global batch's sums of lengths and of their squares.
+    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most
+    tensor-parallel ranks, and the hook's result ends in two more entries, the global batch's sums
+    of lengths and of their squares.
     """
 
     @classmethod
@@ -80,21 +87,30 @@ class PackingSettings:
         scheduler: str | None = None,
         step: int | None = None,
     ) -> PackingSettings:
-        """Read them from `config`, by name where megatron-core's dataclass has no such field yet; `scheduler` and
-        `step`, where given, win. A `config` may also be any object that has the fields of packing alone.
+        """Read them from `config`, by name where megatron-core's dataclass has no such field yet;
+        `scheduler` and
+        `step`, where given, win. A `config` may also be any object that has the fields of packing
+        alone.
 
-        Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small for the layout.
+        Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too
+        small for the layout.
         """
         alignment = Alignment.for_layout(
             context_parallel_size=groups.cp.size(),
             tensor_parallel_size=groups.tp.size(),
             sequence_parallel=getattr(config, "sequence_parallel", False),
-            rank_multiple=1 if getattr(config, "fp8", None) is None else get_fp8_align_size(config.fp8_recipe),
+            rank_multiple=1
+            if getattr(config, "fp8", None) is None
+            else get_fp8_align_size(config.fp8_recipe),
         )
-        per_rank, smallest = config.max_seqlen_per_dp_cp_rank, -(-alignment.pack // groups.cp.size())
+        per_rank, smallest = (
+            config.max_seqlen_per_dp_cp_rank,
+            -(-alignment.pack // groups.cp.size()),
+        )
         if per_rank is None or per_rank < smallest:
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is {per_rank}; "
+                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is "
+                f"{per_rank}; "
                 "set it to the tokens of the longest sequence over the context-parallel size"
             )
         options = PackingOptions.of(config)
@@ -107,7 +123,8 @@ class PackingSettings:
             capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
             over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
-            cost=options.cost or (cost_of(config) if hasattr(config, "num_layers") else UNKNOWN_MODEL),
+            cost=options.cost
+            or (cost_of(config) if hasattr(config, "num_layers") else UNKNOWN_MODEL),
             seed=options.seed,
             step=options.step if step is None else step,
             model=StepModel(
@@ -120,16 +137,20 @@ class PackingSettings:
 
 
 def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
-    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output layer is left out.
+    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output
+    layer is left out.
 
-    Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for each of them.
+    Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for
+    each of them.
     """
     cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
     return replace(cost, fixed=cost.fixed * config.context_parallel_size)
 
 
 def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:
-    """What decides how long a pack takes on a device, in plain values; without `vocab_size` where it isn't known."""
+    """What decides how long a pack takes on a device, in plain values; without `vocab_size` where
+    it isn't known.
+    """
     return {
         **_shape_of(config),
         **({} if vocab_size is None else {"vocab_size": vocab_size}),
@@ -139,11 +160,15 @@ def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[s
     }
 
 
-def measured_cost(fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None) -> PackCost:
-    """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was measured."""
+def measured_cost(
+    fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None
+) -> PackCost:
+    """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was
+    measured."""
     fitted.check_model(model_of(config, vocab_size))
     cost = fitted.of_rank(
-        tensor_parallel_size=config.tensor_model_parallel_size, context_parallel_size=config.context_parallel_size
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
     )
     flops = cost_of(config, vocab_size or 0)  # all tokens of the measured packs had a loss
     return replace(cost, head=cost.linear * flops.head / flops.linear)
@@ -170,7 +195,8 @@ def _shape_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:
-    """Whether data-parallel ranks exchange tokens in every layer, and so wait for the slowest at each microbatch.
+    """Whether data-parallel ranks exchange tokens in every layer, and so wait for the slowest at
+    each microbatch.
 
     Expert parallel takes the ranks of tensor and of context parallel first.
     """

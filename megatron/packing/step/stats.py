@@ -1,5 +1,5 @@
-"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance against the lower
-bound.
+"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance
+against the lower bound.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # a report of a run needs no arrays
 
 @dataclass(frozen=True, kw_only=True)
 class PackingStats:
-    """One global batch over all data-parallel ranks, in columns of `metrics.jsonl`. Counts of tokens and squares are of
-    real, unpadded lengths; exact integers.
+    """One global batch over all data-parallel ranks, in columns of `metrics.jsonl`. Counts of
+    tokens and squares are of real, unpadded lengths; exact integers.
     """
 
     sequences: int
@@ -30,7 +30,9 @@ class PackingStats:
     padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
     row_tokens: int = 0
-    """Tokens that would be computed without packing, see `padded_rows`; 0 in files from before it was told."""
+    """Tokens that would be computed without packing, see `padded_rows`; 0 in files from before it
+    was told.
+    """
     capacity_tokens: int
     """Tokens that the packs could hold: microbatches * capacity * data-parallel size."""
     microbatches: int
@@ -44,8 +46,8 @@ class PackingStats:
     bubble: float
     """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
     moved_tokens: int
-    """Of sequences that another data-parallel rank computes than the one that drew them; without padding, which doesn't
-    travel.
+    """Of sequences that another data-parallel rank computes than the one that drew them; without
+    padding, which doesn't travel.
     """
     dropped_samples: int = 0
     """Samples that were left out: too long, broken, or without a token that counts."""
@@ -68,7 +70,9 @@ class PackingStats:
 
     @property
     def balance(self) -> float:
-        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven size."""
+        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven
+        size.
+        """
         return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
 
     @property
@@ -78,8 +82,9 @@ class PackingStats:
 
 
 def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """The microbatches of a rank without packing, (longest, number of rows): sequences in the order drawn, each padded
-    to the longest of its microbatch, as many as fit into `capacity` tokens. (3, 5, 9, 2) in 12: (5, 2), (9, 1), (2, 1).
+    """The microbatches of a rank without packing, (longest, number of rows): sequences in the order
+    drawn, each padded to the longest of its microbatch, as many as fit into `capacity` tokens. (3,
+    5, 9, 2) in 12: (5, 2), (9, 1), (2, 1).
     """
     rows: list[tuple[int, int]] = []
     longest, count = 0, 0
@@ -94,8 +99,8 @@ def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
 def packing_stats(
     *, request: ScheduleRequest, schedule: Schedule, length: IntArray, alignment: Alignment
 ) -> PackingStats:
-    """Account for a scheduled global batch, but for samples that are not in it; `length` int64 [N] are the real lengths
-    of the request's sequences.
+    """Account for a scheduled global batch, but for samples that are not in it; `length` int64 [N]
+    are the real lengths of the request's sequences.
     """
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack
@@ -110,7 +115,9 @@ def packing_stats(
         row_tokens=sum(
             longest * count
             for rank in range(num_ranks)
-            for longest, count in padded_rows(length[request.source_rank == rank].tolist(), request.capacity)
+            for longest, count in padded_rows(
+                length[request.source_rank == rank].tolist(), request.capacity
+            )
         ),
         capacity_tokens=num_ranks * num_microbatches * request.capacity,
         microbatches=num_microbatches,
@@ -118,5 +125,7 @@ def packing_stats(
         moved_tokens=int(length[request.source_rank != schedule.rank].sum()),
         step_cost=time,
         step_cost_bound=request.bound,
-        bubble=max(1 - float(costs.sum()) / (time * num_ranks * request.model.num_stages), 0.0) if time else 0.0,
+        bubble=max(1 - float(costs.sum()) / (time * num_ranks * request.model.num_stages), 0.0)
+        if time
+        else 0.0,
     )

@@ -1,9 +1,11 @@
 """pure. Record -> sample: which tokens the model reads, and which it is trained on.
 
 Invariants:
-- labels[i] is the token that follows tokens[i], and loss_mask[i] belongs to labels[i] (Megatron's convention);
-- loss_mask is the record's weight times the turn's where the label is the assistant's, its end-of-turn token included,
-  and everywhere in a `text`, a `completion` and in `tokens`; elsewhere it is 0;
+- labels[i] is the token that follows tokens[i], and loss_mask[i] belongs to labels[i] (Megatron's
+  convention);
+- loss_mask is the record's weight times the turn's where the label is the assistant's, its
+  end-of-turn token included, and everywhere in a `text`, a `completion` and in `tokens`; elsewhere
+  it is 0;
 - a sample that comes out holds at least one token with loss, and at most `seq_length` tokens.
 """
 
@@ -19,7 +21,9 @@ from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.sft.data.layouts import Conversation, Passage, Reading, TokenIds, read_record
 from megatron.sft.data.messages import SampleError
 
-DropReason = Literal["over length", "no loss token", "no loss token left after truncation", "bad sample"]
+DropReason = Literal[
+    "over length", "no loss token", "no loss token left after truncation", "bad sample"
+]
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 _log = logging.getLogger("megatron.sft.data")
@@ -35,7 +39,9 @@ class ChatTokens(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Turns text and conversations into tokens. Made by `megatron.sft.data.tokenizer.build_tokenizer`."""
+    """Turns text and conversations into tokens. Made by
+    `megatron.sft.data.tokenizer.build_tokenizer`.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -51,23 +57,31 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template that `encode_chat` follows, None where its format is built in or missing."""
+        """The Jinja template that `encode_chat` follows, None where its format is built in or
+        missing.
+        """
 
     @property
     def fingerprint(self) -> str:
         """Differs between tokenizers that give some id another meaning."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text` alone, without any that begin or end a document. SampleError if it has none."""
+        """Return the ids of `text` alone, without any that begin or end a document. SampleError if
+        it has none.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return text for a person to read: white space at its end and special tokens may be left out."""
+        """Return text for a person to read: white space at its end and special tokens may be left
+        out.
+        """
 
     def show(self, ids: Sequence[int]) -> str:
         """Return text for a person to read, with the names of special tokens."""
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
-        """Return a document: begun as the tokenizer begins one, and ended by `eod`, which is trained."""
+        """Return a document: begun as the tokenizer begins one, and ended by `eod`, which is
+        trained.
+        """
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         """Return the whole conversation. SampleError if this one does not fit the format."""
@@ -101,7 +115,9 @@ class ChatEncoder:
     seq_length: int
     """Most tokens that a sample may have."""
     over_length_policy: OverLengthPolicy
-    """What becomes of a longer record: a SampleError, a sample of its first `seq_length` tokens, or `Dropped`."""
+    """What becomes of a longer record: a SampleError, a sample of its first `seq_length` tokens, or
+    `Dropped`.
+    """
     columns: Mapping[str, str] = field(default_factory=dict)
     """Of --data-columns: column -> the name that `layouts` knows."""
     _listed: set[str] = field(default_factory=set, init=False, repr=False)
@@ -112,10 +128,13 @@ class ChatEncoder:
             raise ValueError(f"--seq-length must be at least 1, but is {self.seq_length}")
         if self.over_length_policy not in get_args(OverLengthPolicy):
             choices = "|".join(get_args(OverLengthPolicy))
-            raise ValueError(f"--over-length-policy must be {choices}, but is {self.over_length_policy!r}")
+            raise ValueError(
+                f"--over-length-policy must be {choices}, but is {self.over_length_policy!r}"
+            )
 
     def encode(self, record: Mapping[str, Any], weight: float = 1.0) -> EncodedSample | Dropped:
-        """Return the sample that `record` holds, its loss scaled by `weight`; see `layouts` for what it may look like.
+        """Return the sample that `record` holds, its loss scaled by `weight`; see `layouts` for
+        what it may look like.
 
         Keys that are not read are logged, each once.
         """
@@ -144,7 +163,9 @@ class ChatEncoder:
         return read_record(record, self.columns)
 
     def list_unread(self, record: Mapping[str, Any]) -> None:
-        """Log the keys of `record` that are not read, as `encode` does: before it is copied to processes that read."""
+        """Log the keys of `record` that are not read, as `encode` does: before it is copied to
+        processes that read.
+        """
         self._list(self.read(record).unread)
 
     def _list(self, unread: set[str]) -> None:
@@ -169,5 +190,7 @@ def _token_ids(tokens: object, vocab_size: int) -> npt.NDArray[np.int64]:
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise SampleError(f"tokens must be at least one whole number, but is {tokens!r:.60}")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise SampleError(f"tokens must be from 0 to {vocab_size - 1}, but are from {ids.min()} to {ids.max()}")
+        raise SampleError(
+            f"tokens must be from 0 to {vocab_size - 1}, but are from {ids.min()} to {ids.max()}"
+        )
     return ids.astype(np.int64)

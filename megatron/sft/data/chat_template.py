@@ -1,13 +1,15 @@
-"""pure. Messages -> text by a chat template, and which of its characters the assistant must produce: one rendering.
+"""pure. Messages -> text by a chat template, and which of its characters the assistant must
+produce: one rendering.
 
-A template with {% generation %} says itself what is trained. In any other, the turn of each message is what the
-template writes while its loop is at that message; an assistant's turn is trained from the end of the generation prompt
-to the end of the turn, white space after the end-of-turn token left out. `marked_template` tells these places.
+A template with {% generation %} says itself what is trained. In any other, the turn of each message
+is what the template writes while its loop is at that message; an assistant's turn is trained from
+the end of the generation prompt to the end of the turn, white space after the end-of-turn token
+left out. `marked_template` tells these places.
 
 Invariants:
-- each trained turn stands behind what generation would start from, and reads as if it were the last. Checked by
-  rendering the turns before it, and up to it, for one conversation of each kind (which roles follow one another, with
-  tools, calls, thoughts);
+- each trained turn stands behind what generation would start from, and reads as if it were the
+  last. Checked by rendering the turns before it, and up to it, for one conversation of each kind
+  (which roles follow one another, with tools, calls, thoughts);
 - every message's text is in its turn, or the conversation is refused;
 - each trained turn ends in the template's end of turn.
 
@@ -31,18 +33,25 @@ from megatron.sft.data.messages import Message, SampleError, texts_of, with_call
 
 _CHECKED_AT_EACH_END = 4
 """Answers of a conversation that are compared with how they would be generated."""
-_WAY_OUT = "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what is to be trained"
+_WAY_OUT = (
+    "pass --chat-template FILE, with {% generation %} ... {% endgeneration %} around what "
+    "is to be trained"
+)
 
 TRAINING_VARIANTS: Mapping[str, str] = {
-    # Qwen3 leaves out the thoughts of all turns but the last ones, and writes an empty thought only into the last.
+    # Qwen3 leaves out the thoughts of all turns but the last ones, and writes an empty thought only
+    # into the last.
     "loop.index0 > ns.last_query_index": "true",
     "loop.last or (not loop.last and reasoning_content)": "true",
-    # Mistral 0.3 and Nemo write the system prompt into the user's turn that is the last message: in training, none is.
+    # Mistral 0.3 and Nemo write the system prompt into the user's turn that is the last message: in
+    # training, none is.
     "loop.last and system_message is defined": "loop.first and system_message is defined",
 }
-"""Conditions of released templates under which a conversation cannot be trained -> what they are in training.
+"""Conditions of released templates under which a conversation cannot be trained -> what they are in
+training.
 
-They are recognised by their text, whatever else a release changed. The template that is exported stays as released.
+They are recognised by their text, whatever else a release changed. The template that is exported
+stays as released.
 """
 _NEEDS_CALL_IDS = re.compile(r"\.id\s*\|\s*length\s*\)?\s*!=\s*9")
 """In templates that refuse calls without an id of nine characters: Mistral 0.3, Nemo and later."""
@@ -74,7 +83,8 @@ class _Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class ChatTemplate:
-    """A compiled chat template. `render` remembers the kinds of conversations that it has checked."""
+    """A compiled chat template. `render` remembers the kinds of conversations that it has
+    checked."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -92,7 +102,8 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> Rendering:
         """Render once, and find what is trained.
 
-        SampleError for a conversation that does not fit; ValueError for a template under which none can be trained.
+        SampleError for a conversation that does not fit; ValueError for a template under which none
+        can be trained.
         """
         if _NEEDS_CALL_IDS.search(self.source):
             conversation = conversation._replace(messages=with_call_ids(conversation.messages))
@@ -127,29 +138,41 @@ class ChatTemplate:
         try:
             return MarkedTemplate(source)
         except Exception as error:  # nested too deep, among others
-            raise ValueError(f"the chat template cannot be read: {error!s:.500}; {_WAY_OUT}") from None
+            raise ValueError(
+                f"the chat template cannot be read: {error!s:.500}; {_WAY_OUT}"
+            ) from None
 
     def _prompt(self, options: Mapping[str, Any]) -> _Prompt:
         """What stands around an answer; ValueError for a template that trains no end of a turn."""
         question, before = Message("user", "?"), ""
         try:
             asked = self._write(Conversation([question], None, options))
-            prompted = self._write(Conversation([question], None, options), add_generation_prompt=True)
+            prompted = self._write(
+                Conversation([question], None, options), add_generation_prompt=True
+            )
             chats = [[question, Message("assistant", text)] for text in ("yes", "no")]
             answers = [self._write(Conversation(messages, None, options)) for messages in chats]
         except SampleError as error:
-            raise ValueError(f"{error}, although it is a question and an answer; {_WAY_OUT}") from None
+            raise ValueError(
+                f"{error}, although it is a question and an answer; {_WAY_OUT}"
+            ) from None
         if not self._has_marks:
             before = _generation_prompt(asked, prompted)
         ends = []
         for answered, text in zip(answers, ("yes", "no")):
-            spans = [(start, end) for start, end, _ in answered.generated] or answered.turns.get(1, ())
+            spans = [(start, end) for start, end, _ in answered.generated] or answered.turns.get(
+                1, ()
+            )
             trained = [answered.text[start:end] for start, end in spans]
-            # The last span that holds the answer: TRL's Phi 3 marks the end of the text behind it, apart.
-            ends.append(next((part.rpartition(text)[2] for part in reversed(trained) if text in part), ""))
+            # The last span that holds the answer: TRL's Phi 3 marks the end of the text behind it,
+            # apart.
+            ends.append(
+                next((part.rpartition(text)[2] for part in reversed(trained) if text in part), "")
+            )
         if ends[0] != ends[1] or not ends[0]:
             raise ValueError(
-                f"under the chat template no end of a turn would be trained, so no answer ends; {_WAY_OUT}"
+                "under the chat template no end of a turn would be trained, so no answer ends; "
+                f"{_WAY_OUT}"
             )
         return _Prompt(before, ends[0].strip() or ends[0])
 
@@ -157,15 +180,23 @@ class ChatTemplate:
         """Where the assistant's message is trained, [start, end)."""
         places = written.turns.get(number, ())
         if len(places) != 1:
-            raise ValueError(f"the chat template writes message {number} in {len(places)} places, not one; {_WAY_OUT}")
+            raise ValueError(
+                f"the chat template writes message {number} in {len(places)} places, not one; "
+                f"{_WAY_OUT}"
+            )
         start, end = places[0]
         turn = written.text[start:end]
         if not turn.startswith(prompt.before):
-            raise SampleError(f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for it")
+            raise SampleError(
+                f"the chat template begins turn {number} with {turn[:40]!r}, not as it prompts for "
+                "it"
+            )
         if prompt.end.strip():
             turn = turn.rstrip()
         if not turn.endswith(prompt.end):
-            raise SampleError(f"the chat template ends turn {number} with {turn[-20:]!r}, not with {prompt.end!r}")
+            raise SampleError(
+                f"the chat template ends turn {number} with {turn[-20:]!r}, not with {prompt.end!r}"
+            )
         return start + len(prompt.before), start + len(turn)
 
     def _check_turns(self, conversation: Conversation, written: Written, prompt: _Prompt) -> None:
@@ -174,14 +205,21 @@ class ChatTemplate:
         Of many answers only the first and the last few are looked at, as each takes two renderings.
         """
         messages = conversation.messages
-        answers = [number for number, one in enumerate(messages) if one.role == "assistant" and one.weight and number]
+        answers = [
+            number
+            for number, one in enumerate(messages)
+            if one.role == "assistant" and one.weight and number
+        ]
         for number in sorted({*answers[:_CHECKED_AT_EACH_END], *answers[-_CHECKED_AT_EACH_END:]}):
-            before, until = (conversation._replace(messages=messages[:end]) for end in (number, number + 1))
+            before, until = (
+                conversation._replace(messages=messages[:end]) for end in (number, number + 1)
+            )
             start, end = self._answer(written, number, prompt)
             prompted, answered = self._write(before, add_generation_prompt=True), self._write(until)
             if prompted.text != written.text[:start] or answered.text[:end] != written.text[:end]:
                 raise ValueError(
-                    f"the chat template renders turns up to number {number} anew as more follow, so that it would not "
+                    f"the chat template renders turns up to number {number} again as more follow, "
+                    "so that it would not "
                     f"be trained as it is generated; {_WAY_OUT}"
                 )
 
@@ -198,7 +236,10 @@ class ChatTemplate:
         except TemplateError as error:
             said = f"the chat template refuses the conversation: {error!s:.500}"
             if "strftime_now" in said:
-                said = f"the chat template asks for today's date, by which samples would change; {_WAY_OUT}"
+                said = (
+                    "the chat template asks for today's date, by which samples would change; "
+                    f"{_WAY_OUT}"
+                )
             raise SampleError(said) from None
         except Exception as error:  # a program of others
             said = f"{type(error).__name__}: {error}"
@@ -211,14 +252,19 @@ def _generation_prompt(asked: Written, prompted: Written) -> str:
         return prompted.text[prompted.loop_end :]
     if prompted.text.startswith(asked.text):  # written in the loop, at its last message
         return prompted.text[len(asked.text) :]
-    raise ValueError(f"the chat template writes a question otherwise where it prompts for an answer; {_WAY_OUT}")
+    raise ValueError(
+        f"the chat template writes a question otherwise where it prompts for an answer; {_WAY_OUT}"
+    )
 
 
 def _marked_spans(messages: Sequence[Message], written: Written) -> list[Span]:
     spans = []
     for start, end, number in written.generated:
         if number is None and any(message.weight != 1 for message in messages):
-            raise SampleError("the chat template marks what is trained outside of turns, so they cannot have weights")
+            raise SampleError(
+                "the chat template marks what is trained outside of turns, so they cannot have "
+                "weights"
+            )
         spans.append(Span(start, end, 1.0 if number is None else messages[number].weight))
     return spans
 
@@ -228,18 +274,23 @@ def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
     for number, message in enumerate(conversation.messages):
         places = written.turns.get(number) or [(0, len(written.text))]
         turn = "".join(written.text[start:end] for start, end in places)
-        wanted = [part.strip() for text in texts_of([message]) for part in re.split("</?think>", text)]
+        wanted = [
+            part.strip() for text in texts_of([message]) for part in re.split("</?think>", text)
+        ]
         wanted += [call["function"]["name"] for call in message.fields.get("tool_calls", ())]
         for text in wanted:
             if text not in turn and json.dumps(text, ensure_ascii=False)[1:-1] not in turn:
                 raise SampleError(
-                    f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat template leaves out; "
+                    f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat "
+                    "template leaves out; "
                     f"remove it, or {_WAY_OUT}"
                 )
     for tool in conversation.tools or ():
         name = tool["function"].get("name", "") if isinstance(tool["function"], Mapping) else ""
         if name not in written.text:
-            raise SampleError(f"the chat template leaves out the tool {name!r:.40}; remove tools, or {_WAY_OUT}")
+            raise SampleError(
+                f"the chat template leaves out the tool {name!r:.40}; remove tools, or {_WAY_OUT}"
+            )
 
 
 def _kind_of(conversation: Conversation) -> tuple[Any, ...]:

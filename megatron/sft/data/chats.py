@@ -1,12 +1,13 @@
-"""pure. A source of megatron.blending as samples to train on: any of its formats becomes a record that ChatEncoder
-reads.
+"""pure. A source of megatron.blending as samples to train on: any of its formats becomes a record
+that ChatEncoder reads.
 
     JSONL, JSON, Parquet             the object, or the row
     WebDataset, TextSample           {"text": ...}
-    WebDataset, crude                its parts: txt is the text, json (an object, or a list of messages) the rest
-    .bin/.idx                        {"tokens": ...}, trained on as they are
+    WebDataset, crude                its parts: txt is the text, json (an object, or a list of
+    messages) the rest .bin/.idx                        {"tokens": ...}, trained on as they are
 
-The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, scales the loss of all its samples, as
+The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, scales the loss of
+all its samples, as
 `weight` in a record scales that record's.
 """
 
@@ -27,7 +28,7 @@ from megatron.blending.streams.failures import SkipSample
 from megatron.blending.streams.source import SourceDataset
 from megatron.sft.data import layouts
 from megatron.sft.data.chat_encoder import ChatEncoder, Dropped, EncodedSample, SampleError
-from megatron.sft.data.messages import MOST_WEIGHT
+from megatron.sft.data.messages import MAX_WEIGHT
 
 SAMPLE_WEIGHT = "sample_weight"
 _TEXT_PARTS = ("txt", "text", "json", "jsn")
@@ -47,7 +48,9 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
     decoder = staticmethod(_decode_text)
 
     def encode_sample(self, sample: object) -> EncodedSample:
-        """SkipSample with the reason for one that holds nothing to train on, SampleError for one that is broken."""
+        """SkipSample with the reason for one that holds nothing to train on, SampleError for one
+        that is broken.
+        """
         weight = source_weight(subflavors_of(sample))
         made = self._encoder.encode(record_of(sample), weight)
         if isinstance(made, Dropped):
@@ -59,10 +62,14 @@ class ChatTask(TaskEncoder[Any, EncodedSample, Any, Any]):
         return self._encoder.read(record_of(sample))
 
     def list_unread(self, opened: SourceDataset) -> None:
-        """Log the keys of a source's first record that are not read: once, not in each process that reads."""
+        """Log the keys of a source's first record that are not read: once, not in each process that
+        reads.
+        """
         if len(opened.source) and opened.load is not None:
             with suppress(Exception):  # a broken record is told where it is trained on
-                self._encoder.list_unread(record_of(opened.load(opened.source[0], (opened.name, 0, 0))))
+                self._encoder.list_unread(
+                    record_of(opened.load(opened.source[0], (opened.name, 0, 0)))
+                )
 
 
 class ChatLoad:
@@ -90,7 +97,8 @@ def open_chats(entry: SourceEntry | Join, task: ChatTask) -> SourceDataset:
     kind = opened.load.kind if isinstance(opened.load, TypedLoad) else None
     if kind is not None and not issubclass(kind, TextSample):
         raise ValueError(
-            f"{entry.where}: has samples of {kind.__name__}, but must have text: prepare it as TextSample, or as "
+            f"{entry.where}: has samples of {kind.__name__}, but must have text: prepare it as "
+            "TextSample, or as "
             "CrudeWebdataset with parts txt or json"
         )
     return opened
@@ -120,8 +128,13 @@ def subflavors_of(sample: Any) -> Mapping[str, Any]:
 def source_weight(subflavors: Mapping[str, Any], where: str = "") -> float:
     """The weight that all samples of a source have in the loss."""
     weight = subflavors.get(SAMPLE_WEIGHT, 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST_WEIGHT:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not 0 < weight <= MAX_WEIGHT
+    ):
         raise SampleError(
-            f"{where}{SAMPLE_WEIGHT} must be a number above 0, up to {MOST_WEIGHT}, but is {weight!r:.60}"
+            f"{where}{SAMPLE_WEIGHT} must be a number above 0, up to {MAX_WEIGHT}, but is "
+            f"{weight!r:.60}"
         )
     return float(weight)

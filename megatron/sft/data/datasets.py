@@ -1,8 +1,10 @@
-"""pure. From the options to what a run reads: sources opened, blended or one after the other, split three ways.
+"""pure. From the options to what a run reads: sources opened, blended or one after the other, split
+three ways.
 
-A metadataset (YAML) as --data-path is blended, and so are paths with weights; others are read one after the other,
-each epoch in an order of its own over all of them. Held-out data are, in this order: --valid-data-path; the splits val
-and test that the data say they have (metadatasets and prepared folders); a part of the data by --split.
+A metadataset (YAML) as --data-path is blended, and so are paths with weights; others are read one
+after the other, each epoch in an order of its own over all of them. Held-out data are, in this
+order: --valid-data-path; the splits val and test that the data say they have (metadatasets and
+prepared folders); a part of the data by --split.
 """
 
 from __future__ import annotations
@@ -52,31 +54,43 @@ class Datasets(NamedTuple):
     valid: SampleSet
     test: SampleSet
     vocab_size: int
-    """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else the tokenizer's."""
+    """Of the model: that of --pretrained-checkpoint, which may have rows that no token uses, else
+    the tokenizer's.
+    """
     tokenizer: Tokenizer | None = None
     """None for made-up data."""
 
     def vocabulary(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that loads it: with other tokens, its weights mean nothing."""
+        """What a checkpoint must share with the run that loads it: with other tokens, its weights
+        mean nothing.
+        """
         told: dict[str, Any] = {"vocab_size": self.vocab_size}
         return told if self.tokenizer is None else {**told, "tokenizer": self.tokenizer.fingerprint}
 
 
 def build_datasets(config: SFTConfig) -> Datasets:
-    """Opens the files, or makes up the data, that the options name: indices are read, and records for weights by tokens
-    only. ValueError, one line that names the file, for anything that cannot be read.
+    """Opens the files, or makes up the data, that the options name: indices are read, and records
+    for weights by tokens only. ValueError, one line that names the file, for anything that cannot
+    be read.
     """
     if config.data.mock_data:
         return _build_mock(config)
     data = config.data
-    tokenizer = build_tokenizer(data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template)
-    encoder = ChatEncoder(tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns)
+    tokenizer = build_tokenizer(
+        data.resolved_tokenizer_type, data.tokenizer_model, data.vocab_size, data.chat_template
+    )
+    encoder = ChatEncoder(
+        tokenizer, config.model.seq_length, config.packing.over_length_policy, data.columns
+    )
     task = ChatTask(encoder)
-    builder = _Builder(data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size))
+    builder = _Builder(
+        data, task, config.training.seed, data.weight_schedule(config.training.global_batch_size)
+    )
     train, valid, test = builder.build_blend() if data.is_blend else builder.build_files()
     if not len(valid) and (config.output.keep_best or config.training.early_stopping is not None):
         raise ValueError(
-            "--keep-best and --early-stopping need records to validate with, but there are none; raise the second "
+            "--keep-best and --early-stopping need records to validate with, but there are none; "
+            "raise the second "
             "share of --split, or pass --valid-data-path"
         )
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
@@ -88,7 +102,8 @@ def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if tokenizer.vocab_size > of_model:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of --pretrained-checkpoint {folder} only "
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of "
+            f"--pretrained-checkpoint {folder} only "
             f"{of_model}; give the tokenizer that belongs to it, or enlarge its embeddings first"
         )
     return of_model
@@ -114,7 +129,9 @@ class _Opened(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None) -> None:
+    def __init__(
+        self, data: DataConfig, task: ChatTask, seed: int, schedule: WeightSchedule | None
+    ) -> None:
         self._data = data
         self._schedule = schedule
         self._task = task
@@ -125,23 +142,41 @@ class _Builder:
         """Returns the sources one after the other."""
         data = self._data
         opened = self._opened(
-            [entry for path in data.paths for entry in source_entries(load_metadataset(path, "train"))]
+            [
+                entry
+                for path in data.paths
+                for entry in source_entries(load_metadataset(path, "train"))
+            ]
         )
         if data.valid_data_path or self._held_out:
-            return self._concatenated(opened, seed=self._seed), self._all_of("val"), self._all_of("test")
+            return (
+                self._concatenated(opened, seed=self._seed),
+                self._all_of("val"),
+                self._all_of("test"),
+            )
         ends = [0, *accumulate(len(source.records) for source in opened)]
         train, valid, test = (
             [
-                source.part(range(max(cut.start - start, 0), min(cut.stop - start, len(source.records))))
+                source.part(
+                    range(max(cut.start - start, 0), min(cut.stop - start, len(source.records)))
+                )
                 for source, start in zip(opened, ends)
             ]
             for cut in self._cut(ends[-1], "")
         )
-        return self._concatenated(train, seed=self._seed), self._concatenated(valid), self._concatenated(test)
+        return (
+            self._concatenated(train, seed=self._seed),
+            self._concatenated(valid),
+            self._concatenated(test),
+        )
 
     def build_blend(self) -> tuple[SampleSet, SampleSet, SampleSet]:
-        """Returns the sources in the proportions of a metadataset, or of the weights in --data-path."""
-        found = [(load_metadataset(path, "train"), weight) for weight, path in self._data.weighted_paths]
+        """Returns the sources in the proportions of a metadataset, or of the weights in
+        --data-path.
+        """
+        found = [
+            (load_metadataset(path, "train"), weight) for weight, path in self._data.weighted_paths
+        ]
         weighted = tuple((node, weight) for node, weight in found if weight is not None)
         kind, shares = flattened(Blend(children=weighted) if weighted else found[0][0])
         opened = self._opened([entry for entry, _ in shares])
@@ -149,11 +184,14 @@ class _Builder:
             valid, test = self._all_of("val"), self._all_of("test")
         else:
             cuts = [
-                self._cut(len(source.records), f" of {source.entry.where or _path_of(source.entry)}")
+                self._cut(
+                    len(source.records), f" of {source.entry.where or _path_of(source.entry)}"
+                )
                 for source in opened
             ]
             valid, test = (
-                self._concatenated([source.part(cut[which]) for source, cut in zip(opened, cuts)]) for which in (1, 2)
+                self._concatenated([source.part(cut[which]) for source, cut in zip(opened, cuts)])
+                for which in (1, 2)
             )
             opened = [source.part(cut[0]) for source, cut in zip(opened, cuts)]
         made = [(source.node(), share, source.entry) for source, (_, share) in zip(opened, shares)]
@@ -168,7 +206,8 @@ class _Builder:
         without = [path for path, names in found.items() if not names]
         if with_splits and without:
             raise ValueError(
-                f"{with_splits[0]} has data to hold out, but {without[0]} has none; pass --valid-data-path, or name "
+                f"{with_splits[0]} has data to hold out, but {without[0]} has none; pass "
+                "--valid-data-path, or name "
                 "both in a metadataset with splits train and val"
             )
         return set().union(*found.values())
@@ -179,7 +218,9 @@ class _Builder:
         if not self._data.valid_data_path:
             paths = [path for path in self._data.paths if split in split_names(path)]
         return self._concatenated(
-            self._opened([entry for path in paths for entry in source_entries(load_metadataset(path, split))])
+            self._opened(
+                [entry for path in paths for entry in source_entries(load_metadataset(path, split))]
+            )
         )
 
     def _opened(self, entries: Sequence[SourceEntry | Join]) -> list[_Opened]:
@@ -201,12 +242,15 @@ class _Builder:
         return short_names([_path_of(source.entry) for source in sources])
 
     def _blended(self, loaded: LoadedDatasetList) -> SampleSet:
-        shares = [one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets]
+        shares = [
+            one.weight if one.repetitions is None else one.repetitions for one in loaded.datasets
+        ]
         weighted, schedule = loaded.datasets, self._schedule
         asks = schedule is not None or self._data.blend_weights_by == "tokens"
         if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
             raise ValueError(
-                "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the metadataset has "
+                "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the "
+                "metadataset has "
                 "'blend_epochized', which says how often each source is read"
             )
         if self._data.blend_weights_by == "tokens":
@@ -222,7 +266,8 @@ class _Builder:
         valid_end = round((shares[0] + shares[1]) * num_records)
         if train_end == 0:
             raise ValueError(
-                f"--split {self._data.split} leaves no record of {num_records}{of_what} for training; raise its first "
+                f"--split {self._data.split} leaves no record of {num_records}{of_what} for "
+                "training; raise its first "
                 "share"
             )
         return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
@@ -232,14 +277,19 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """Returns as much of each path as tells it from the others, for logs:
     `["data/a/chats.jsonl", "data/b/chats.jsonl", "web/"] -> ["a/chats", "b/chats", "web"]`.
 
-    Without the suffix of a kind of file where that leaves them apart; equal paths are numbered: `chats`, `chats#2`.
+    Without the suffix of a kind of file where that leaves them apart; equal paths are numbered:
+    `chats`, `chats#2`.
     """
     parts = [PurePosixPath(path).parts or (path,) for path in paths]
-    levels = [[_ending(part, count, has_suffix) for part in parts] for count, has_suffix in _levels(parts)]
+    levels = [
+        [_ending(part, count, has_suffix) for part in parts] for count, has_suffix in _levels(parts)
+    ]
     names = []
     for number in range(len(paths)):
         column = [level[number] for level in levels]
-        names.append(next((name for name, level in zip(column, levels) if level.count(name) == 1), column[0]))
+        names.append(
+            next((name for name, level in zip(column, levels) if level.count(name) == 1), column[0])
+        )
     seen: Counter[str] = Counter()
     for number, name in enumerate(names):
         seen[name] += 1
@@ -269,7 +319,9 @@ def _build_mock(config: SFTConfig) -> Datasets:
         if not num_samples:
             return concatenated([], [])
         lengths = config.data.sft_mock_dataset_config_json
-        samples = MockSFTDataset(lengths, config.model.seq_length, vocab_size, seed, num_samples=num_samples)
+        samples = MockSFTDataset(
+            lengths, config.model.seq_length, vocab_size, seed, num_samples=num_samples
+        )
         source = SourceDataset(samples, load=mock_sample, shuffle=False, name="mock")
         return concatenated(["mock"], [source], order)
 

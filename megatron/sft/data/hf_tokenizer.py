@@ -1,4 +1,6 @@
-"""pure. A HuggingFace tokenizer and its chat template: text and conversations -> tokens, and which are trained."""
+"""pure. A HuggingFace tokenizer and its chat template: text and conversations -> tokens, and which
+are trained.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class HuggingFaceTokenizer:
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
         text = passage.prompt + passage.completion
-        tokens = self._tokens(text, [Span(len(passage.prompt), len(text), 1.0)], add_special_tokens=True)
+        tokens = self._tokens(
+            text, [Span(len(passage.prompt), len(text), 1.0)], add_special_tokens=True
+        )
         if len(tokens.ids) and tokens.ids[-1] == self.eod:  # by the tokenizer's own post-processor
             tokens.weights[-1] = 1.0
             return tokens
@@ -62,64 +66,87 @@ class HuggingFaceTokenizer:
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         if self.template is None:
             raise ValueError(
-                "the tokenizer of --tokenizer-model has no chat template, which conversations need; pass "
+                "the tokenizer of --tokenizer-model has no chat template, which conversations "
+                "need; pass "
                 "--chat-template FILE"
             )
         return self._tokens(*self.template.render(conversation), add_special_tokens=False)
 
     def _tokens(self, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> ChatTokens:
         try:
-            encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+            encoded = self.tokenizer(
+                text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+            )
         except Exception as error:  # such as a vocabulary without a token for what it does not know
             raise SampleError(f"the tokenizer fails on the text: {error!s:.500}") from None
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         weights = np.zeros(len(starts), np.float32)
         for span in spans:
             # A token over the border is the assistant's, who must produce its second half.
-            first, last = np.searchsorted(ends, span.start, "right"), np.searchsorted(starts, span.end, "left")
+            first, last = (
+                np.searchsorted(ends, span.start, "right"),
+                np.searchsorted(starts, span.end, "left"),
+            )
             weights[first:last] = span.weight
         return ChatTokens(np.array(encoded["input_ids"], np.int64), weights)
 
 
-def build_hugging_face(tokenizer_model: str | None, chat_template: str | None = None) -> HuggingFaceTokenizer:
-    """Read a tokenizer from its folder; `chat_template` is the path of a template to use instead of the folder's.
+def build_hugging_face(
+    tokenizer_model: str | None, chat_template: str | None = None
+) -> HuggingFaceTokenizer:
+    """Read a tokenizer from its folder; `chat_template` is the path of a template to use instead of
+    the folder's.
 
     ValueError where one of them cannot be read.
     """
     if tokenizer_model is None or not os.path.isdir(tokenizer_model):
         raise ValueError(
-            "--tokenizer-model must be the directory of a Hugging Face tokenizer for --tokenizer-type "
+            "--tokenizer-model must be the directory of a Hugging Face tokenizer for "
+            "--tokenizer-type "
             f"HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
         )
     with _without_torch():
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it") from error
+            raise ValueError(
+                "--tokenizer-type HuggingFaceTokenizer needs transformers; pip install it"
+            ) from error
         try:
             # Given, since transformers else asks on a terminal, where a `y` runs the folder's code.
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer_model, use_fast=True, trust_remote_code=False)
-        except (
-            BaseException
-        ) as error:  # of many kinds, by what is wrong with the files; a panic of Rust is no Exception
+            tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer_model, use_fast=True, trust_remote_code=False
+            )
+        # of many kinds, by what is wrong with the files; a panic of Rust is no Exception
+        except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             if "trust_remote_code" in str(error):
                 raise ValueError(
-                    f"--tokenizer-model {tokenizer_model} needs Python code of its own (auto_map), which is never run; "
+                    f"--tokenizer-model {tokenizer_model} needs Python code of its own (auto_map), "
+                    "which is never run; "
                     "pass a folder with a tokenizer.json that transformers reads by itself"
                 ) from None
-            raise ValueError(f"--tokenizer-model {tokenizer_model} cannot be read: {error}") from error
+            raise ValueError(
+                f"--tokenizer-model {tokenizer_model} cannot be read: {error}"
+            ) from error
     if not tokenizer.is_fast:
-        raise ValueError(f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with tokenizer.json")
-    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
-        # transformers 5 makes one of a config.json alone, of which any text is no token, or unknown ones.
         raise ValueError(
-            f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; download its "
+            f"--tokenizer-model {tokenizer_model} must be a fast tokenizer; save it with "
+            "tokenizer.json"
+        )
+    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
+        # transformers 5 makes one of a config.json alone, of which any text is no token, or unknown
+        # ones.
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
+            "download its "
             "tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
         )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json")
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model} has no eos_token; set it in tokenizer_config.json"
+        )
     return HuggingFaceTokenizer(
         tokenizer=tokenizer,
         vocab_size=len(tokenizer),
@@ -138,21 +165,31 @@ def _template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
     elif tokenizer.chat_template:
         source = tokenizer.get_chat_template()
         if not isinstance(source, str):
-            raise ValueError("--tokenizer-model has a chat_template that is no text; pass --chat-template FILE")
+            raise ValueError(
+                "--tokenizer-model has a chat_template that is no text; pass --chat-template FILE"
+            )
     else:
         return None
-    names = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    names = {
+        name: token
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
     return ChatTemplate(source, names)
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """transformers imports torch, in seconds, wherever it finds it, and works without; what is imported is left."""
+    """transformers imports torch, in seconds, wherever it finds it, and works without; what is
+    imported is left.
+    """
     if "torch" in sys.modules:
         yield
         return
     find_spec = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find_spec(name, package)
+    importlib.util.find_spec = lambda name, package=None: (
+        None if name == "torch" else find_spec(name, package)
+    )
     verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that torch is missing
     try:

@@ -1,17 +1,23 @@
-"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the layout that its keys tell.
+"""pure. Record -> what it says: a conversation, a passage of text, or token ids, by the layout that
+its keys tell.
 
-    messages | conversations | conversation              turns, see `messages`; with system, tools and TRL's
+    messages | conversations | conversation              turns, see `messages`; with system, tools
+    and TRL's
                                                          chat_template_kwargs
-    prompt + completion, both of turns                   TRL: turns, of which those of the completion are trained
-    prompt + completion, both strings                    TRL: text, of which the completion is trained
-    instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift, OpenOrca: a question,
-      + output | response | answer                       with input | context, system, history and tools
+    prompt + completion, both of turns                   TRL: turns, of which those of the
+    completion are trained prompt + completion, both strings                    TRL: text, of which
+    the completion is trained instruction | query | question                       Alpaca, Dolly,
+    LLaMA-Factory, ms-swift, OpenOrca: a question,
+      + output | response | answer                       with input | context, system, history and
+      tools
     text                                                 trained as it is
     tokens                                               ids, trained as they are
 
-The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as absent. Any record
-may have `weight`, which scales its loss. Invariant: a text that a record holds under one of the names of
-`TEXT_COLUMNS` is read, is a repetition of what is read, or is an error. Other keys are not read, and told.
+The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as
+absent. Any record may have `weight`, which scales its loss. Invariant: a text that a record holds
+under one of the names of
+`TEXT_COLUMNS` is read, is a repetition of what is read, or is an error. Other keys are not read,
+and told.
 """
 
 from __future__ import annotations
@@ -35,18 +41,33 @@ _TURNS = ("messages", "conversations", "conversation")
 _QUESTION, _CONTEXT = ("instruction", "query", "question"), ("input", "context")
 _ANSWER, _SYSTEM = ("output", "response", "answer"), ("system", "system_prompt")
 _BESIDE_TURNS = (*_SYSTEM, "tools", "chat_template_kwargs")
-_READ = (*_TURNS, "prompt", "completion", *_QUESTION, *_CONTEXT, *_ANSWER, *_BESIDE_TURNS, "history", "text")
+_READ = (
+    *_TURNS,
+    "prompt",
+    "completion",
+    *_QUESTION,
+    *_CONTEXT,
+    *_ANSWER,
+    *_BESIDE_TURNS,
+    "history",
+    "text",
+)
 _NEVER_READ = ("chosen", "rejected", "rejected_response", "rejected_messages", "functions")
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _PREFERENCES = ("label", "kto_tag", "chosen")
-"""Keys whose true or false says whether the answer is a good one: TRL and ms-swift, LLaMA-Factory, others."""
+"""Keys whose true or false says whether the answer is a good one: TRL and ms-swift, LLaMA-Factory,
+others.
+"""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "cot")
 TEXT_COLUMNS = frozenset((*_READ, *_NEVER_READ, *_NOT_TEXT, *_THOUGHTS, "tokens"))
 """Keys of a record that hold what its author wants a model to learn from."""
 COLUMNS = (*_READ, "tokens", "weight", "role", "content", "none")
-"""Names on the left of --data-columns; `role` and `content` are those of turns, `none` is for what is left out."""
+"""Names on the left of --data-columns; `role` and `content` are those of turns, `none` is for what
+is left out.
+"""
 _LAYOUTS = (
-    "messages | conversations | conversation, prompt + completion, instruction | query | question (and input | "
+    "messages | conversations | conversation, prompt + completion, instruction | query | question "
+    "(and input | "
     "context) + output | response | answer, text or tokens"
 )
 
@@ -83,13 +104,16 @@ class Reading(NamedTuple):
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """Read --data-columns, as "messages=conversation,none=notes": column -> name of `COLUMNS`; ValueError if wrong."""
+    """Read --data-columns, as "messages=conversation,none=notes": column -> name of `COLUMNS`;
+    ValueError if wrong.
+    """
     columns: dict[str, str] = {}
     for pair in [] if text is None else text.split(","):
         name, equals, column = (part.strip() for part in pair.partition("="))
         if name not in COLUMNS or not equals or not column or column in columns:
             raise ValueError(
-                "--data-columns must be pairs such as messages=conversation,content=utterance, each column once, with "
+                "--data-columns must be pairs such as messages=conversation,content=utterance, "
+                "each column once, with "
                 f"{', '.join(COLUMNS)} on the left, but has {pair!r}"
             )
         columns[column] = name
@@ -97,7 +121,9 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def read_record(record: Mapping[str, Any], columns: Mapping[str, str]) -> Reading:
-    """Read `record`, whose `columns` have other names; SampleError for what fits no layout, or would lose text."""
+    """Read `record`, whose `columns` have other names; SampleError for what fits no layout, or
+    would lose text.
+    """
     told = _renamed(record, columns)
     found = _find(told, {name: column for column, name in columns.items()})
     weight = weight_of(told["weight"], "weight") if "weight" in told else 1.0
@@ -117,14 +143,19 @@ class _Found(NamedTuple):
 
 
 def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that hold something, by their names here. An empty string stays: it may be an answer."""
+    """The fields that hold something, by their names here. An empty string stays: it may be an
+    answer.
+    """
     told: dict[str, Any] = {}
     for column, value in record.items():
         name = columns.get(column, column)
         if name == "none" or (is_empty(value) and not isinstance(value, str)):
             continue
         if name in told:
-            raise SampleError(f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave out")
+            raise SampleError(
+                f"record has {name} twice, by --data-columns; add none=COLUMN for the one to leave "
+                "out"
+            )
         told[name] = value
     return told
 
@@ -145,19 +176,27 @@ def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
     if "tokens" in told:
         return _Found(TokenIds(told["tokens"]), {"tokens"})
     raise SampleError(
-        f"record has keys {', '.join(map(repr, told)) or '(none)'}, but must have {_LAYOUTS}; --data-columns gives odd "
+        f"record has keys {', '.join(map(repr, told)) or '(none)'}, but must have {_LAYOUTS}; "
+        "--data-columns gives odd "
         "names their meaning"
     )
 
 
-def _prompt_and_completion(told: Mapping[str, Any], turn_keys: tuple[str | None, str | None]) -> _Found:
+def _prompt_and_completion(
+    told: Mapping[str, Any], turn_keys: tuple[str | None, str | None]
+) -> _Found:
     prompt, completion = told["prompt"], told["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _Found(Passage(text_of(prompt, "prompt"), text_of(completion, "completion")), {"prompt", "completion"})
+        return _Found(
+            Passage(text_of(prompt, "prompt"), text_of(completion, "completion")),
+            {"prompt", "completion"},
+        )
     asked, unread = read_turns(prompt, "prompt", *turn_keys)
     answered, more = read_turns(completion, "completion", *turn_keys)
     messages = [*(message._replace(weight=0.0) for message in asked), *answered]
-    return _Found(_conversation(told, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more)
+    return _Found(
+        _conversation(told, messages), {"prompt", "completion", *_BESIDE_TURNS}, unread | more
+    )
 
 
 def _question(told: Mapping[str, Any]) -> list[Message]:
@@ -187,35 +226,56 @@ def _conversation(told: Mapping[str, Any], messages: list[Message]) -> Conversat
         if system and messages[0].role != "system":
             messages = [Message("system", system), *messages]
         elif system and messages[0].content.strip() != system.strip():
-            raise SampleError(f"record has two system prompts, {key} and another one; leave one out, as by none={key}")
+            raise SampleError(
+                f"record has two system prompts, {key} and another one; leave one out, as by "
+                f"none={key}"
+            )
     options = told.get("chat_template_kwargs", {})
-    if not isinstance(options, Mapping) or options.keys() & {"messages", "tools", "add_generation_prompt"}:
-        raise SampleError(f"chat_template_kwargs must be an object with variables of its own, but is {options!r:.60}")
+    if not isinstance(options, Mapping) or options.keys() & {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+    }:
+        raise SampleError(
+            "chat_template_kwargs must be an object with variables of its own, but is "
+            f"{options!r:.60}"
+        )
     return Conversation(messages, read_tools(told["tools"]) if told.get("tools") else None, options)
 
 
 def _check_preference(told: Mapping[str, Any]) -> None:
-    """Raises SampleError for a record of preference data, which may say that its answer is a bad one."""
+    """Raises SampleError for a record of preference data, which may say that its answer is a bad
+    one.
+    """
     for key in _PREFERENCES:
         if isinstance(told.get(key), bool):
             raise SampleError(
-                f"record has {key} {json.dumps(told[key])} beside an answer, as preference data (KTO) marks good and "
-                f"bad answers, but training takes all of them for good ones; keep the records in which it is true, and "
+                f"record has {key} {json.dumps(told[key])} beside an answer, as preference data "
+                "(KTO) marks good and "
+                "bad answers, but training takes all of them for good ones; keep the records in "
+                "which it is true, and "
                 f"pass --data-columns none={key}"
             )
 
 
-def _check_unread(told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds) -> None:
+def _check_unread(
+    told: Mapping[str, Any], unread: set[str], content: Conversation | Passage | TokenIds
+) -> None:
     said = texts_of(content.messages) if isinstance(content, Conversation) else []
-    said += [part.strip() for part in content if part.strip()] if isinstance(content, Passage) else []
+    said += (
+        [part.strip() for part in content if part.strip()] if isinstance(content, Passage) else []
+    )
     for key in sorted(unread & TEXT_COLUMNS):
         text = told[key]
         if isinstance(text, (int, float)):
             continue  # a count, as `tokens` may be
         is_string = isinstance(text, str) and bool(said)
-        if is_string and (any(text.strip() in part for part in said) or all(part in text for part in said)):
+        if is_string and (
+            any(text.strip() in part for part in said) or all(part in text for part in said)
+        ):
             continue  # a part of what is read, or all of it rendered
         raise SampleError(
-            f"record has {key}, which would be lost beside what is read; name its meaning with --data-columns, or "
+            f"record has {key}, which would be lost beside what is read; name its meaning with "
+            "--data-columns, or "
             f"leave it out with --data-columns none={key}"
         )

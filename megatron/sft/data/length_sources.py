@@ -1,4 +1,5 @@
-"""pure. Where the planner takes lengths of sequences from: files of lengths, chats, mock configurations, runs.
+"""pure. Where the planner takes lengths of sequences from: files of lengths, chats, mock
+configurations, runs.
 
 lengths.csv                   a length per line
 chats.jsonl|.json|.parquet    records as training reads them, and a tokenizer
@@ -36,7 +37,8 @@ LONGEST = 2**24
 
 
 def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) -> Lengths:
-    """Returns the lengths that `options.source` names (see the module); mock data gives `needed` of them.
+    """Returns the lengths that `options.source` names (see the module); mock data gives `needed` of
+    them.
 
     ValueError, naming file and line, for what cannot be read.
     """
@@ -48,14 +50,18 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
     if path.is_dir() or path.name in (METRICS_FILE, PACKS_FILE):
         return _run(path if path.is_dir() else path.parent)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give lengths, chats, a mock config, the folder of a run or a schedule")
+        raise ValueError(
+            f"{path}: no such file; give lengths, chats, a mock config, the folder of a run or a "
+            "schedule"
+        )
     if path.suffix == ".json" and (found := _json_object(path)) is not None:
         if "mode" in found:
             return _mock(source, options, needed)
         if found.get("kind") == "schedule":
             return _schedule(path, found)
         raise ValueError(
-            f'{path}: must be a list of chats, a mock config with "mode" or a schedule of --dump-schedule, '
+            f'{path}: must be a list of chats, a mock config with "mode" or a schedule of '
+            "--dump-schedule, "
             f"but has the keys {', '.join(map(shown, list(found)[:5])) or '(none)'}"
         )
     if path.suffix in SOURCES:
@@ -66,10 +72,17 @@ def lengths_from(options: LengthOptions, vocab_size: int | None, needed: int) ->
 def _mock(config: str, options: LengthOptions, needed: int) -> Lengths:
     seq_length, seed = options.seq_length, options.seed
     found = _json_object(Path(config)) if not config.lstrip().startswith("{") else _parsed(config)
-    if seq_length is None and found is not None and "type" not in found and found.get("mode") != "file":
+    if (
+        seq_length is None
+        and found is not None
+        and "type" not in found
+        and found.get("mode") != "file"
+    ):
         raise ValueError('a mock config without "type" follows --seq-length; pass it')
     lengths = _in_own_words(
-        lambda: MockSFTDataset(config, seq_length or LONGEST, 1024, seed, num_samples=2**40).lengths(np.arange(needed))
+        lambda: MockSFTDataset(
+            config, seq_length or LONGEST, 1024, seed, num_samples=2**40
+        ).lengths(np.arange(needed))
     )
     return Lengths(lengths=lengths, described=f"mock data {config}")
 
@@ -77,14 +90,19 @@ def _mock(config: str, options: LengthOptions, needed: int) -> Lengths:
 def _run(folder: Path) -> Lengths:
     path = folder / PACKS_FILE
     lines = _packs_of(path) if path.is_file() else []
-    lengths = [length for line in lines for rank in line["packs"] for pack in rank for length in pack]
+    lengths = [
+        length for line in lines for rank in line["packs"] for pack in rank for length in pack
+    ]
     if not lengths:
         raise ValueError(
-            f"{path}: must hold the packs of a run, but there are none; give the folder of a run with "
+            f"{path}: must hold the packs of a run, but there are none; give the folder of a run "
+            "with "
             "--sequence-packing, or a file of lengths"
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
-    run = RunSource(folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity"))
+    run = RunSource(
+        folder=folder, num_ranks=len(lines[-1]["packs"]), capacity=lines[-1].get("capacity")
+    )
     return Lengths(lengths=np.array(lengths, np.int64), described=f"{steps} in {path}", run=run)
 
 
@@ -99,14 +117,18 @@ def _packs_of(path: Path) -> list[dict[str, Any]]:
             for length in pack
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not the packs of a run: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path}: not the packs of a run: {type(error).__name__}: {error}"
+        ) from error
     if not well_formed:
         raise ValueError(f"{path}: not the packs of a run: lengths must be whole numbers above 0")
     return lines
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
-    """Returns the object that a file holds; None for a list, which is one of records, and for what is no JSON."""
+    """Returns the object that a file holds; None for a list, which is one of records, and for what
+    is no JSON.
+    """
     try:
         return _parsed(read_text(path))
     except ValueError:
@@ -132,7 +154,9 @@ def _schedule(path: Path, found: dict[str, Any]) -> Lengths:
 def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Lengths:
     source = open_source(path)
     tokenizer_type = tokenizer_type_of(options.tokenizer_type, options.tokenizer_model)
-    tokenizer = build_tokenizer(tokenizer_type, options.tokenizer_model, vocab_size, options.chat_template)
+    tokenizer = build_tokenizer(
+        tokenizer_type, options.tokenizer_model, vocab_size, options.chat_template
+    )
     encoder = ChatEncoder(tokenizer, LONGEST, "truncate", parse_columns(options.data_columns))
     lengths, dropped = [], 0
     for index in range(len(source)):
@@ -159,9 +183,13 @@ def _chats(path: Path, options: LengthOptions, vocab_size: int | None) -> Length
 
 
 def _in_own_words(read: Callable[[], IntArray]) -> IntArray:
-    """Puts errors in the planner's words: mock data's name its flag, and a --seq-length, which may not be given."""
+    """Puts errors in the planner's words: mock data's name its flag, and a --seq-length, which may
+    not be given.
+    """
     try:
         return read()
     except ValueError as error:
         said = str(error).removeprefix(f"{FLAG}: ")
-        raise ValueError(said.replace(f"--seq-length {LONGEST}", f"{LONGEST}, the most that is believed")) from error
+        raise ValueError(
+            said.replace(f"--seq-length {LONGEST}", f"{LONGEST}, the most that is believed")
+        ) from error

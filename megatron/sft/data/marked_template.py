@@ -1,8 +1,8 @@
 """pure. A Jinja template that tells where each message's turn stands in what it writes.
 
-Calls are put into its syntax tree: they write nothing, and note how many characters were written when they were
-reached, at the beginning of each pass of a loop, after each loop, and around what {% generation %} encloses. So one
-rendering tells all places.
+Calls are put into its syntax tree: they write nothing, and note how many characters were written
+when they were reached, at the beginning of each pass of a loop, after each loop, and around what {%
+generation %} encloses. So one rendering tells all places.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-from megatron.sft.data.template_sandbox import MOST_CHARACTERS, Sandbox, check_private_names
+from megatron.sft.data.template_sandbox import MAX_CHARACTERS, Sandbox, check_private_names
 
 _MARK = "mark_place"
-_MOST_PASSES = 1_000_000
+_MAX_PASSES = 1_000_000
 """Of all loops of a rendering."""
 
 
@@ -27,7 +27,9 @@ class Written(NamedTuple):
 
     text: str
     turns: Mapping[int, Sequence[tuple[int, int]]]
-    """Number of a message -> where the loop was at it, [start, end), those that wrote nothing left out."""
+    """Number of a message -> where the loop was at it, [start, end), those that wrote nothing left
+    out.
+    """
     generated: Sequence[tuple[int, int, int | None]]
     """What {% generation %} encloses, and the message it is in."""
     loop_end: int
@@ -44,19 +46,25 @@ class MarkedTemplate:
         )
         tree = environment.parse(source)
         check_private_names(tree)
-        self._compiled = environment.from_string(_MarkTurns().visit(tree).set_environment(environment))
+        self._compiled = environment.from_string(
+            _MarkTurns().visit(tree).set_environment(environment)
+        )
 
     def write(self, messages: Sequence[Mapping[str, Any]], **variables: object) -> Written:
         """Render `messages`; TemplateError where the template refuses them."""
         marks = _Marks(messages, self._sandbox.check_time)
         self._sandbox.begin()
-        for part in self._compiled.generate({**variables, "messages": messages, _MARK: marks.reach}):
+        for part in self._compiled.generate(
+            {**variables, "messages": messages, _MARK: marks.reach}
+        ):
             marks.write(part)
         return marks.written()
 
 
 class _Place(NamedTuple):
-    """A mark that the template reached: where in the text, in which loop, at which message (None: at none)."""
+    """A mark that the template reached: where in the text, in which loop, at which message (None:
+    at none).
+    """
 
     position: int
     loop: int
@@ -66,7 +74,9 @@ class _Place(NamedTuple):
 class _Marks:
     """What a rendering wrote, and the places at which its marks were reached."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]) -> None:
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], check_time: Callable[[], None]
+    ) -> None:
         self._check_time = check_time
         self._number_of = {id(message): number for number, message in enumerate(messages)}
         self._parts: list[str] = []
@@ -79,13 +89,13 @@ class _Marks:
     def write(self, part: str) -> None:
         self._parts.append(part)
         self._length += len(part)
-        if self._length > MOST_CHARACTERS:
-            raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
+        if self._length > MAX_CHARACTERS:
+            raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
 
     def reach(self, kind: str, loop: int = 0, item: object = None) -> str:
         """Called from the template; returns what it writes, which is nothing."""
         self._num_reached += 1
-        if self._num_reached > _MOST_PASSES:
+        if self._num_reached > _MAX_PASSES:
             raise TemplateError("it goes on for ever")
         self._check_time()
         if kind == "turn":
@@ -114,7 +124,9 @@ class _Marks:
 
 
 class _MarkTurns(NodeTransformer):
-    """Puts a mark at the beginning of each loop's body, and after each loop; and has joined texts counted."""
+    """Puts a mark at the beginning of each loop's body, and after each loop; and has joined texts
+    counted.
+    """
 
     def __init__(self) -> None:
         self._num_loops = 0
@@ -135,15 +147,23 @@ class _MarkTurns(NodeTransformer):
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, as transformers has it: a mark at its beginning and one at its end."""
+    """{% generation %} ... {% endgeneration %}, as transformers has it: a mark at its beginning and
+    one at its end.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_mark("generation").set_lineno(line), nodes.Scope(body), _mark("end").set_lineno(line)]
+        return [
+            _mark("generation").set_lineno(line),
+            nodes.Scope(body),
+            _mark("end").set_lineno(line),
+        ]
 
 
 def _mark(kind: str, *arguments: nodes.Expr) -> nodes.Output:
-    return nodes.Output([nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)])
+    return nodes.Output(
+        [nodes.Call(nodes.Name(_MARK, "load"), [nodes.Const(kind), *arguments], [], None, None)]
+    )

@@ -1,15 +1,20 @@
-"""pure. The turns of a conversation: as chat data sets write them -> messages, as chat templates read them.
+"""pure. The turns of a conversation: as chat data sets write them -> messages, as chat templates
+read them.
 
-    {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of text parts,
-                                                    {"type": "text", "text": ...}; LLaMA-Factory: "value"
+    {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of
+    text parts,
+                                                    {"type": "text", "text": ...}; LLaMA-Factory:
+                                                    "value"
     {"from": "human", "value": "hi"}                ShareGPT, OpenHermes, LLaMA-Factory, Axolotl
     {"human": "hi", "assistant": "hello"}           ms-swift: two turns
-    {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name of a single call
-    {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as `tool_call`: calls in JSON; those
+    {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name
+    of a single call {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as
+    `tool_call`: calls in JSON; those
                                                     that follow one another make one message
 
-A turn's `train`, `training` and `loss` (true or false), `loss_weight`, `weight` and `loss_scale` (numbers) scale its
-loss. A `loss_weight` above 0 on a turn of others asks to train on it, as `train` does.
+A turn's `train`, `training` and `loss` (true or false), `loss_weight`, `weight` and `loss_scale`
+(numbers) scale its loss. A `loss_weight` above 0 on a turn of others asks to train on it, as
+`train` does.
 """
 
 from __future__ import annotations
@@ -32,16 +37,31 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAIN = ("train", "training", "loss", "loss_weight")
 _WEIGHT = ("weight", "loss_scale")
 _PASSED_ON = ("name", "tool_call_id")
-_UNREADABLE = ("train_detail", "refusal", "prefix", "text", "image", "images", "audio", "audios", "video", "videos")
+_UNREADABLE = (
+    "train_detail",
+    "refusal",
+    "prefix",
+    "text",
+    "image",
+    "images",
+    "audio",
+    "audios",
+    "video",
+    "videos",
+)
 """Keys of a turn that change what is trained on, and that nothing here can honour."""
 
 
-MOST_WEIGHT = 10_000
-"""Of a record, a turn or a source in the loss: gradients beyond it are a mistake that trains the model to pieces."""
+MAX_WEIGHT = 10_000
+"""Of a record, a turn or a source in the loss: gradients beyond it are a mistake that trains the
+model to pieces.
+"""
 
 
 class SampleError(ValueError):
-    """A record that cannot be made a sample. The message lacks the place: prefix it with `source.describe(index)`."""
+    """A record that cannot be made a sample. The message lacks the place: prefix it with
+    `source.describe(index)`.
+    """
 
 
 class Message(NamedTuple):
@@ -68,7 +88,9 @@ class Turns(NamedTuple):
     """Keys of turns that hold something and that were not read."""
 
 
-def read_turns(turns: object, where: str, role_key: str | None = None, content_key: str | None = None) -> Turns:
+def read_turns(
+    turns: object, where: str, role_key: str | None = None, content_key: str | None = None
+) -> Turns:
     """Read a list of turns; SampleError, beginning with `where` it stands, for what is none.
 
     `role_key`, `content_key`: the names of these keys where they are not among those above.
@@ -80,13 +102,21 @@ def read_turns(turns: object, where: str, role_key: str | None = None, content_k
     for number, turn in enumerate(turns):
         place = f"{where}[{number}]"
         if not isinstance(turn, Mapping):
-            raise SampleError(f"{place} must be {{role, content}} or {{from, value}}, but is {turn!r:.60}")
-        turn = {key: value for key, value in turn.items() if not is_empty(value) or key in ("content", "value")}
+            raise SampleError(
+                f"{place} must be {{role, content}} or {{from, value}}, but is {turn!r:.60}"
+            )
+        turn = {
+            key: value
+            for key, value in turn.items()
+            if not is_empty(value) or key in ("content", "value")
+        }
         if turn.keys() & {"role", "from", role_key} or not {"human", "assistant"} <= turn.keys():
             _append(messages, _read_turn(turn, place, role_key, content_key, unread))
         else:
             messages.append(Message("user", text_of(turn.pop("human"), f"{place}.human")))
-            messages.append(Message("assistant", text_of(turn.pop("assistant"), f"{place}.assistant")))
+            messages.append(
+                Message("assistant", text_of(turn.pop("assistant"), f"{place}.assistant"))
+            )
             unread |= turn.keys()
     return Turns(messages, unread)
 
@@ -103,14 +133,22 @@ def text_of(text: object, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise SampleError(f"{where} holds half of a surrogate pair at character {error.start}; remove it") from error
+        raise SampleError(
+            f"{where} holds half of a surrogate pair at character {error.start}; remove it"
+        ) from error
     return text
 
 
 def weight_of(weight: object, where: str) -> float:
     """A factor of the loss; SampleError for what is none."""
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= MOST_WEIGHT:
-        raise SampleError(f"{where} must be a number from 0 to {MOST_WEIGHT:,}, but is {weight!r:.60}")
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 <= weight <= MAX_WEIGHT
+    ):
+        raise SampleError(
+            f"{where} must be a number from 0 to {MAX_WEIGHT:,}, but is {weight!r:.60}"
+        )
     return float(weight)
 
 
@@ -120,13 +158,17 @@ def read_tools(tools: object) -> list[Any]:
         tools = _json(tools, "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise SampleError(f"tools must be a list of JSON schemas, but is {tools!r:.60}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages, in which each call and each result has an id, also where the data have none.
+    """Returns the messages, in which each call and each result has an id, also where the data have
+    none.
 
-    A result belongs to the first call before it that has no result yet. Ids have nine letters and digits, as Mistral's.
+    A result belongs to the first call before it that has no result yet. Ids have nine letters and
+    digits, as Mistral's.
     """
     numbers = itertools.count(1)
     unanswered: list[str] = []
@@ -134,7 +176,10 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         fields = dict(message.fields)
         if "tool_calls" in fields:
-            calls = [{**call, "id": call.get("id") or f"call{next(numbers):05}"} for call in fields["tool_calls"]]
+            calls = [
+                {**call, "id": call.get("id") or f"call{next(numbers):05}"}
+                for call in fields["tool_calls"]
+            ]
             fields["tool_calls"], unanswered = calls, [call["id"] for call in calls]
         if message.role == "tool" and unanswered:
             answered = fields.setdefault("tool_call_id", unanswered[0])
@@ -144,40 +189,64 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _read_turn(
-    turn: dict[str, Any], place: str, role_key: str | None, content_key: str | None, unread: set[str]
+    turn: dict[str, Any],
+    place: str,
+    role_key: str | None,
+    content_key: str | None,
+    unread: set[str],
 ) -> Message:
     role_key, role = _either(turn, ("role", "from", role_key))
     content_key, content = _either(turn, ("content", "value", content_key))
     calls = _tool_calls(turn, place)
     if role_key is None or (content_key is None and not calls):
-        raise SampleError(f"{place} must have role and content, or from and value, but has keys {list(turn)}")
+        raise SampleError(
+            f"{place} must have role and content, or from and value, but has keys {list(turn)}"
+        )
     is_calling = isinstance(role, str) and role.lower() in _CALLING_ROLES
     if not is_calling and (not isinstance(role, str) or role.lower() not in ROLES):
         choices = ", ".join((*ROLES, *_CALLING_ROLES))
         raise SampleError(f"{place}.{role_key} must be one of {choices}, but is {role!r:.60}")
     for key in _UNREADABLE:
         if key in turn and key != content_key:
-            raise SampleError(f"{place}.{key} would be lost, as it is not read; write it into content or remove it")
+            raise SampleError(
+                f"{place}.{key} would be lost, as it is not read; write it into content or remove "
+                "it"
+            )
     if is_calling:
-        calls += _calls_of_json(text_of(content, f"{place}.{content_key}"), f"{place}.{content_key}")
+        calls += _calls_of_json(
+            text_of(content, f"{place}.{content_key}"), f"{place}.{content_key}"
+        )
         role, content = "assistant", ""
     role = ROLES[role.lower()]
     fields = {key: turn[key] for key in _PASSED_ON if key in turn}
     reasoning = [text_of(turn[key], f"{place}.{key}") for key in _REASONING if key in turn]
     if len(set(reasoning)) > 1:
-        raise SampleError(f"{place} has {' and '.join(key for key in _REASONING if key in turn)}; keep one")
+        raise SampleError(
+            f"{place} has {' and '.join(key for key in _REASONING if key in turn)}; keep one"
+        )
     if reasoning:
         fields["reasoning_content"] = reasoning[0]
     if calls:
         fields["tool_calls"] = calls
-    read = {role_key, content_key, "tool_calls", "function_call", *_PASSED_ON, *_REASONING, *_TRAIN, *_WEIGHT}
+    read = {
+        role_key,
+        content_key,
+        "tool_calls",
+        "function_call",
+        *_PASSED_ON,
+        *_REASONING,
+        *_TRAIN,
+        *_WEIGHT,
+    }
     unread |= turn.keys() - read
     text = "" if content is None and calls else _content(content, f"{place}.{content_key}")
     return Message(role, text, _loss_weight(turn, role, place), fields)
 
 
 def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str | None, Any]:
-    """The first of these keys that a turn has with something in it, else the first that it has at all."""
+    """The first of these keys that a turn has with something in it, else the first that it has at
+    all.
+    """
     there = [name for name in names if name is not None and name in turn]
     told = [name for name in there if turn[name] is not None] or there
     return (told[0], turn[told[0]]) if told else (None, None)
@@ -186,7 +255,12 @@ def _either(turn: Mapping[str, Any], names: Sequence[str | None]) -> tuple[str |
 def _append(messages: list[Message], message: Message) -> None:
     """Add a message; calls that follow calls, without a word between, belong to the same turn."""
     before = messages[-1] if messages else None
-    if before is not None and _only_calls(message) and _only_calls(before) and before.weight == message.weight:
+    if (
+        before is not None
+        and _only_calls(message)
+        and _only_calls(before)
+        and before.weight == message.weight
+    ):
         calls = [*before.fields["tool_calls"], *message.fields["tool_calls"]]
         messages[-1] = before._replace(fields={"tool_calls": calls})
     else:
@@ -194,7 +268,11 @@ def _append(messages: list[Message], message: Message) -> None:
 
 
 def _only_calls(message: Message) -> bool:
-    return message.role == "assistant" and not message.content and message.fields.keys() == {"tool_calls"}
+    return (
+        message.role == "assistant"
+        and not message.content
+        and message.fields.keys() == {"tool_calls"}
+    )
 
 
 def _content(content: object, where: str) -> str:
@@ -202,8 +280,13 @@ def _content(content: object, where: str) -> str:
         return text_of(content, where)
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise SampleError(f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds {part!r:.60}')
-    return "".join(text_of(_either(part, ("text", "value"))[1], f"{where} part") for part in content)
+            raise SampleError(
+                f'{where} must hold parts {{"type": "text", "text": ...}} only, but holds '
+                f"{part!r:.60}"
+            )
+    return "".join(
+        text_of(_either(part, ("text", "value"))[1], f"{where} part") for part in content
+    )
 
 
 def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
@@ -213,7 +296,10 @@ def _loss_weight(turn: Mapping[str, Any], role: str, place: str) -> float:
         if value is None:
             continue
         if key in _TRAIN and value and role != "assistant":
-            raise SampleError(f"{place}.{key} asks to train on a turn of the {role}, which is not supported; remove it")
+            raise SampleError(
+                f"{place}.{key} asks to train on a turn of the {role}, which is not supported; "
+                "remove it"
+            )
         flag = key in _TRAIN and isinstance(value, bool)
         weight *= float(value) if flag else weight_of(value, f"{place}.{key}")
     return weight
@@ -243,8 +329,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments, f"{where} arguments")
-    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments", "type")}
-    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+    rest = {
+        key: value
+        for key, value in call.items()
+        if key not in ("function", "name", "arguments", "type")
+    }
+    return {
+        "type": "function",
+        **rest,
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _json(text: str, where: str) -> Any:
@@ -256,5 +350,9 @@ def _json(text: str, where: str) -> Any:
 
 def texts_of(messages: Iterable[Message]) -> list[str]:
     """What the messages say, thoughts included, without white space around."""
-    said = [text for message in messages for text in (message.content, message.fields.get("reasoning_content", ""))]
+    said = [
+        text
+        for message in messages
+        for text in (message.content, message.fields.get("reasoning_content", ""))
+    ]
     return [text.strip() for text in said if text.strip()]

@@ -33,7 +33,7 @@ UintArray = npt.NDArray[np.uint64]
 # Streams of random numbers that a sample draws from, after its tokens', which take 1, 2, 3, ...
 _LENGTH_STREAM = np.uint64(2**63)
 _START_STREAM = np.uint64(2**63 + 1)
-_MOST_BYTES_OF_LENGTHS = 1 << 28
+_MAX_BYTES_OF_LENGTHS = 1 << 28
 
 
 class LengthSource(Protocol):
@@ -49,33 +49,50 @@ class TokenSource(Protocol):
 
 
 class MockSFTDataset(RecordSource):
-    """Map-style data set of `num_samples` mock samples of at most `seq_length` tokens, in a vocabulary of `vocab_size`.
+    """Map-style data set of `num_samples` mock samples of at most `seq_length` tokens, in a
+    vocabulary of `vocab_size`.
 
     `config_json` is a JSON object or the path of a file that holds one. By "mode":
 
-    - `distribution`: "type" of mock_lengths.DISTRIBUTIONS and its keys; random tokens. Without keys, lognormal from
-      seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
-    - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo their number; random
-      tokens. A relative path is relative to the folder of the JSON file.
-    - `verification`: "data_path", the prefix of a .bin/.idx pair, whose tokens fill lengths drawn as in `distribution`;
-      without "type" lognormal, from 100 to 4096 but at most seq_length, mean 2048, sigma 1.1, or as the keys say.
+    - `distribution`: "type" of mock_lengths.DISTRIBUTIONS and its keys; random tokens. Without
+      keys, lognormal from seq_length / 2 to seq_length, mean 3/4 seq_length, sigma 1.1.
+    - `file`: "path" of a file of lengths, one per line; sample i has the length in line i modulo
+      their number; random tokens. A relative path is relative to the folder of the JSON file.
+    - `verification`: "data_path", the prefix of a .bin/.idx pair, whose tokens fill lengths drawn
+      as in `distribution`; without "type" lognormal, from 100 to 4096 but at most seq_length, mean
+      2048, sigma 1.1, or as the keys say.
 
-    In all of them "format" may be "thd", as Megatron-LM's recipes have it. None is `{"mode": "distribution"}`.
+    In all of them "format" may be "thd", as Megatron-LM's recipes have it. None is `{"mode":
+    "distribution"}`.
 
-    A sample is a dict of `tokens` and `labels` (the next tokens), int64 [L], and `loss_mask`, float32 [L], all ones.
-    ValueError for a configuration that is wrong or could give a sample longer than `seq_length`.
+    A sample is a dict of `tokens` and `labels` (the next tokens), int64 [L], and `loss_mask`,
+    float32 [L], all ones. ValueError for a configuration that is wrong or could give a sample
+    longer than `seq_length`.
     """
 
     def __init__(
-        self, config_json: str | None, seq_length: int, vocab_size: int, seed: int, *, num_samples: int
+        self,
+        config_json: str | None,
+        seq_length: int,
+        vocab_size: int,
+        seed: int,
+        *,
+        num_samples: int,
     ) -> None:
-        for name, value in (("seq_length", seq_length), ("vocab_size", vocab_size), ("num_samples", num_samples)):
+        for name, value in (
+            ("seq_length", seq_length),
+            ("vocab_size", vocab_size),
+            ("num_samples", num_samples),
+        ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, but is {value}")
         config, folder = _load(config_json)
         mode, config = take_key(config, "mode", str)
         if config.pop("format", "thd") != "thd":
-            raise config_error('format must be "thd": samples are padded where --sequence-packing is left out; drop it')
+            raise config_error(
+                'format must be "thd": samples are padded where --sequence-packing is left out; '
+                "drop it"
+            )
         self._lengths: LengthSource
         self._tokens: TokenSource = RandomTokens(vocab_size)
         if mode == "file":
@@ -90,8 +107,14 @@ class MockSFTDataset(RecordSource):
             self._lengths = DrawnLengths(_distribution(config, seq_length))
             self._tokens = IndexedTokens(str(folder / prefix), vocab_size)
         else:
-            hint = f'; did you mean {{"mode": "distribution", "type": "{mode}", ...}}?' if mode in DISTRIBUTIONS else ""
-            raise config_error(f"mode must be file, distribution or verification, but is {mode!r}{hint}")
+            hint = (
+                f'; did you mean {{"mode": "distribution", "type": "{mode}", ...}}?'
+                if mode in DISTRIBUTIONS
+                else ""
+            )
+            raise config_error(
+                f"mode must be file, distribution or verification, but is {mode!r}{hint}"
+            )
         self._seed = seed
         self._num_samples = num_samples
         self._fingerprint = f"{config_json} {seq_length} {vocab_size} {seed}"
@@ -149,7 +172,8 @@ class RandomTokens:
 
 
 class IndexedTokens:
-    """Tokens of a Megatron .bin/.idx pair: from the start of a document that the sample draws through the next ones.
+    """Tokens of a Megatron .bin/.idx pair: from the start of a document that the sample draws
+    through the next ones.
 
     After the last document comes the first. ValueError for a token outside the vocabulary.
     """
@@ -181,29 +205,40 @@ class IndexedTokens:
         outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if outside.size:
             raise config_error(
-                f"document {document} of {self._prefix} holds token {outside[0]}, but the vocabulary is "
+                f"document {document} of {self._prefix} holds token {outside[0]}, but the "
+                "vocabulary is "
                 f"{self._vocab_size} tokens; train with the tokenizer that made the file"
             )
 
 
 def read_lengths(path: Path, seq_length: int) -> IntArray:
-    """Reads the lengths in a text file, int64, one per line; ValueError with file and line for a bad one.
+    """Reads the lengths in a text file, int64, one per line; ValueError with file and line for a
+    bad one.
 
-    A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the end are ignored.
+    A first line that begins with a letter or a quote, `#` or `_` is a header. Blank lines at the
+    end are ignored.
     """
     try:
-        lines = read_text(path, _MOST_BYTES_OF_LENGTHS).rstrip().splitlines()
+        lines = read_text(path, _MAX_BYTES_OF_LENGTHS).rstrip().splitlines()
     except ValueError as error:
-        raise config_error(f"path must be a readable text file of lengths, but is {str(path)!r}: {error}") from error
-    has_header = bool(lines) and (lines[0].strip()[:1].isalpha() or lines[0].strip()[:1] in {'"', "'", "#", "_"})
+        raise config_error(
+            f"path must be a readable text file of lengths, but is {str(path)!r}: {error}"
+        ) from error
+    has_header = bool(lines) and (
+        lines[0].strip()[:1].isalpha() or lines[0].strip()[:1] in {'"', "'", "#", "_"}
+    )
     listed = []
     for number, line in enumerate(lines[has_header:], start=1 + has_header):
         text = line.strip()
         if not (text.isascii() and text.isdecimal()):
-            raise config_error(f"{path}:{number}: must be one length, a whole number, but is {line!r}")
+            raise config_error(
+                f"{path}:{number}: must be one length, a whole number, but is {line!r}"
+            )
         length = int(text)
         if not 1 <= length <= seq_length:
-            raise config_error(f"{path}:{number}: length must be 1 to --seq-length {seq_length}, but is {length}")
+            raise config_error(
+                f"{path}:{number}: length must be 1 to --seq-length {seq_length}, but is {length}"
+            )
         listed.append(length)
     if not listed:
         raise config_error(f"path must be a file of lengths, but {path} holds none")
@@ -222,7 +257,8 @@ def _load(config_json: str | None) -> tuple[dict[str, Any], Path]:
             text = read_text(path)
         except ValueError as error:
             raise ValueError(
-                f"{FLAG} must be a JSON object or the path of a file with one, but is {shown(config_json)}: {error}"
+                f"{FLAG} must be a JSON object or the path of a file with one, but is "
+                f"{shown(config_json)}: {error}"
             ) from error
     try:
         config = parse_json(text)
@@ -259,8 +295,10 @@ def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribut
     distribution = parse_distribution(config)
     if distribution.longest > seq_length:
         raise config_error(
-            f"samples longer than --seq-length {seq_length} cannot be trained, but the longest here have "
-            f"{distribution.longest} tokens; give a lower max_seq_len or seq_len, or raise --seq-length"
+            f"samples longer than --seq-length {seq_length} cannot be trained, but the longest "
+            "here have "
+            f"{distribution.longest} tokens; give a lower max_seq_len or seq_len, or raise "
+            "--seq-length"
         )
     return distribution
 

@@ -1,9 +1,10 @@
 """pure. Distributions of sequence lengths for mock data, read from the keys of a JSON object.
 
-A distribution maps uniform numbers in [0, 1) to lengths, so that one number per sample decides its length.
+A distribution maps uniform numbers in [0, 1) to lengths, so that one number per sample decides its
+length.
 
-Invariants: every length lies between the ends asked for, and no end collects what lies beyond it (truncated,
-not clipped).
+Invariants: every length lies between the ends asked for, and no end collects what lies beyond it
+(truncated, not clipped).
 """
 
 from __future__ import annotations
@@ -26,14 +27,33 @@ IntArray = npt.NDArray[np.int64]
 FLAG = "--sft-mock-dataset-config-json"
 
 PRESETS: dict[str, tuple[tuple[float, int], ...]] = {
-    "chat": ((0, 16), (0.1, 90), (0.25, 190), (0.5, 400), (0.75, 850), (0.9, 1600), (0.99, 4600), (1, 16384)),
-    "long_documents": ((0, 256), (0.1, 1700), (0.25, 3500), (0.5, 7200), (0.75, 14500), (0.9, 29000), (1, 131072)),
+    "chat": (
+        (0, 16),
+        (0.1, 90),
+        (0.25, 190),
+        (0.5, 400),
+        (0.75, 850),
+        (0.9, 1600),
+        (0.99, 4600),
+        (1, 16384),
+    ),
+    "long_documents": (
+        (0, 256),
+        (0.1, 1700),
+        (0.25, 3500),
+        (0.5, 7200),
+        (0.75, 14500),
+        (0.9, 29000),
+        (1, 131072),
+    ),
 }
-"""Quantile tables, (share of samples, tokens). Made by hand: roughly the shape of public instruction and chat corpora
-(many short answers, a long tail) and of public collections of long documents; not measured on any one of them."""
+"""Quantile tables, (share of samples, tokens). Made by hand: roughly the shape of public
+instruction and chat corpora (many short answers, a long tail) and of public collections of long
+documents; not measured on any one of them.
+"""
 
 _BELOW_ONE = 1 - 2.0**-53
-_LEAST_SIGMA, _MOST_SIGMA = 0.001, 1e6
+_MIN_SIGMA, _MAX_SIGMA = 0.001, 1e6
 _JSON_NAMES = {int: "an integer", float: "a number", str: "a string", list: "a list"}
 
 
@@ -52,9 +72,11 @@ class LengthDistribution(Protocol):
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lognormal density at the integers `shortest..longest`, located so that the mean of those lengths is `mean`.
+    """Lognormal density at the integers `shortest..longest`, located so that the mean of those
+    lengths is `mean`.
 
-    `sigma` is the standard deviation of the logarithm before truncation. O(longest - shortest) time and memory, once.
+    `sigma` is the standard deviation of the logarithm before truncation. O(longest - shortest) time
+    and memory, once.
     """
 
     shortest: int
@@ -69,8 +91,8 @@ class LognormalLengths:
     def _cumulative(self) -> FloatArray:
         """Probability of a length of at most shortest + i; the last is 1.
 
-        To move the location of a lognormal density is to multiply it by a power of the length. The mean grows with
-        that power, from `shortest` to `longest`, so that bisection finds it.
+        To move the location of a lognormal density is to multiply it by a power of the length. The
+        mean grows with that power, from `shortest` to `longest`, so that bisection finds it.
         """
         tokens = np.arange(self.shortest, self.longest + 1, dtype=np.float64)
         log_tokens = np.log(tokens / math.sqrt(self.shortest * self.longest))
@@ -108,7 +130,9 @@ class UniformLengths:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Between quantiles (`shares`, `tokens`, both strictly ascending) lengths are interpolated linearly."""
+    """Between quantiles (`shares`, `tokens`, both strictly ascending) lengths are interpolated
+    linearly.
+    """
 
     shares: FloatArray
     tokens: FloatArray
@@ -138,7 +162,9 @@ class MixtureLengths:
         within_first = uniform[is_first] / self.first_share
         within_second = (uniform[~is_first] - self.first_share) / (1 - self.first_share)
         lengths = np.empty(uniform.shape, np.int64)
-        lengths[is_first] = self.first.quantile(np.minimum(within_first, _BELOW_ONE))  # a quotient may round to 1.0
+        lengths[is_first] = self.first.quantile(
+            np.minimum(within_first, _BELOW_ONE)
+        )  # a quotient may round to 1.0
         lengths[~is_first] = self.second.quantile(np.minimum(within_second, _BELOW_ONE))
         return lengths
 
@@ -146,7 +172,8 @@ class MixtureLengths:
 def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistribution:
     """Returns the distribution that a JSON object names by "type" and describes by its other keys.
 
-    ValueError naming flag and key. `path` stands before keys in errors, for an object inside another.
+    ValueError naming flag and key. `path` stands before keys in errors, for an object inside
+    another.
     """
     name, keys = take_key(config, "type", str, path)
     if name not in DISTRIBUTIONS:
@@ -155,11 +182,16 @@ def parse_distribution(config: Mapping[str, Any], path: str = "") -> LengthDistr
 
 
 def read_keys(
-    config: Mapping[str, Any], required: Mapping[str, type], optional: Mapping[str, type] | None = None, path: str = ""
+    config: Mapping[str, Any],
+    required: Mapping[str, type],
+    optional: Mapping[str, type] | None = None,
+    path: str = "",
 ) -> dict[str, Any]:
-    """Returns `config` if its keys and their types are those declared; else ValueError with flag, key and the nearest.
+    """Returns `config` if its keys and their types are those declared; else ValueError with flag,
+    key and the nearest.
 
-    An int passes where a float is declared. Numbers are finite, integers at least 1 and floats above 0.
+    An int passes where a float is declared. Numbers are finite, integers at least 1 and floats
+    above 0.
     """
     known = {**required, **(optional or {})}
     for key in config:
@@ -172,8 +204,12 @@ def read_keys(
     return dict(config)
 
 
-def take_key(config: Mapping[str, Any], key: str, kind: type, path: str = "") -> tuple[Any, dict[str, Any]]:
-    """Returns the value of `key`, and the other keys; ValueError if it is missing or of another type."""
+def take_key(
+    config: Mapping[str, Any], key: str, kind: type, path: str = ""
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the value of `key`, and the other keys; ValueError if it is missing or of another
+    type.
+    """
     if key not in config:
         raise config_error(f"key {path}{key} is missing; {nearest(key, config, 'given here')}")
     rest = dict(config)
@@ -197,24 +233,34 @@ def _check_value(value: object, kind: type, name: str) -> None:
 def _check_order(values: Mapping[str, Any], path: str) -> None:
     if values["min_seq_len"] > values["max_seq_len"]:
         raise config_error(
-            f"{path}min_seq_len {values['min_seq_len']} must be at most {path}max_seq_len {values['max_seq_len']}"
+            f"{path}min_seq_len {values['min_seq_len']} must be at most {path}max_seq_len "
+            f"{values['max_seq_len']}"
         )
 
 
 def _parse_lognormal(config: Mapping[str, Any], path: str) -> LengthDistribution:
-    kinds = {"min_seq_len": int, "max_seq_len": int, "mean_seq_len": float, "lognormal_sigma": float}
+    kinds = {
+        "min_seq_len": int,
+        "max_seq_len": int,
+        "mean_seq_len": float,
+        "lognormal_sigma": float,
+    }
     values = read_keys(config, kinds, path=path)
     _check_order(values, path)
     shortest, longest, mean, sigma = (values[key] for key in kinds)
     if not (shortest < mean < longest or shortest == mean == longest):
         raise config_error(
-            f"{path}mean_seq_len must lie between {path}min_seq_len {shortest} and {path}max_seq_len {longest}, "
+            f"{path}mean_seq_len must lie between {path}min_seq_len {shortest} and "
+            f"{path}max_seq_len {longest}, "
             f"the means that lengths in that range can have, but is {mean}"
         )
-    if sigma < _LEAST_SIGMA:
-        raise config_error(f"{path}lognormal_sigma must be at least {_LEAST_SIGMA}, but is {sigma}; use type constant")
-    if sigma > _MOST_SIGMA:
-        raise config_error(f"{path}lognormal_sigma must be at most {_MOST_SIGMA}, but is {sigma}")
+    if sigma < _MIN_SIGMA:
+        raise config_error(
+            f"{path}lognormal_sigma must be at least {_MIN_SIGMA}, but is {sigma}; use type "
+            "constant"
+        )
+    if sigma > _MAX_SIGMA:
+        raise config_error(f"{path}lognormal_sigma must be at most {_MAX_SIGMA}, but is {sigma}")
     return LognormalLengths(shortest, longest, mean, sigma)
 
 
@@ -232,7 +278,9 @@ def _parse_constant(config: Mapping[str, Any], path: str) -> LengthDistribution:
 def _parse_mixture(config: Mapping[str, Any], path: str) -> LengthDistribution:
     components = read_keys(config, {"components": list}, path=path)["components"]
     if len(components) != 2 or not all(isinstance(component, dict) for component in components):
-        raise config_error(f"{path}components must be two distributions, each with a weight, but is {components!r}")
+        raise config_error(
+            f"{path}components must be two distributions, each with a weight, but is {components!r}"
+        )
     parsed, weights = [], []
     for i, component in enumerate(components):
         inner = f"{path}components[{i}]."
@@ -248,7 +296,9 @@ def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution
         raise config_error(f"give either {path}preset or {path}quantiles")
     if "preset" in values:
         if values["preset"] not in PRESETS:
-            raise config_error(f"{path}preset must be one of {', '.join(PRESETS)}, but is {values['preset']!r}")
+            raise config_error(
+                f"{path}preset must be one of {', '.join(PRESETS)}, but is {values['preset']!r}"
+            )
         table = np.array(PRESETS[values["preset"]], np.float64)
     else:
         table = _parse_quantiles(values["quantiles"], path)
@@ -258,27 +308,39 @@ def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution
     longest = values["max_seq_len"]
     if not tokens[0] < longest <= tokens[-1]:
         raise config_error(
-            f"{path}max_seq_len must be above {tokens[0]:.0f} and at most {tokens[-1]:.0f}, the ends of the table, "
+            f"{path}max_seq_len must be above {tokens[0]:.0f} and at most {tokens[-1]:.0f}, the "
+            "ends of the table, "
             f"but is {longest}"
         )
     share_kept = np.interp(longest, tokens, shares)
     inside = tokens < longest
-    return EmpiricalLengths(np.append(shares[inside] / share_kept, 1.0), np.append(tokens[inside], longest))
+    return EmpiricalLengths(
+        np.append(shares[inside] / share_kept, 1.0), np.append(tokens[inside], longest)
+    )
 
 
 def _parse_quantiles(rows: list[Any], path: str) -> FloatArray:
     """float64 [n, 2]: share of samples, tokens."""
     is_table = len(rows) > 1 and all(
-        isinstance(row, list) and len(row) == 2 and all(type(number) in (int, float) for number in row) for row in rows
+        isinstance(row, list)
+        and len(row) == 2
+        and all(type(number) in (int, float) for number in row)
+        for row in rows
     )
     table = np.array(rows if is_table else [[0.0, 0.0]], np.float64)
     shares, tokens = table.T
     ascending = bool((np.diff(table, axis=0) > 0).all())
     if not (
-        is_table and ascending and shares[0] == 0 and shares[-1] == 1 and tokens[0] >= 1 and (tokens % 1 == 0).all()
+        is_table
+        and ascending
+        and shares[0] == 0
+        and shares[-1] == 1
+        and tokens[0] >= 1
+        and (tokens % 1 == 0).all()
     ):
         raise config_error(
-            f"{path}quantiles must be pairs [share of samples, tokens], both ascending, shares from 0 to 1, "
+            f"{path}quantiles must be pairs [share of samples, tokens], both ascending, shares "
+            "from 0 to 1, "
             f"tokens whole and at least 1, but are {rows!r}"
         )
     return table
@@ -291,4 +353,5 @@ DISTRIBUTIONS: dict[str, Callable[[Mapping[str, Any], str], LengthDistribution]]
     "mixture": _parse_mixture,
     "empirical": _parse_empirical,
 }
-"""Reader of the other keys of an object with this "type": (keys, path for errors) -> distribution."""
+"""Reader of the other keys of an object with this "type": (keys, path for errors) -> distribution.
+"""

@@ -1,5 +1,5 @@
-"""pure. The samples of a split in order: sources one after the other, or blended. The order is megatron.blending's;
-what is kept here is what a checkpoint must know of it.
+"""pure. The samples of a split in order: sources one after the other, or blended. The order is
+megatron.blending's; what is kept here is what a checkpoint must know of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class SampleSet:
     names: Sequence[str]
     """Of the sources, by number."""
     dataset: SavableDataset[Any] | None
-    """What gives (number of the source, `EncodedSample`) at each position; None where there is nothing to read."""
+    """What gives (number of the source, `EncodedSample`) at each position; None where there is
+    nothing to read.
+    """
     seed: int
     """It is bound with."""
     identity: dict[str, Any]
@@ -39,9 +41,11 @@ class SampleSet:
         return [] if self.dataset is None else list(_leaves(self.dataset))
 
 
-def concatenated(names: Sequence[str], sources: Sequence[SourceDataset], seed: int | None = None) -> SampleSet:
-    """Return sources, which are not shuffled, one after the other; with a seed, each pass in an order of its own over
-    all of them.
+def concatenated(
+    names: Sequence[str], sources: Sequence[SourceDataset], seed: int | None = None
+) -> SampleSet:
+    """Return sources, which are not shuffled, one after the other; with a seed, each pass in an
+    order of its own over all of them.
     """
     dataset: SavableDataset[Any] | None = ConcatDataset(*sources) if sources else None
     if dataset is not None and seed is not None:
@@ -58,10 +62,11 @@ def blended(
     mode: BlendMode,
     schedule: WeightSchedule | None = None,
 ) -> SampleSet:
-    """Return sources in the proportions of a metadataset, each read pass by pass in an order of its own.
+    """Return sources in the proportions of a metadataset, each read pass by pass in an order of its
+    own.
 
-    loaded: each source with its weight in samples; shares: what the user said of each; schedule: weights over steps,
-    instead.
+    loaded: each source with its weight in samples; shares: what the user said of each; schedule:
+    weights over steps, instead.
     """
     dataset = BlendDataset(*loaded, mode=mode, schedule=schedule)
     sources = [
@@ -89,8 +94,8 @@ def source_of(node: Any) -> SourceDataset:
 
 
 def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, so that a position in the one means nothing in the other; [] where none of
-    them is a blend.
+    """What differs between two identities, so that a position in the one means nothing in the
+    other; [] where none of them is a blend.
 
     `["source code is new", "weight of chats was 1/2, is 1/3"]`
     """
@@ -98,7 +103,9 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     if before == after:
         return []
     if before is None or after is None:
-        return [f"the data {'is a' if after else 'was a'} blend, and {'was' if after else 'is'} none"]
+        return [
+            f"the data {'is a' if after else 'was a'} blend, and {'was' if after else 'is'} none"
+        ]
     old = {source["name"]: source for source in before["sources"]}
     new = {source["name"]: source for source in after["sources"]}
     changes = [f"source {name} is gone" for name in old if name not in new]
@@ -109,7 +116,11 @@ def blend_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if old[name]["fingerprint"] != new[name]["fingerprint"]:
             changes.append(f"source {name} has other records")
         if old[name]["weight"] != new[name]["weight"]:
-            changes.append(f"the weight of {name} was {old[name]['weight']}, is {new[name]['weight']}")
+            changes.append(
+                f"the weight of {name} was {old[name]['weight']}, is {new[name]['weight']}"
+            )
     if before["mode"] != after["mode"]:
         changes.append(f"--blend-mode was {before['mode']}, is {after['mode']}")
-    return sorted(changes) or ["the sources are read in another order, or in other proportions over steps"]
+    return sorted(changes) or [
+        "the sources are read in another order, or in other proportions over steps"
+    ]

@@ -1,9 +1,12 @@
-"""pure. The samples of each step: which ones is a function of the position, the same for every layout.
+"""pure. The samples of each step: which ones is a function of the position, the same for every
+layout.
 
 The global stream of samples is one for all numbers of ranks and workers; a global batch is the next
-`global_batch_size` positions of it, of which each data-parallel rank draws its share. So the place to resume from is
-one number, the samples consumed. A record that makes no sample leaves a hole in its global batch, which is counted
-here: nothing takes its place (a loader's batches, in megatron.blending, are filled with what follows).
+`global_batch_size` positions of it, of which each data-parallel rank draws its share. So the place
+to resume from is one number, the samples consumed. A record that makes no sample leaves a hole in
+its global batch, which is counted
+here: nothing takes its place (a loader's batches, in megatron.blending, are filled with what
+follows).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.blending.loading.loader import Loader, WorkerConfig, get_loader
 from megatron.blending.streams.failures import Failures, FatalSampleError
-from megatron.blending.streams.window import LeftOut, WindowDataset
+from megatron.blending.streams.window import SkippedSample, WindowDataset
 from megatron.sft.data.chat_encoder import ChatEncoder, SampleError
 from megatron.sft.data.counts import COLUMNS, Counts
 from megatron.sft.data.sample_set import SampleSet
@@ -39,13 +42,15 @@ class Share(NamedTuple):
 
     @property
     def draws_per_window(self) -> int:
-        """Draws that are made at once. A global batch is whole windows, which ranks take in turns."""
+        """Draws that are made at once. A global batch is whole windows, which ranks take in
+        turns."""
         most = max(1, _WINDOW // self.micro_batch_size)
         return max(count for count in range(1, most + 1) if self.num_draws % count == 0)
 
 
 class SampleStream(Iterator[list[Mapping[str, Any]]]):
-    """Iterator over a rank's draws: each `next` gives up to `micro_batch_size` samples, as dicts of arrays.
+    """Iterator over a rank's draws: each `next` gives up to `micro_batch_size` samples, as dicts of
+    arrays.
 
     Worker processes read and encode ahead, from `start` on, or the first `next`.
     """
@@ -60,14 +65,17 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         max_bad_samples_in_a_row: int | None = None,
         num_workers: int = 0,
     ) -> None:
-        """consumed_samples: of the stream; the next one is the first of a global batch. num_batches: of data that is
-        read once, and StopIteration after them; None: pass after pass. max_bad_samples_in_a_row: of a source, before
+        """consumed_samples: of the stream; the next one is the first of a global batch.
+        num_batches: of data that is read once, and StopIteration after them; None: pass after pass.
+        max_bad_samples_in_a_row: of a source, before
         it is an error, 0: any; None: the first one is.
         """
         assert samples.dataset is not None
         self._samples = samples
         self._share = share
-        self._failures = None if max_bad_samples_in_a_row is None else Failures(max_bad_samples_in_a_row)
+        self._failures = (
+            None if max_bad_samples_in_a_row is None else Failures(max_bad_samples_in_a_row)
+        )
         self._table = Counts.none(len(samples.names)).table
         self._is_endless = num_batches is None
         self._draws: deque[list[Any]] = deque()
@@ -76,17 +84,22 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
             samples.dataset,
             length,
             first=consumed_samples,
-            num_outputs=None if num_batches is None else num_batches * share.global_batch_size // length,
+            num_outputs=None
+            if num_batches is None
+            else num_batches * share.global_batch_size // length,
         )
         workers = WorkerConfig(
             rank=share.rank,
             world_size=share.num_ranks,
             num_workers=num_workers,
             seed=samples.seed,
-            num_shards=share.num_ranks * max(1, num_workers),  # each worker makes its own windows, and no others
+            num_shards=share.num_ranks
+            * max(1, num_workers),  # each worker makes its own windows, and no others
         )
         ahead = -(-share.num_draws // (share.draws_per_window * max(1, num_workers)))
-        self._loader: Loader[list[Any]] = get_loader(windows, workers, prefetch_factor=ahead, pin_memory=False)
+        self._loader: Loader[list[Any]] = get_loader(
+            windows, workers, prefetch_factor=ahead, pin_memory=False
+        )
 
     @property
     def counts(self) -> Counts:
@@ -94,7 +107,9 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         return Counts(self._table.copy())
 
     def start(self) -> None:
-        """Start the worker processes: before there are threads, which a fork would copy in the middle of their work."""
+        """Start the worker processes: before there are threads, which a fork would copy in the
+        middle of their work.
+        """
         self._loader.start()
 
     def close(self) -> None:
@@ -108,10 +123,13 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
                 raise ValueError("the data ended, which those of a training never do")
             if window is None:
                 raise StopIteration
-            self._draws.extend(window[draw * size : (draw + 1) * size] for draw in range(self._share.draws_per_window))
+            self._draws.extend(
+                window[draw * size : (draw + 1) * size]
+                for draw in range(self._share.draws_per_window)
+            )
         samples: list[Mapping[str, Any]] = []
         for made in self._draws.popleft():
-            if isinstance(made, LeftOut):
+            if isinstance(made, SkippedSample):
                 self._table[made.source][COLUMNS.index(self._reason(made))] += 1
                 continue
             source, sample = made
@@ -119,12 +137,18 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
                 self._failures.succeeded({source}.copy)
             length = len(sample.tokens)
             self._table[source][:4] += (1, length, length * length, sample.is_cut)
-            fields = {"tokens": sample.tokens, "labels": sample.labels, "loss_mask": sample.loss_mask}
+            fields = {
+                "tokens": sample.tokens,
+                "labels": sample.labels,
+                "loss_mask": sample.loss_mask,
+            }
             samples.append({**fields, "source": source})
         return samples
 
-    def _reason(self, hole: LeftOut) -> str:
-        """Why a record makes no sample; ValueError where it is broken, and no more of these may be skipped."""
+    def _reason(self, hole: SkippedSample) -> str:
+        """Why a record makes no sample; ValueError where it is broken, and no more of these may be
+        skipped.
+        """
         if hole.reason is not None:
             return hole.reason
         fault = hole.fault.removeprefix(f"{hole.place}: ")
@@ -133,7 +157,12 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
         where = f"{self._samples.names[hole.source]}: {hole.place}"
         try:
             self._failures.leave_out(
-                SampleError(fault), hole.source, ChatEncoder.encode, lambda: where, None, lambda: {hole.source}
+                SampleError(fault),
+                hole.source,
+                ChatEncoder.encode,
+                lambda: where,
+                None,
+                lambda: {hole.source},
             )
         except FatalSampleError as fatal:
             raise ValueError(f"{fatal}; see --max-bad-samples-in-a-row") from None

@@ -1,7 +1,9 @@
-"""pure. Chat templates come with the files of others: they run in Jinja's sandbox, which here has bounds of memory.
+"""pure. Chat templates come with the files of others: they run in Jinja's sandbox, which here has
+bounds of memory.
 
-Each template ends in its text or in one line. What it makes on the way is bounded before it is made: products, sums,
-joined and replaced texts, widths of formats; and so is all of that together, in one rendering.
+Each template ends in its text or in one line. What it makes on the way is bounded before it is
+made: products, sums, joined and replaced texts, widths of formats; and so is all of that together,
+in one rendering.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from jinja2 import TemplateError, nodes, pass_environment
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_CHARACTERS = 1 << 23
+MAX_CHARACTERS = 1 << 23
 """Of what a template writes, and of any text that it makes on the way."""
-_MOST_MADE = 1 << 29
+_MAX_MADE = 1 << 29
 """Of all that it makes in one rendering: some tenths of a second."""
-MOST_SECONDS = 10.0
+MAX_SECONDS = 10.0
 """Of processor time that one rendering may take; released templates take milliseconds."""
 _LARGEST, _LARGEST_OF_POWERS, _WIDEST_INDENT = 10_000, 100, 100
-_MOST_PARTS = 100_000
+_MAX_PARTS = 100_000
 _POINTER = 8
 """What anything but a character counts."""
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^}]*\{")
@@ -49,29 +51,33 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def begin(self) -> None:
-        """Count from zero: what one rendering makes, and how long it takes, is not the next one's."""
+        """Count from zero: what one rendering makes, and how long it takes, is not the next
+        one's."""
         self._made = 0
         self._started = time.thread_time()
-        self._next_look = time.monotonic() + MOST_SECONDS
+        self._next_look = time.monotonic() + MAX_SECONDS
 
     def check_time(self) -> None:
-        """Raise TemplateError after MOST_SECONDS; called in each pass of a loop, at each call and each text made.
+        """Raise TemplateError after MAX_SECONDS; called in each pass of a loop, at each call and
+        each text made.
 
-        Processor time is asked for only after as much real time, which is cheap to ask for: a process that was stopped
-        for a while has done nothing wrong.
+        Processor time is asked for only after as much real time, which is cheap to ask for: a
+        process that was stopped for a while has done nothing wrong.
         """
         if time.monotonic() < self._next_look:
             return
         taken = time.thread_time() - self._started
-        if taken >= MOST_SECONDS:
-            raise TemplateError(f"it takes longer than {MOST_SECONDS:g} seconds")
-        self._next_look = time.monotonic() + MOST_SECONDS - taken
+        if taken >= MAX_SECONDS:
+            raise TemplateError(f"it takes longer than {MAX_SECONDS:g} seconds")
+        self._next_look = time.monotonic() + MAX_SECONDS - taken
 
     def make(self, size: int) -> None:
-        """Note that a text, or a list, of that size is about to be made; TemplateError if that is too much."""
+        """Note that a text, or a list, of that size is about to be made; TemplateError if that is
+        too much.
+        """
         self.check_time()
         self._made += size
-        if size > MOST_CHARACTERS or self._made > _MOST_MADE:
+        if size > MAX_CHARACTERS or self._made > _MAX_MADE:
             raise TemplateError(f"it makes a text of {size:,} characters, or one again and again")
 
     def counted(self, value: object) -> Any:
@@ -95,10 +101,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return left + right
         if operator == "%" and isinstance(left, str):
             self.check_format(left, [right])
-        if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+        if (
+            operator == "+"
+            and isinstance(left, (str, list, tuple))
+            and isinstance(right, (str, list, tuple))
+        ):
             self.make((len(left) + len(right)) * (1 if isinstance(left, str) else _POINTER))
         if operator in ("*", "**"):
-            sizes = [len(one) if isinstance(one, (str, bytes, list, tuple)) else one for one in (left, right)]
+            sizes = [
+                len(one) if isinstance(one, (str, bytes, list, tuple)) else one
+                for one in (left, right)
+            ]
             numbers = [abs(size) for size in sizes if isinstance(size, (int, float))]
             if max(numbers, default=0) > (_LARGEST_OF_POWERS if operator == "**" else _LARGEST):
                 raise TemplateError(f"it asks for a product of {numbers[0]} and {numbers[-1]}")
@@ -152,7 +165,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self.make(size_of(value))
             if function is FILTERS["format"]:
                 self.check_format(str(arguments[at]), [*arguments[at + 1 :], *options.values()])
-            if function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"]) and isinstance(arguments[-1], str):
+            if function in (FILTERS["list"], FILTERS["sort"], FILTERS["reverse"]) and isinstance(
+                arguments[-1], str
+            ):
                 _check_parts(len(arguments[-1]))
             return function(*arguments, **options)
 
@@ -160,11 +175,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def size_of(value: object) -> int:
-    """Return about how many characters a value takes where it is written; it stops where that is too many."""
+    """Return about how many characters a value takes where it is written; it stops where that is
+    too many.
+    """
     if isinstance(value, str):
         return len(value)
     size, pending = 0, [value]
-    while pending and size <= MOST_CHARACTERS:
+    while pending and size <= MAX_CHARACTERS:
         one = pending.pop()
         size += _POINTER
         if isinstance(one, (str, bytes, list, tuple)):
@@ -185,7 +202,7 @@ def check_private_names(tree: nodes.Template) -> None:
 
 
 def _check_parts(count: int) -> None:
-    if count > _MOST_PARTS:
+    if count > _MAX_PARTS:
         raise TemplateError(f"it takes a text into {count:,} parts")
 
 
@@ -195,7 +212,9 @@ def _size_replaced(text: str, old: object, new: object, *_: object) -> int:
 
 @pass_environment
 def _join(environment: Any, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
-    parts = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    parts = list(
+        value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    )
     environment.make(sum(map(size_of, parts)) + len(str(d)) * len(parts))
     return str(d).join(map(str, parts))
 
@@ -207,13 +226,17 @@ def _replace(environment: Any, s: Any, old: Any, new: Any, count: int | None = N
 
 
 @pass_environment
-def _indent(environment: Any, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
+def _indent(
+    environment: Any, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
+) -> Any:
     size = len(width) if isinstance(width, str) else width
     environment.make(len(str(s)) + (str(s).count("\n") + 1) * size)
     return FILTERS["indent"](str(s), width, first, blank)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any
+) -> str:
     """Jinja's own filter escapes what HTML must not hold."""
     if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _WIDEST_INDENT:
         raise TemplateError(f"it indents JSON by more than {_WIDEST_INDENT}")

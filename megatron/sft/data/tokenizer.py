@@ -1,8 +1,10 @@
-"""pure. The tokenizers behind one small interface: UTF-8 bytes, numbers, and those of transformers (`hf_tokenizer`).
+"""pure. The tokenizers behind one small interface: UTF-8 bytes, numbers, and those of transformers
+(`hf_tokenizer`).
 
-megatron-core has classes for all three, too. They only pass calls on, and change what an id means from one version to
-the next (0.19 gives NullTokenizer one id less, and begins every text of a Hugging Face tokenizer with its start token),
-so ids here come from no megatron-core. Nothing here imports torch: the planner counts tokens with it.
+megatron-core has classes for all three, too. They only pass calls on, and change what an id means
+from one version to the next (0.19 gives NullTokenizer one id less, and begins every text of a
+Hugging Face tokenizer with its start token), so ids here come from no megatron-core. Nothing here
+imports torch: the planner counts tokens with it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,19 @@ from megatron.sft.data.chat_encoder import ChatTokens, Tokenizer
 from megatron.sft.data.layouts import Conversation, Passage
 from megatron.sft.data.messages import SampleError
 
-BYTE_LEVEL_SPECIAL_TOKENS = ("<eod>", "<pad>", "<system>", "<user>", "<assistant>", "<tool>", "<end>", "<unused>")
-"""Ids 256 to 263, after the 256 bytes; eight, so that the vocabulary splits evenly over tensor-parallel ranks."""
+BYTE_LEVEL_SPECIAL_TOKENS = (
+    "<eod>",
+    "<pad>",
+    "<system>",
+    "<user>",
+    "<assistant>",
+    "<tool>",
+    "<end>",
+    "<unused>",
+)
+"""Ids 256 to 263, after the 256 bytes; eight, so that the vocabulary splits evenly over
+tensor-parallel ranks.
+"""
 
 
 def build_tokenizer(
@@ -27,12 +40,14 @@ def build_tokenizer(
     vocab_size: int | None = None,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """Build the tokenizer that --tokenizer-type, --tokenizer-model, --vocab-size and --chat-template name.
+    """Build the tokenizer that --tokenizer-type, --tokenizer-model, --vocab-size and
+    --chat-template name.
 
     ValueError if they are wrong.
 
     ByteLevelTokenizer: UTF-8 bytes and 8 special tokens; needs nothing, and takes any text.
-    HuggingFaceTokenizer: the directory `tokenizer_model`, with its chat template or the one in a file.
+    HuggingFaceTokenizer: the directory `tokenizer_model`, with its chat template or the one in a
+    file.
     NullTokenizer: text is token ids below `vocab_size`, separated by single spaces; for benchmarks.
     """
     if tokenizer_type == "ByteLevelTokenizer":
@@ -44,13 +59,16 @@ def build_tokenizer(
     if tokenizer_type == "NullTokenizer":
         return _build_null(vocab_size)
     raise ValueError(
-        f"--tokenizer-type must be ByteLevelTokenizer, HuggingFaceTokenizer or NullTokenizer, but is {tokenizer_type!r}"
+        "--tokenizer-type must be ByteLevelTokenizer, HuggingFaceTokenizer or NullTokenizer, but "
+        f"is {tokenizer_type!r}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedTokenizer:
-    """A tokenizer without a template: each turn is a start token for its role, its content, an end-of-turn token."""
+    """A tokenizer without a template: each turn is a start token for its role, its content, an
+    end-of-turn token.
+    """
 
     text: _Bytes | _Numbers
     """What turns text into ids."""
@@ -74,7 +92,9 @@ class MarkedTokenizer:
         except ValueError as error:
             raise SampleError(f"{self.text.name} cannot read {text!r:.60}: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise SampleError(f"token ids must be in range({self.vocab_size}), but span {min(ids)} to {max(ids)}")
+            raise SampleError(
+                f"token ids must be in range({self.vocab_size}), but span {min(ids)} to {max(ids)}"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -82,7 +102,9 @@ class MarkedTokenizer:
 
     def show(self, ids: Sequence[int]) -> str:
         runs = [(name, list(run)) for name, run in groupby(ids, key=self.special.get)]
-        return "".join(self.text.decode(run) if name is None else name * len(run) for name, run in runs)
+        return "".join(
+            self.text.decode(run) if name is None else name * len(run) for name, run in runs
+        )
 
     def encode_passage(self, passage: Passage) -> ChatTokens:
         prompt, completion = (self.encode(text) if text else [] for text in passage)
@@ -91,13 +113,16 @@ class MarkedTokenizer:
 
     def encode_chat(self, conversation: Conversation) -> ChatTokens:
         if conversation.tools:
-            raise SampleError(f"tools would be lost, as {self.text.name} has no chat template that writes them")
+            raise SampleError(
+                f"tools would be lost, as {self.text.name} has no chat template that writes them"
+            )
         ids: list[int] = []
         lengths, weights = [], []
         for number, message in enumerate(conversation.messages):
             for field in sorted({"tool_calls", "reasoning_content"} & message.fields.keys()):
                 raise SampleError(
-                    f"{field} of message {number} would be lost, as {self.text.name} has no chat template that writes "
+                    f"{field} of message {number} would be lost, as {self.text.name} has no chat "
+                    "template that writes "
                     "it; write it into the content"
                 )
             if message.role in self.start_of_turn:
@@ -109,7 +134,9 @@ class MarkedTokenizer:
             ids.append(self.end_of_turn)
             lengths.append(len(content) + 1)
             weights.append(message.weight if message.role == "assistant" else 0.0)
-        return ChatTokens(np.array(ids, np.int64), np.repeat(np.array(weights, np.float32), lengths))
+        return ChatTokens(
+            np.array(ids, np.int64), np.repeat(np.array(weights, np.float32), lengths)
+        )
 
 
 class _Bytes:
@@ -151,7 +178,10 @@ def _build_byte_level() -> Tokenizer:
 
 def _build_null(vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 1:
-        raise ValueError(f"--vocab-size must be at least 1 for --tokenizer-type NullTokenizer, but is {vocab_size}")
+        raise ValueError(
+            "--vocab-size must be at least 1 for --tokenizer-type NullTokenizer, but is "
+            f"{vocab_size}"
+        )
     # One token beyond the ids ends documents and turns, and fills up.
     return MarkedTokenizer(
         text=_Numbers(),

@@ -1,7 +1,7 @@
 """pure. Before the first step: data of which nothing would be trained is refused, with the reason.
 
-Such a run would end with loss 0.0 and an untrained model. The price is one record of each source where all is well, and
-up to 1,000 where it is not.
+Such a run would end with loss 0.0 and an untrained model. The price is one record of each source
+where all is well, and up to 1,000 where it is not.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from megatron.sft.data.layouts import Conversation
 from megatron.sft.data.sample_set import SampleSet
 
 MAX_PROBED = 1_000
-"""Records of a source that are encoded at most to find one with a token to train on, evenly spread over it."""
+"""Records of a source that are encoded at most to find one with a token to train on, evenly spread
+over it.
+"""
 
 
 def check_trained(datasets: Datasets, is_evaluated: bool) -> None:
-    """Raises ValueError where a source of the training data, or the whole of a held-out split, has no token to train
-    on. Mock data always has some.
+    """Raises ValueError where a source of the training data, or the whole of a held-out split, has
+    no token to train on. Mock data always has some.
 
     is_evaluated: whether the held-out splits are used at all.
     """
@@ -39,7 +41,8 @@ def check_trained(datasets: Datasets, is_evaluated: bool) -> None:
         untrained = _probe([source for _, source in _sources(samples)])
         if untrained is not None:
             raise ValueError(
-                f"the data to {purpose} with: {untrained.reason()}; give other records by --split or --valid-data-path"
+                f"the data to {purpose} with: {untrained.reason()}; give other records by --split "
+                "or --valid-data-path"
             )
 
 
@@ -60,7 +63,9 @@ class _Untrained:
     roles: Counter[str] = field(default_factory=Counter)
     """Of the turns in records without a token to train on."""
     num_weighted: int = 0
-    """Turns of the assistant among them that are to be trained, by their weights and their records'."""
+    """Turns of the assistant among them that are to be trained, by their weights and their
+    records'.
+    """
 
     def reason(self) -> str:
         """Returns what is wrong with the data."""
@@ -86,7 +91,9 @@ class _Untrained:
 
 
 def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
-    """Returns why no record of these sources makes a sample; None as soon as one does, and without any source."""
+    """Returns why no record of these sources makes a sample; None as soon as one does, and without
+    any source.
+    """
     found: _Untrained | None = None
     for source in sources:
         for index in _spread(len(source)):
@@ -97,10 +104,14 @@ def _probe(sources: Sequence[SourceDataset]) -> _Untrained | None:
                 _encode(source, index, found)
             except SkipSample as skipped:
                 found.reasons[str(skipped)] += 1
-            except Exception as error:  # a broken record: what is wrong with it is said where it is trained on
+            except (
+                Exception
+            ) as error:  # a broken record: what is wrong with it is said where it is trained on
                 found.reasons["bad sample"] += 1
                 fault = str(error)
-                found.fault = found.fault or (fault if fault.startswith(place) else f"{place}: {fault}")
+                found.fault = found.fault or (
+                    fault if fault.startswith(place) else f"{place}: {fault}"
+                )
             else:
                 return None
     return found
@@ -113,7 +124,9 @@ def _spread(num_records: int) -> Iterator[int]:
 
 
 def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
-    """Makes a sample of a record; SkipSample where it has no token to train on, whose roles are then counted."""
+    """Makes a sample of a record; SkipSample where it has no token to train on, whose roles are
+    then counted.
+    """
     load = source.load
     assert isinstance(load, ChatLoad)
     key = (source.name, 0, index)
@@ -124,5 +137,7 @@ def _encode(source: SourceDataset, index: int, found: _Untrained) -> Any:
         if isinstance(reading.content, Conversation):
             for message in reading.content.messages:
                 found.roles[message.role] += 1
-                found.num_weighted += message.role == "assistant" and message.weight * reading.weight > 0
+                found.num_weighted += (
+                    message.role == "assistant" and message.weight * reading.weight > 0
+                )
         raise

@@ -1,5 +1,5 @@
-"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with optimizer and
-learning-rate schedule.
+"""mcore. The GPT that the options describe, as this rank holds it: wrapped for data parallel, with
+optimizer and learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -20,7 +24,11 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend, ModelType
 from megatron.core.transformer.module import Float16Module
@@ -41,59 +49,82 @@ from megatron.sft.options.config import SFTConfig
 
 
 class Training(NamedTuple):
-    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule, cost model."""
+    """What a step needs: model chunks (one per virtual stage), optimizer, learning-rate schedule,
+    cost model.
+    """
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     cost: PackCost
-    """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a fitted cost."""
+    """FLOPs of a sequence: what TFLOP/s are counted with, and packs balanced by unless there is a
+    fitted cost.
+    """
 
 
 def build_training(
-    config: SFTConfig, vocab_size: int, device: torch.device, pretrained: Pretrained | MegatronCheckpoint | None = None
+    config: SFTConfig,
+    vocab_size: int,
+    device: torch.device,
+    pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> Training:
-    """Builds model, optimizer and schedule; collective (broadcasts initial weights over data parallel)."""
+    """Builds model, optimizer and schedule; collective (broadcasts initial weights over data
+    parallel).
+    """
     transformer_config = build_transformer_config(config, device)
     cost = cost_of(transformer_config, padded_vocab_size(vocab_size, config))
-    if config.lora.lora:  # two products per matrix instead of three: those of frozen weights' gradients are not made
+    if (
+        config.lora.lora
+    ):  # two products per matrix instead of three: those of frozen weights' gradients are not made
         cost = replace(cost, linear=cost.linear * 2 / 3, head=cost.head * 2 / 3)
     if config.training.logits_of_masked_tokens:
         cost = replace(cost, head=0.0)
     pack_cost = agreed_cost(config, transformer_config, vocab_size) or cost
-    transformer_config.sequence_packing_options = replace(PackingOptions.of(transformer_config), cost=pack_cost)  # type: ignore[attr-defined]
+    transformer_config.sequence_packing_options = replace(
+        PackingOptions.of(transformer_config), cost=pack_cost
+    )  # type: ignore[attr-defined]
     model = build_model(config, transformer_config, vocab_size, device, pretrained)
     optimizer = build_optimizer(config, model)
     connect(transformer_config, model, optimizer, config)
     return Training(model, optimizer, build_scheduler(config, optimizer), cost)
 
 
-def agreed_cost(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int) -> PackCost | None:
-    """Returns the seconds of a pack on this rank, from the file of --pack-cost; None without it. Collective with it.
+def agreed_cost(
+    config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int
+) -> PackCost | None:
+    """Returns the seconds of a pack on this rank, from the file of --pack-cost; None without it.
+    Collective with it.
 
-    ValueError where the file was measured for another model, or differs between ranks: they would schedule apart.
+    ValueError where the file was measured for another model, or differs between ranks: they would
+    schedule apart.
     """
     fitted = config.packing.fitted_cost
     if fitted is None:
         return None
     cost = measured_cost(fitted, transformer_config, padded_vocab_size(vocab_size, config))
     if any(other != cost for other in gathered(cost)):
-        raise ValueError(f"--pack-cost {fitted.path} must be the same file on all machines, but differs; copy it")
+        raise ValueError(
+            f"--pack-cost {fitted.path} must be the same file on all machines, but differs; copy it"
+        )
     return cost
 
 
 def padded_vocab_size(vocab_size: int, config: SFTConfig) -> int:
-    """Returns the rows of the embedding. The padding takes part in the softmax, so it must not depend on the layout
-    where it need not.
+    """Returns the rows of the embedding. The padding takes part in the softmax, so it must not
+    depend on the layout where it need not.
     """
-    unit = math.lcm(config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    unit = math.lcm(
+        config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    )
     return -(-vocab_size // unit) * unit
 
 
 def build_transformer_config(
     config: SFTConfig, device: torch.device, params_dtype: torch.dtype = torch.float32
 ) -> TransformerConfig:
-    """Returns megatron-core's config of the model, with what packing needs of it (see `pipeline.check_config`)."""
+    """Returns megatron-core's config of the model, with what packing needs of it (see
+    `pipeline.check_config`).
+    """
     model, parallel, packing = config.model, config.parallel, config.packing
     dtype = torch.bfloat16 if config.training.bf16 else params_dtype
     interleaved = config.num_virtual_stages is not None
@@ -119,7 +150,8 @@ def build_transformer_config(
         bf16=config.training.bf16,
         deterministic_mode=config.training.deterministic_mode,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=config.output.pretrained_checkpoint is None,  # all weights are read, then
+        perform_initialization=config.output.pretrained_checkpoint
+        is None,  # all weights are read, then
         variable_seq_lengths=True,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -129,7 +161,9 @@ def build_transformer_config(
     prepare_config(transformer_config, model)
     if packing.sequence_packing:
         # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
-        transformer_config.sequence_packing_scheduler = packing.sequence_packing_scheduler or "default"  # type: ignore[attr-defined]
+        transformer_config.sequence_packing_scheduler = (
+            packing.sequence_packing_scheduler or "default"
+        )  # type: ignore[attr-defined]
         transformer_config.sequence_packing_options = PackingOptions(
             over_length_policy=packing.over_length_policy, seed=config.training.seed
         )  # type: ignore[attr-defined]
@@ -143,7 +177,9 @@ def build_model(
     device: torch.device,
     pretrained: Pretrained | MegatronCheckpoint | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks under megatron-core's DistributedDataParallel, with `pretrained` weights if given."""
+    """This rank's model chunks under megatron-core's DistributedDataParallel, with `pretrained`
+    weights if given.
+    """
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.bf16,
@@ -155,12 +191,18 @@ def build_model(
         build_gpt(config, transformer_config, vocab_size, number).to(device)
         for number in range(config.num_virtual_stages or 1)
     ]
-    adapter = None if isinstance(pretrained, MegatronCheckpoint) or pretrained is None else pretrained.adapter
+    adapter = (
+        None
+        if isinstance(pretrained, MegatronCheckpoint) or pretrained is None
+        else pretrained.adapter
+    )
     if isinstance(pretrained, MegatronCheckpoint):
         for gpt in gpts:
             CheckpointWeights(pretrained.path, gpt).read_all(vocab_size)
     elif pretrained is not None:
-        read_weights(gpts, pretrained.weights, pretrained.folder)  # before wrapping: optimizers copy what they find
+        read_weights(
+            gpts, pretrained.weights, pretrained.folder
+        )  # before wrapping: optimizers copy what they find
     chunks = []
     for number, gpt in enumerate(gpts):
         module: torch.nn.Module = gpt
@@ -172,7 +214,10 @@ def build_model(
                 read_weights([gpt], adapter.weights, adapter.folder)
         chunks.append(
             DistributedDataParallel(
-                config=transformer_config, ddp_config=ddp_config, module=module, disable_bucketing=number > 0
+                config=transformer_config,
+                ddp_config=ddp_config,
+                module=module,
+                disable_bucketing=number > 0,
             )
         )
     for chunk in chunks:
@@ -180,8 +225,12 @@ def build_model(
     return chunks
 
 
-def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int) -> GPTModel:
-    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the last has a loss."""
+def build_gpt(
+    config: SFTConfig, transformer_config: TransformerConfig, vocab_size: int, number: int
+) -> GPTModel:
+    """Chunk `number` of this rank's; only the first of the first stage embeds, only the last of the
+    last has a loss.
+    """
     model = config.model
     stage, num_stages = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -214,9 +263,11 @@ def build_gpt(config: SFTConfig, transformer_config: TransformerConfig, vocab_si
 
 
 def mark_shards(gpt: torch.nn.Module) -> None:
-    """Tells megatron-core which weights are shards over tensor parallel, as it does itself where it initialises them.
+    """Tells megatron-core which weights are shards over tensor parallel, as it does itself where it
+    initialises them.
 
-    Of weights that it takes for copies, the norm of the gradients counts one rank's alone, and clips too little.
+    Of weights that it takes for copies, the norm of the gradients counts one rank's alone, and
+    clips too little.
     """
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in (module for module in gpt.modules() if isinstance(module, kinds)):
@@ -226,7 +277,9 @@ def mark_shards(gpt: torch.nn.Module) -> None:
 
 
 def build_optimizer(config: SFTConfig, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without weight decay."""
+    """Builds megatron-core's Adam, sharded over data parallel when asked; biases and norms without
+    weight decay.
+    """
     training = config.training
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -270,9 +323,13 @@ def build_scheduler(config: SFTConfig, optimizer: MegatronOptimizer) -> Optimize
     )
 
 
-def finalize_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object) -> None:
-    """Does what megatron-core's `finalize_model_grads` does, without its read from the device, which tells it whether
-    there are tokens at all to divide by: without them gradients are zero, and may be divided by one.
+def finalize_gradients(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object
+) -> None:
+    """Does what megatron-core's `finalize_model_grads` does, without its read from the device,
+    which tells it whether
+    there are tokens at all to divide by: without them gradients are zero, and may be divided by
+    one.
     """
     finalize_model_grads(model, None, **options)
     if num_tokens is None:
@@ -282,7 +339,9 @@ def finalize_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | 
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(
+        num_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
     for chunk in model:
         chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
 

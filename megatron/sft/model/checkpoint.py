@@ -1,7 +1,8 @@
-"""mcore. What a checkpoint holds, and loading it, through megatron-core's distributed checkpoints: a run continues also
-in another layout.
+"""mcore. What a checkpoint holds, and loading it, through megatron-core's distributed checkpoints:
+a run continues also in another layout.
 
-Every file's size and checksum are kept in the checkpoint, and compared before anything of it is read.
+Every file's size and checksum are kept in the checkpoint, and compared before anything of it is
+read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from megatron.sft.options.packing import PackingConfig
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Optimizer state as one tensor per parameter, whatever the layout."""
 # Options that are younger than some checkpoints, which were saved at their defaults.
-_UNSAID = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING} | {"lora": False}
+_UNSAID = {
+    field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING
+} | {"lora": False}
 
 
 class Progress(NamedTuple):
@@ -47,9 +50,13 @@ class Progress(NamedTuple):
     best_iteration: int | None = None
     """The step after which it was measured."""
     evaluated: str | None = None
-    """What it was measured on: another set's losses are not compared with it. None in older checkpoints."""
+    """What it was measured on: another set's losses are not compared with it. None in older
+    checkpoints.
+    """
     waiting: Sequence[dict[str, Any]] = ()
-    """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there are none."""
+    """Samples consumed but delayed, as each data-parallel rank's `DelayQueue` tells; empty if there
+    are none.
+    """
 
 
 class Wanted(NamedTuple):
@@ -68,13 +75,15 @@ class Wanted(NamedTuple):
 def restored_queue(
     packing: PackingConfig, delayed: Sequence[dict[str, Any]], rank: int, num_ranks: int
 ) -> DelayQueue | None:
-    """Returns the queue of outliers on data-parallel rank `rank`, with its part of what is `delayed` in a loaded
-    checkpoint; None if nothing can be delayed and nothing is.
+    """Returns the queue of outliers on data-parallel rank `rank`, with its part of what is
+    `delayed` in a loaded checkpoint; None if nothing can be delayed and nothing is.
 
     ValueError on every rank where something is and packing is off: nothing would give it back.
     """
     if delayed and not packing.sequence_packing:
-        raise ValueError("the checkpoint holds sequences that wait for a later step; pass --sequence-packing")
+        raise ValueError(
+            "the checkpoint holds sequences that wait for a later step; pass --sequence-packing"
+        )
     if not packing.outlier_delay_steps and not delayed:
         return None
     queue = DelayQueue(packing.outlier_delay_steps)
@@ -84,9 +93,11 @@ def restored_queue(
 
 
 def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
-    """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is. Collective, with a queue.
+    """Returns what is delayed on all data-parallel ranks, for `Progress`; [] if nothing is.
+    Collective, with a queue.
 
-    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to each of them.
+    Right on drawing ranks, as rank 0 is, whose `Progress` is saved. All that is delayed goes to
+    each of them.
     """
     if queue is None:
         return []
@@ -99,7 +110,9 @@ def gather_delayed(queue: DelayQueue | None) -> list[dict[str, Any]]:
 def whole_parameters(training: Training) -> None:
     """Make sure that each rank's parameters are those after the last step; collective."""
     for chunk in training.model:
-        if chunk.ddp_config.overlap_param_gather:  # or other ranks' shards would be those of the step before
+        if (
+            chunk.ddp_config.overlap_param_gather
+        ):  # or other ranks' shards would be those of the step before
             chunk.start_param_sync(force_sync=True)
 
 
@@ -109,7 +122,9 @@ def state_to_save(
     """Returns all that a checkpoint holds; collective."""
     whole_parameters(training)
     state = _sharded_state(training, is_loading=False)
-    state["progress"] = {name: value for name, value in progress._asdict().items() if name != "waiting" or value}
+    state["progress"] = {
+        name: value for name, value in progress._asdict().items() if name != "waiting" or value
+    }
     state["model_options"] = model_options
     state["data"] = data
     state["scheduler"] = training.scheduler.state_dict()
@@ -123,14 +138,15 @@ def load_checkpoint(
     data: dict[str, Any],
     wanted: Wanted,
 ) -> Progress | None:
-    """Continue from a checkpoint in `folder`; None, and nothing changed, where there is none. Collective.
+    """Continue from a checkpoint in `folder`; None, and nothing changed, where there is none.
+    Collective.
 
-    Adam's constants, the learning rate and its schedule are those of this run's options, at the checkpoint's step.
-    Other data than the checkpoint's are reported and taken.
+    Adam's constants, the learning rate and its schedule are those of this run's options, at the
+    checkpoint's step. Other data than the checkpoint's are reported and taken.
 
-    Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another model, of another
-    blend, unless that is `wanted`, or of a later megatron-core; ValueError if it holds objects that could run code.
-    Random states (of dropout) continue only in the same
+    Raises CheckpointError if a file is not as it was saved, and if the checkpoint is of another
+    model, of another blend, unless that is `wanted`, or of a later megatron-core; ValueError if it
+    holds objects that could run code. Random states (of dropout) continue only in the same
     layout.
     """
     iteration = latest_iteration(folder)
@@ -141,19 +157,25 @@ def load_checkpoint(
     check_sound(folder, iteration)
     common = read_common(path)
     if not wanted.optimizer:
-        model_options = {name: value for name, value in model_options.items() if name != "use_distributed_optimizer"}
+        model_options = {
+            name: value
+            for name, value in model_options.items()
+            if name != "use_distributed_optimizer"
+        }
     _check_same_model(path, common["model_options"], model_options)
     if wanted.progress:
         _check_same_blend(path, common["data"], data, wanted.changed_blend)
     with only_weights(path / "*.distcp"):
         same_layout = _layout() == common["layout"]
-        state = _load_state(path, training, wanted._replace(random_states=wanted.random_states and same_layout))
+        state = _load_state(
+            path, training, wanted._replace(random_states=wanted.random_states and same_layout)
+        )
     return Progress(**state["progress"])
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside tensors; ValueError where it is of a later megatron-core, or where it or
-    what tells of the tensors could run code.
+    """Returns what a checkpoint holds beside tensors; ValueError where it is of a later
+    megatron-core, or where it or what tells of the tensors could run code.
     """
     _check_readable(path)
     check_metadata(path)
@@ -163,10 +185,12 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path) -> None:
-    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19 reads both kinds.
+    # 0.16.1 keeps what is no tensor in a file of its own, and looks for it by this class; 0.19
+    # reads both kinds.
     if hasattr(common_strategy, "TorchCommonLoadStrategy") and not (path / "common.pt").exists():
         raise CheckpointError(
-            f"{path} was saved under a later megatron-core than this one; continue it on Python 3.12 or later"
+            f"{path} was saved under a later megatron-core than this one; continue it on Python "
+            "3.12 or later"
         )
 
 
@@ -177,29 +201,41 @@ def _check_same_model(path: Path, saved: dict[str, Any], model_options: dict[str
     differing = [
         f"{names.get(name, flag_of(name))} was {saved[name]}, is {value}"
         for name, value in model_options.items()
-        if saved.get(name, value) != value and name != "base_folder"  # the vocabulary is younger than some checkpoints
+        if saved.get(name, value) != value
+        and name != "base_folder"  # the vocabulary is younger than some checkpoints
     ]
     if differing:
         raise CheckpointError(
-            f"{path} is of another model ({'; '.join(differing)}); give the same options, or another --load"
+            f"{path} is of another model ({'; '.join(differing)}); give the same options, or "
+            "another --load"
         )
 
 
-def _check_same_blend(path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool) -> None:
+def _check_same_blend(
+    path: Path, saved: dict[str, Any], data: dict[str, Any], allow_changed_data: bool
+) -> None:
     changes = blend_changes(saved, data)
     if changes and not allow_changed_data:
         raise CheckpointError(
-            f"{path} is of another blend ({'; '.join(changes)}), where its position means other records; give the same "
+            f"{path} is of another blend ({'; '.join(changes)}), where its position means other "
+            "records; give the same "
             "one, another --load, or --allow-changed-data"
         )
     if saved != data and dist.get_rank() == 0:
-        print(f"note: {path} was trained on other data, or in another order; its position in them is kept", flush=True)
+        print(
+            f"note: {path} was trained on other data, or in another order; its position in them is "
+            "kept",
+            flush=True,
+        )
 
 
 def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any]:
     """Fill `training` and return all that was loaded; the optimizer's options stay this run's."""
     of_options = ("max_lr", "min_lr", "betas", "eps")
-    groups = [{name: group[name] for name in of_options if name in group} for group in training.optimizer.param_groups]
+    groups = [
+        {name: group[name] for name in of_options if name in group}
+        for group in training.optimizer.param_groups
+    ]
     with torch.no_grad():
         if wanted.optimizer:
             _make_adam_state(training)
@@ -225,18 +261,28 @@ def _load_state(path: Path, training: Training, wanted: Wanted) -> dict[str, Any
     return state
 
 
-def _sharded_state(training: Training, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
+def _sharded_state(
+    training: Training, is_loading: bool, with_optimizer: bool = True
+) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(training.model):
         gpt = unwrap_model(chunk)
         whole, frozen = gpt.sharded_state_dict(metadata=METADATA), _frozen(gpt)
-        state[f"model{number}"] = {name: entry for name, entry in whole.items() if name not in frozen}
+        state[f"model{number}"] = {
+            name: entry for name, entry in whole.items() if name not in frozen
+        }
     if with_optimizer:
         optimizer = training.optimizer
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=METADATA
+        )
     state["layout"] = _layout()
     state["random_states"] = ShardedObject(
-        "random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+        "random_states",
+        _random_states(),
+        (dist.get_world_size(),),
+        (dist.get_rank(),),
+        replica_id=0,
     )
     return state
 
@@ -247,7 +293,9 @@ def _frozen(gpt: torch.nn.Module) -> set[str]:
 
 
 def _make_adam_state(training: Training) -> None:
-    """Give torch's Adam what it makes in its first step, to load into; megatron-core's own way leaves out `step`."""
+    """Give torch's Adam what it makes in its first step, to load into; megatron-core's own way
+    leaves out `step`.
+    """
     for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
         inner = part.optimizer
         if isinstance(inner, torch.optim.Adam):
@@ -279,7 +327,8 @@ def _random_states() -> dict[str, Any]:
 def _restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if (states["cuda"] is None) == torch.cuda.is_available():
-        return  # the run goes on with another kind of device, whose generators cannot take these states
+        # the run goes on with another kind of device, whose generators cannot take these states
+        return
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

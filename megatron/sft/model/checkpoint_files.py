@@ -1,4 +1,6 @@
-"""collective. Ranks agree on the files of a checkpoint: all of them were written, and are read as they were written."""
+"""collective. Ranks agree on the files of a checkpoint: all of them were written, and are read as
+they were written.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class CheckpointError(AgreedError):
 def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iterator[None]:
     """What fails to write on any rank is one CheckpointError on all of them; collective at its end.
 
-    is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared so; else the others
-    are somewhere in it, and this rank raises on its own.
+    is_collective: what is done is so itself. Then only what it raises alike on all ranks is shared
+    so; else the others are somewhere in it, and this rank raises on its own.
     """
     told = f"{unfinished.with_suffix('')} could not be saved"
     failure = None
@@ -60,7 +62,9 @@ def written_or_refused(unfinished: Path, *, is_collective: bool = False) -> Iter
 
 
 def _root_of(error: BaseException, folder: Path) -> BaseException:
-    """Returns what the error comes from: where nothing can be written, that is the cause, whatever torch calls it."""
+    """Returns what the error comes from: where nothing can be written, that is the cause, whatever
+    torch calls it.
+    """
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, RuntimeError):  # of a full disk torch says "unexpected pos 704 vs 598"
@@ -84,7 +88,8 @@ def sums_of_own(path: Path) -> dict[str, Sum]:
 def check_folder(folder: str | Path) -> FolderLock | None:
     """Returns rank 0's lock of a folder to save to; collective.
 
-    CheckpointError on every rank where another run saves to it, and where it is not the same folder on all machines.
+    CheckpointError on every rank where another run saves to it, and where it is not the same folder
+    on all machines.
     """
     lock, told = None, None
     if dist.get_rank() == 0:
@@ -100,7 +105,9 @@ def check_folder(folder: str | Path) -> FolderLock | None:
 
 
 def check_shared(flag: str, folder: str | Path) -> None:
-    """Raise CheckpointError unless rank 0 can write to a folder, and all ranks see it there; collective."""
+    """Raise CheckpointError unless rank 0 can write to a folder, and all ranks see it there;
+    collective.
+    """
     told = None
     probe = Path(folder) / f".seen-by-all-{os.getpid()}"
     if dist.get_rank() == 0:
@@ -109,20 +116,26 @@ def check_shared(flag: str, folder: str | Path) -> None:
         except OSError as error:
             told = str(error)
     told, of_first = gathered((told, probe))[0]
-    missing = [rank for rank, found in enumerate(gathered((Path(folder) / of_first.name).exists())) if not found]
+    missing = [
+        rank
+        for rank, found in enumerate(gathered((Path(folder) / of_first.name).exists()))
+        if not found
+    ]
     if dist.get_rank() == 0:
         probe.unlink(missing_ok=True)
     if told is None and missing:
         told = (
-            f"{flag} {of_first.parent} is another folder on rank {missing[0]} than on rank 0; pass one that all share"
+            f"{flag} {of_first.parent} is another folder on rank {missing[0]} than on rank 0; "
+            "pass one that all share"
         )
     if told is not None:
         raise CheckpointError(told)
 
 
 def found_faults(path: Path) -> list[str] | None:
-    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has no checksums. The
-    ranks that see the same files share the reading of them, so that each machine's own copy is read; collective.
+    """Returns what is wrong with the files of a checkpoint, on all ranks alike; None where it has
+    no checksums. The ranks that see the same files share the reading of them, so that each
+    machine's own copy is read; collective.
     """
     faults: list[str] | None = None
     rank, seen = dist.get_rank(), gathered(_seen(path))
@@ -140,23 +153,30 @@ def found_faults(path: Path) -> list[str] | None:
 
 
 def _seen(path: Path) -> str:
-    """Differs between copies of a folder: a shared file has one inode and one time of change on all machines. That a
-    copy is taken for shared needs both equal in all its files; that a shared one is not, costs reading it again.
+    """Differs between copies of a folder: a shared file has one inode and one time of change on all
+    machines. That a copy is taken for shared needs both equal in all its files; that a shared one
+    is not, costs reading it again.
     """
     try:
         states = {name: (path / name).stat() for name in file_names(path)}
     except OSError as error:
         return str(error)
-    marks = [(name, state.st_ino, state.st_ctime_ns, state.st_size) for name, state in states.items()]
+    marks = [
+        (name, state.st_ino, state.st_ctime_ns, state.st_size) for name, state in states.items()
+    ]
     return hashlib.blake2b(repr(marks).encode(), digest_size=16).hexdigest()
 
 
 def check_sound(folder: str | Path, iteration: int) -> None:
-    """Raise CheckpointError unless every file is as it was saved; collective, see `found_faults`."""
+    """Raise CheckpointError unless every file is as it was saved; collective, see
+    `found_faults`."""
     path = checkpoint_path(folder, iteration)
     found = found_faults(path)
     if found is None and dist.get_rank() == 0:
-        print(f"note: {path} was saved by an earlier version without checksums; it is not checked", flush=True)
+        print(
+            f"note: {path} was saved by an earlier version without checksums; it is not checked",
+            flush=True,
+        )
     if found:
         other = other_sound_iteration(folder, iteration) if dist.get_rank() == 0 else None
         other = gathered(other)[0]
@@ -165,4 +185,6 @@ def check_sound(folder: str | Path, iteration: int) -> None:
             if other
             else ("no other checkpoint beside it is sound")
         )
-        raise CheckpointError(f"{found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''}; {way_out}")
+        raise CheckpointError(
+            f"{found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''}; {way_out}"
+        )

@@ -1,8 +1,10 @@
-"""pure. A folder of checkpoints: which is the newest, whether its files are those that were saved, who may write to it.
+"""pure. A folder of checkpoints: which is the newest, whether its files are those that were saved,
+who may write to it.
 
-A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as Megatron's do. Each
-checkpoint holds `checksums.json`, which is written last: the size and CRC-32 of every file in it. `.lock` is held by
-the run that saves there; the system frees it when that process ends, however it ends.
+A folder holds `iter_0000100/` for each checkpoint and `latest_checkpointed_iteration.txt`, as
+Megatron's do. Each checkpoint holds `checksums.json`, which is written last: the size and CRC-32 of
+every file in it. `.lock` is held by the run that saves there; the system frees it when that process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -41,8 +43,14 @@ def unfinished_path(path: Path) -> Path:
 
 
 def iterations(folder: str | Path) -> list[int]:
-    """Returns those whose checkpoints are in the folder, in order; whether they are sound is not looked at."""
-    found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in Path(folder).glob("iter_*") if path.is_dir())
+    """Returns those whose checkpoints are in the folder, in order; whether they are sound is not
+    looked at.
+    """
+    found = (
+        re.fullmatch(r"iter_(\d{7,})", path.name)
+        for path in Path(folder).glob("iter_*")
+        if path.is_dir()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -55,7 +63,9 @@ def latest_iteration(folder: str | Path) -> int | None:
 
 
 def best_iteration(folder: str | Path) -> int | None:
-    """Returns the iteration of the checkpoint with the lowest validation loss; None where no run kept it."""
+    """Returns the iteration of the checkpoint with the lowest validation loss; None where no run
+    kept it.
+    """
     return _tracked(folder, BEST, [])
 
 
@@ -64,20 +74,24 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
     if not tracker.exists():
         if found:
             raise ValueError(
-                f"{tracker} is missing, though checkpoints up to iter_{found[-1]:07d} are beside it; write the "
+                f"{tracker} is missing, though checkpoints up to iter_{found[-1]:07d} are beside "
+                "it; write the "
                 f"iteration to continue from into it, such as {found[-1]}, or pass another folder"
             )
         return None
     with tracker.open(errors="replace") as file:
         text = file.read(_LONGEST_TRACKER).strip()
     if not re.fullmatch(r"[0-9]{1,18}", text) or not checkpoint_path(folder, int(text)).is_dir():
-        raise ValueError(f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; correct it")
+        raise ValueError(
+            f"{tracker} must name the iteration of a checkpoint beside it, but holds {text!r}; "
+            "correct it"
+        )
     return int(text)
 
 
 def distributed_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the checkpoint in megatron-core's own format that a folder is, or that its tracker names (Megatron-LM's
-    may say `release`); None for a folder of another kind.
+    """Returns the checkpoint in megatron-core's own format that a folder is, or that its tracker
+    names (Megatron-LM's may say `release`); None for a folder of another kind.
     """
     tracker = Path(folder) / TRACKER
     if (Path(folder) / ".metadata").is_file():
@@ -86,9 +100,16 @@ def distributed_checkpoint(folder: str | Path) -> Path | None:
         return None
     with tracker.open(errors="replace") as file:
         is_release = file.read(_LONGEST_TRACKER).strip() == "release"
-    path = Path(folder) / "release" if is_release else checkpoint_path(folder, latest_iteration(folder) or 0)
+    path = (
+        Path(folder) / "release"
+        if is_release
+        else checkpoint_path(folder, latest_iteration(folder) or 0)
+    )
     if not (path / ".metadata").is_file():
-        raise ValueError(f"{path} must be a checkpoint of --ckpt-format torch_dist, but has no .metadata; save it so")
+        raise ValueError(
+            f"{path} must be a checkpoint of --ckpt-format torch_dist, but has no .metadata; save "
+            "it so"
+        )
     return path
 
 
@@ -100,14 +121,19 @@ def track(folder: str | Path, name: str, iteration: int) -> None:
 
 
 def check_load(load: str | Path, save: str | Path | None, iteration: int | None = None) -> None:
-    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be new.
+    """Raise ValueError unless `load` holds a checkpoint, or is where this run saves, which may be
+    new.
 
     iteration: of the one that is wanted; None for the newest.
     """
     found = iterations(load)
     if iteration is not None and found and iteration not in found:
-        raise ValueError(f"--ckpt-step {iteration} must be one of --load {load}: {', '.join(map(str, found))}")
-    if latest_iteration(load) is not None or (save is not None and Path(load).resolve() == Path(save).resolve()):
+        raise ValueError(
+            f"--ckpt-step {iteration} must be one of --load {load}: {', '.join(map(str, found))}"
+        )
+    if latest_iteration(load) is not None or (
+        save is not None and Path(load).resolve() == Path(save).resolve()
+    ):
         return
     folder = Path(load)
     if not folder.is_dir():
@@ -149,10 +175,14 @@ def write_checksums(checkpoint: Path, sums: dict[str, Sum]) -> None:
 
 
 def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
-    """Returns what was written; None for a checkpoint of a version that wrote none. ValueError if it is damaged."""
+    """Returns what was written; None for a checkpoint of a version that wrote none. ValueError if
+    it is damaged.
+    """
     path = checkpoint / CHECKSUMS
     try:
-        return {name: Sum(*values) for name, values in json.loads(path.read_bytes())["crc32"].items()}
+        return {
+            name: Sum(*values) for name, values in json.loads(path.read_bytes())["crc32"].items()
+        }
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -160,7 +190,9 @@ def read_checksums(checkpoint: Path) -> dict[str, Sum] | None:
 
 
 def faults_in(checkpoint: Path, names: Iterable[str], sums: dict[str, Sum]) -> list[str]:
-    """Returns, of these files, what is wrong with each that is missing, foreign, or other than it was saved."""
+    """Returns, of these files, what is wrong with each that is missing, foreign, or other than it
+    was saved.
+    """
     faults = []
     for name in names:
         path = checkpoint / name
@@ -183,7 +215,8 @@ def _size_of(path: Path) -> int | None:
 
 
 def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
-    """Returns the newest other checkpoint whose files are those that were saved; it reads them all."""
+    """Returns the newest other checkpoint whose files are those that were saved; it reads them
+    all."""
     for iteration in reversed(iterations(folder)):
         path = checkpoint_path(folder, iteration)
         try:
@@ -196,15 +229,20 @@ def other_sound_iteration(folder: str | Path, damaged: int) -> int | None:
 
 
 def remove_old(folder: str | Path, keep: int) -> list[str]:
-    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's among them.
+    """Remove checkpoints before the tracker's, but the best one and the last `keep`, the tracker's
+    among them.
 
-    Returns a note for each that could not be removed: training must not end for files that are only in the way (NFS
-    keeps those that somebody reads).
+    Returns a note for each that could not be removed: training must not end for files that are only
+    in the way (NFS keeps those that somebody reads).
     """
     notes = []
     try:
         latest, best = latest_iteration(folder), best_iteration(folder)
-        older = [found for found in iterations(folder) if latest is not None and found < latest and found != best]
+        older = [
+            found
+            for found in iterations(folder)
+            if latest is not None and found < latest and found != best
+        ]
     except (OSError, ValueError) as error:
         return [f"old checkpoints in {folder} are kept: {error}"]
     for iteration in older[: max(len(older) - (keep - 1), 0)]:
@@ -221,11 +259,13 @@ def remove_old(folder: str | Path, keep: int) -> list[str]:
 class FolderLock:
     """Held by the process that saves to a folder, so that two runs never share one.
 
-    A POSIX record lock: no child process inherits it, and the system frees it with the process, by any death.
+    A POSIX record lock: no child process inherits it, and the system frees it with the process, by
+    any death.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """ValueError, naming its holder, where another process has it. What dead runs left unfinished is removed.
+        """ValueError, naming its holder, where another process has it. What dead runs left
+        unfinished is removed.
 
         On a file system without locks a note is printed, and nothing is held.
         """
@@ -236,14 +276,17 @@ class FolderLock:
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 print(
-                    f"note: {folder} has no file locks ({error.strerror}); see that no other run saves there",
+                    f"note: {folder} has no file locks ({error.strerror}); see that no other run "
+                    "saves there",
                     flush=True,
                 )
                 return
             self._file.seek(0)
             holder = self._file.read(200).strip() or "another process"
             self._file.close()
-            raise ValueError(f"{folder} is being saved to by {holder}; end that run, or pass another --save") from None
+            raise ValueError(
+                f"{folder} is being saved to by {holder}; end that run, or pass another --save"
+            ) from None
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
         self._file.flush()

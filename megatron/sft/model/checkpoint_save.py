@@ -1,7 +1,7 @@
 """mcore. A checkpoint on its way: made from the state as it is, written, then put in its place.
 
-The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete: a run killed while
-it saves leaves the one before as the latest.
+The tracker of the folder (see `checkpoint_folder`) is replaced only once a checkpoint is complete:
+a run killed while it saves leaves the one before as the latest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _WRITER: dict[str, Any] = {"async_strategy": "mcore"} if _HAS_WRITERS else {}
 
 
 class CheckpointSave:
-    """One checkpoint. Making it and `finish` are collective; nobody sees it before it is finished."""
+    """One checkpoint. Making it and `finish` are collective; nobody sees it before it is
+    finished."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class CheckpointSave:
         *,
         in_background: bool = False,
     ) -> None:
-        """model_options: what a run that loads it must share; data: what it is told of if it does not; companions:
-        files that the export as a HuggingFace folder will need; in_background: write a copy in host memory, in a
-        thread, while training goes on.
+        """model_options: what a run that loads it must share; data: what it is told of if it does
+        not; companions: files that the export as a HuggingFace folder will need; in_background:
+        write a copy in host memory, in a thread, while training goes on.
         """
         self.iteration = progress.iteration
         self._folder, self._companions = folder, companions
@@ -67,9 +68,15 @@ class CheckpointSave:
                 self._unfinished.mkdir(parents=True)
         with written_or_refused(self._unfinished, is_collective=True):
             self._request = dist_checkpointing.save(
-                state, str(self._unfinished), content_metadata=METADATA, async_sharded_save=True, **_WRITER
+                state,
+                str(self._unfinished),
+                content_metadata=METADATA,
+                async_sharded_save=True,
+                **_WRITER,
             )
-        parts = self._request.preload_fn() if self._request.preload_fn is not None else []  # now on the host
+        parts = (
+            self._request.preload_fn() if self._request.preload_fn is not None else []
+        )  # now on the host
         if in_background and not next(training.model[0].parameters()).is_cuda:
             parts = [
                 (path, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -87,7 +94,9 @@ class CheckpointSave:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until it is written, and put it in its place; CheckpointError where any rank could not write."""
+        """Wait until it is written, and put it in its place; CheckpointError where any rank could
+        not write.
+        """
         if self._thread.ident is not None:
             self._thread.join()
         with written_or_refused(self._unfinished):
@@ -96,7 +105,11 @@ class CheckpointSave:
         with written_or_refused(self._unfinished, is_collective=True):
             for finalize in self._request.finalize_fns:
                 finalize()
-        sums = {name: found for sums_of_rank in gathered(self._sums) for name, found in sums_of_rank.items()}
+        sums = {
+            name: found
+            for sums_of_rank in gathered(self._sums)
+            for name, found in sums_of_rank.items()
+        }
         with written_or_refused(self._unfinished):
             if dist.get_rank() == 0:
                 self._place(sums)

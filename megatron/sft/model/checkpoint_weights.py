@@ -1,8 +1,10 @@
-"""mcore. The weights of a checkpoint in megatron-core's format, and nothing else of it, whatever layout wrote it.
+"""mcore. The weights of a checkpoint in megatron-core's format, and nothing else of it, whatever
+layout wrote it.
 
-Megatron-LM's checkpoints (`torch_dist`) are of this kind as well as this trainer's. megatron-core loads one as a whole:
-with options that are pickled objects, and with all layers stacked in one tensor. Here torch's reader, which
-megatron-core builds on, is asked for the blocks of some parameters.
+Megatron-LM's checkpoints (`torch_dist`) are of this kind as well as this trainer's. megatron-core
+loads one as a whole: with options that are pickled objects, and with all layers stacked in one
+tensor. Here torch's reader, which megatron-core builds on, is asked for the blocks of some
+parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.sft.model.checkpoint_files import CheckpointError, found_faults
@@ -24,7 +30,9 @@ from megatron.sft.model.unpickling import only_weights
 
 
 class CheckpointWeights:
-    """Fills this rank's part of a model with what a checkpoint holds, whose `.metadata` has passed `check_metadata`."""
+    """Fills this rank's part of a model with what a checkpoint holds, whose `.metadata` has passed
+    `check_metadata`.
+    """
 
     def __init__(self, checkpoint: Path, gpt: GPTModel) -> None:
         self._path = checkpoint
@@ -32,17 +40,25 @@ class CheckpointWeights:
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._parameters = dict(gpt.named_parameters())
-        has_numbers = any(re.match(r"decoder\.layers\.\d+\.", key) for key in self._metadata.state_dict_metadata)
+        has_numbers = any(
+            re.match(r"decoder\.layers\.\d+\.", key) for key in self._metadata.state_dict_metadata
+        )
         state = dict(gpt.sharded_state_dict(metadata={"non_homogeneous_layers": has_numbers}))
         apply_factories(state)
-        self._blocks = {name: list(_tensors_in(entry)) for name, entry in state.items() if name in self._parameters}
+        self._blocks = {
+            name: list(_tensors_in(entry))
+            for name, entry in state.items()
+            if name in self._parameters
+        }
         self._held: list[str] = []
 
     def read_all(self, vocab_size: int) -> None:
-        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become zero. Collective.
+        """Fills all parameters; rows of the vocabulary's padding that the checkpoint lacks become
+        zero. Collective.
 
-        CheckpointError where files are not as they were saved; ValueError where they cannot be read, and, naming the
-        tensor, where the checkpoint is of another model, or of fewer words than `vocab_size`.
+        CheckpointError where files are not as they were saved; ValueError where they cannot be
+        read, and, naming the tensor, where the checkpoint is of another model, or of fewer words
+        than `vocab_size`.
         """
         if found := found_faults(self._path):
             raise CheckpointError(f"{found[0]}; pass another --pretrained-checkpoint")
@@ -50,26 +66,35 @@ class CheckpointWeights:
         for block in blocks:
             stored = self._metadata.state_dict_metadata.get(block.key)
             if not isinstance(stored, TensorStorageMetadata):
-                raise ValueError(f"{self._path} is of another model than the options: it has no {block.key}")
+                raise ValueError(
+                    f"{self._path} is of another model than the options: it has no {block.key}"
+                )
             there, wanted = list(stored.size), list(block.global_shape)
             if block.allow_shape_mismatch:  # the vocabulary, whose padding depends on the layout
                 if there[0] < vocab_size:
-                    raise ValueError(f"{self._path} has {there[0]} words in {block.key}, but there are {vocab_size}")
+                    raise ValueError(
+                        f"{self._path} has {there[0]} words in {block.key}, but there are "
+                        f"{vocab_size}"
+                    )
                 block.data.detach().zero_()
                 there = wanted[:1] + there[1:]
             if there != wanted:
                 raise ValueError(
-                    f"{self._path} is of another model than the options: {block.key} is {list(stored.size)} there, but "
+                    f"{self._path} is of another model than the options: {block.key} is "
+                    f"{list(stored.size)} there, but "
                     f"{wanted} here"
                 )
         try:
             self._read(blocks)
         except (OSError, RuntimeError, CheckpointException, EOFError, KeyError) as error:
             told = " ".join(str(error).split())
-            raise ValueError(f"{self._path} is damaged: {told:.200}; pass another --pretrained-checkpoint") from error
+            raise ValueError(
+                f"{self._path} is damaged: {told:.200}; pass another --pretrained-checkpoint"
+            ) from error
 
     def values_of(self, name: str) -> Tensor:
-        """The values of a parameter; those of other layers are lost, so that host memory holds one. Only for a model
+        """The values of a parameter; those of other layers are lost, so that host memory holds one.
+        Only for a model
         on the CPU without initial weights: memory that was only allocated is not touched yet.
         """
         if name not in self._held:
@@ -80,7 +105,9 @@ class CheckpointWeights:
         for old in self._held:
             self._parameters[old].untyped_storage().resize_(0)
         match = re.match(r"decoder\.layers\.\d+\.", name)
-        self._held = [other for other in self._parameters if other.startswith(match[0])] if match else [name]
+        self._held = (
+            [other for other in self._parameters if other.startswith(match[0])] if match else [name]
+        )
         self._read([block for held in self._held for block in self._blocks[held]])
 
     def _read(self, blocks: list[ShardedTensor]) -> None:
@@ -95,8 +122,12 @@ class CheckpointWeights:
             assert isinstance(stored, TensorStorageMetadata)
             found = create_read_items_for_chunk_list(block.key, stored, [chunk])
             num_read = sum(item.lengths.numel() for item in found)
-            if num_read != values.numel() and not block.allow_shape_mismatch:  # the vocabulary's padding may differ
-                raise ValueError(f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}")
+            if (
+                num_read != values.numel() and not block.allow_shape_mismatch
+            ):  # the vocabulary's padding may differ
+                raise ValueError(
+                    f"the checkpoint holds {num_read} of {values.numel()} values of {block.key}"
+                )
             items += found
         with only_weights(self._path / "*.distcp"):
             self._reader.read_data(LoadPlan(items), _Into(targets)).wait()

@@ -1,18 +1,21 @@
 """mcore. megatron-core on CPU: where its functions say `cuda`, they read `cpu`.
 
-`torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`, streams), so one
-rule covers all sites: in the code objects of the modules named below, the attribute `cuda` becomes `cpu`
-(`torch.cuda.current_device()`, `tensor.cuda()`), and the literals `"cuda"` and `"torch.cuda.FloatTensor"` become
-their CPU counterparts. Code objects are changed in place, so that names that other modules imported before change
-too; it costs nothing at run time, works under `torch.compile`, and leaves torch itself untouched. Three things need
-more than the rule: the random number tracker (its setters silently do nothing without CUDA), the context-parallel
-RoPE slice (pinned memory) and the experts' side stream.
+`torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`,
+streams), so one
+rule covers all sites: in the code objects of the modules named below, the attribute `cuda` becomes
+`cpu` (`torch.cuda.current_device()`, `tensor.cuda()`), and the literals `"cuda"` and
+`"torch.cuda.FloatTensor"` become their CPU counterparts. Code objects are changed in place, so that
+names that other modules imported before change too; it costs nothing at run time, works under
+`torch.compile`, and leaves torch itself untouched. Three things need
+more than the rule: the random number tracker (its setters silently do nothing without CUDA), the
+context-parallel RoPE slice (pinned memory) and the experts' side stream.
 
-Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is refused: an unseen
-site would otherwise appear in the middle of somebody's run.
+Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is
+refused: an unseen site would otherwise appear in the middle of somebody's run.
 
-The other way, a `torch.overrides.TorchFunctionMode` that maps devices in every call of the process, was tried with both
-releases. It costs a third of a step of small models and lies to all code in the process (docs/megatron-core.md).
+The other way, a `torch.overrides.TorchFunctionMode` that maps devices in every call of the process,
+was tried with both releases. It costs a third of a step of small models and lies to all code in the
+process (docs/megatron-core.md).
 """
 
 from __future__ import annotations
@@ -60,9 +63,16 @@ _LITERALS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-# Functions that ask whether there is a GPU, or that reach for what torch.cpu lacks: they are right as they are, or
-# never run on CPU.
-_LEFT_ALONE = {"is_available", "empty_cache", "get_device_properties", "nvtx", "memory_allocated", "default_stream"}
+# Functions that ask whether there is a GPU, or that reach for what torch.cpu lacks: they are right
+# as they are, or never run on CPU.
+_LEFT_ALONE = {
+    "is_available",
+    "empty_cache",
+    "get_device_properties",
+    "nvtx",
+    "memory_allocated",
+    "default_stream",
+}
 
 
 class Change(NamedTuple):
@@ -76,7 +86,8 @@ _installed: list[Change] = []
 
 
 def install() -> list[Change]:
-    """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is). Idempotent.
+    """Make megatron-core run on CPU; returns all that was changed (empty where CUDA is).
+    Idempotent.
 
     Raises RuntimeError for a megatron-core that was not checked.
     """
@@ -103,7 +114,11 @@ def report() -> str:
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
     """Each plain function defined in `module`, methods and wrapped ones included, once."""
     seen: set[int] = set()
-    todo = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    todo = [
+        value
+        for value in vars(module).values()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
     while todo:
         value = todo.pop()
         if id(value) in seen:
@@ -121,13 +136,19 @@ def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
             yield value
 
 
-def rewrite(function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]) -> list[Change]:
-    """Let `function` read other string literals and other names of globals and attributes, in place."""
+def rewrite(
+    function: types.FunctionType, literals: Mapping[str, str], names: Mapping[str, str]
+) -> list[Change]:
+    """Let `function` read other string literals and other names of globals and attributes, in
+    place.
+    """
     code, changed = _rewritten(function.__code__, literals, names)
     if not changed:
         return []
     function.__code__ = code
-    return [Change(f"{function.__module__}.{function.__qualname__}", ", ".join(sorted(set(changed))))]
+    return [
+        Change(f"{function.__module__}.{function.__qualname__}", ", ".join(sorted(set(changed))))
+    ]
 
 
 def _rewritten(
@@ -160,7 +181,9 @@ def _use_cpu_generator() -> list[Change]:
     """The tensor-parallel random states are states of the CPU generator."""
     from megatron.core.tensor_parallel import random as tracked
 
-    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(
+        device: object = None, clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
@@ -195,16 +218,21 @@ def _use_cpu_generator() -> list[Change]:
     ]
     for owner, name, function in replaced:
         setattr(owner, name, function)
-    # torch.cuda.manual_seed(s) -> torch.random.manual_seed(s): torch.cpu has no generator of its own.
+    # torch.cuda.manual_seed(s) -> torch.random.manual_seed(s): torch.cpu has no generator of its
+    # own.
     seeding = rewrite(tracked.model_parallel_cuda_manual_seed, {}, {"cuda": "random"})
     where = "megatron.core.tensor_parallel.random"
-    return [Change(f"{where}.{name}", "uses the CPU generator") for _, name, _ in replaced] + seeding
+    return [
+        Change(f"{where}.{name}", "uses the CPU generator") for _, name, _ in replaced
+    ] + seeding
 
 
 def _slice_rope_without_pinned_memory() -> Change:
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 
-    def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    def get_pos_emb_on_this_cp_rank(
+        pos_emb: torch.Tensor, seq_dim: int, cp_group: Any
+    ) -> torch.Tensor:
         pieces = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
         return torch.cat((pieces[cp_group.rank()], pieces[-1 - cp_group.rank()]), dim=seq_dim)
 
@@ -221,10 +249,14 @@ class _CpuStream(torch.cpu.Stream):
 
 
 def _dispatch_tokens_without_copies() -> list[Change]:
-    """The experts' all-to-all takes sizes as numpy arrays, made where tensors leave the GPU; on CPU they never do."""
+    """The experts' all-to-all takes sizes as numpy arrays, made where tensors leave the GPU; on CPU
+    they never do.
+    """
     from megatron.core.transformer.moe import token_dispatcher
 
-    def maybe_move_tensor_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    def maybe_move_tensor_to_cpu(
+        tensor: object, as_numpy: bool = False, record_stream: bool = False
+    ) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

@@ -32,11 +32,14 @@ def forward_step(
 ) -> tuple[Tensor, Callable[[Tensor], Loss]]:
     """Runs megatron-core's forward step for packed microbatches and for `PaddedBatch`es.
 
-    num_sources: where there are several, the loss of each is kept apart; one addition per token on the last stage.
+    num_sources: where there are several, the loss of each is kept apart; one addition per token on
+    the last stage.
     """
     config = get_model_config(model)
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+    is_first, is_last = (
+        get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")
+    )
     has_embedding = is_first or (is_last and config.mtp_num_layers is not None)
     batch: Batch | PaddedBatch
     sources: Tensor | None = None
@@ -44,7 +47,9 @@ def forward_step(
     if getattr(config, "sequence_packing_scheduler", None) is not None:
         microbatch = next(data_iterator)
         if tells_sources:
-            sources = sources_of_tokens(microbatch, ProcessGroupCollection.use_mpu_process_groups(GROUPS))
+            sources = sources_of_tokens(
+                microbatch, ProcessGroupCollection.use_mpu_process_groups(GROUPS)
+            )
         batch = get_batch_on_this_rank_for_sequence_packing(
             iter((microbatch,)),
             vpp_size=config.virtual_pipeline_model_parallel_size,
@@ -62,21 +67,28 @@ def forward_step(
         labels=batch.labels if is_last else None,
         packed_seq_params=batch.packed_seq_params,
         loss_mask=batch.loss_mask if is_last else None,
-        padding_mask=None if config.num_moe_experts is None else routers_mask(batch.padding_mask, config, is_first),
+        padding_mask=None
+        if config.num_moe_experts is None
+        else routers_mask(batch.padding_mask, config, is_first),
     )
     return output, partial(loss_sum, batch.loss_mask, sources=sources, num_sources=num_sources)
 
 
 def routers_mask(padding_mask: Tensor, config: TransformerConfig, is_first: bool) -> Tensor:
-    """Returns what experts must not count, as this stage takes it: megatron-core scatters it on the first one only."""
+    """Returns what experts must not count, as this stage takes it: megatron-core scatters it on the
+    first one only.
+    """
     if is_first or not config.sequence_parallel:
         return padding_mask
     shards = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)
     return shards[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1) -> Loss:
-    """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this rank's shard.
+def loss_sum(
+    loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = None, num_sources: int = 1
+) -> Loss:
+    """Returns (sum of weight * cross entropy, number of unmasked tokens, both for the log) of this
+    rank's shard.
 
     Nothing is divided here. With `sources`, of each token, the log has the sum of cross entropy
     without weights, and the number of tokens, by source: float64 [2, num_sources].
@@ -94,8 +106,8 @@ def loss_sum(loss_mask: Tensor | None, output: Tensor, sources: Tensor | None = 
 
 
 class PaddedBatch(NamedTuple):
-    """A microbatch of rows padded to the longest of them, S tokens; each tensor [b, S / context-parallel size]. The
-    baseline to compare with.
+    """A microbatch of rows padded to the longest of them, S tokens; each tensor [b, S /
+    context-parallel size]. The baseline to compare with.
     """
 
     tokens: Tensor
@@ -110,12 +122,16 @@ class PaddedBatch(NamedTuple):
     def on(self, device: torch.device) -> PaddedBatch:
         """Returns the same on `device`, but for `sources`."""
         fields = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
-        return self._replace(**{name: getattr(self, name).to(device, non_blocking=True) for name in fields})
+        return self._replace(
+            **{name: getattr(self, name).to(device, non_blocking=True) for name in fields}
+        )
 
 
-def padded_batches(draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int) -> Iterator[PaddedBatch]:
-    """Pads each draw to its longest sample, up to a multiple of `multiple`; this context-parallel rank's zigzag shard
-    of it. Missing rows are all masked. On the host, pinned where there is CUDA.
+def padded_batches(
+    draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, multiple: int
+) -> Iterator[PaddedBatch]:
+    """Pads each draw to its longest sample, up to a multiple of `multiple`; this context-parallel
+    rank's zigzag shard of it. Missing rows are all masked. On the host, pinned where there is CUDA.
     """
     size, rank = (
         parallel_state.get_context_parallel_world_size(),
@@ -130,7 +146,9 @@ def padded_batches(draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, 
     for draw in draws:
         samples = read_samples(draw)
         seq_length = -(-max((1, *samples.lengths.tolist())) // multiple) * multiple
-        tokens, labels, position_ids, sources = torch.zeros(4, num_rows, seq_length, dtype=torch.int64)
+        tokens, labels, position_ids, sources = torch.zeros(
+            4, num_rows, seq_length, dtype=torch.int64
+        )
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
         real = spread(np.arange(samples.lengths.size) * seq_length, samples.lengths)
@@ -138,7 +156,9 @@ def padded_batches(draws: Iterator[Sequence[Mapping[str, Any]]], num_rows: int, 
         for padded, values in zip(whole, samples.fields()):
             padded.view(-1).numpy()[real] = values
         padding_mask.view(-1).numpy()[real] = False
-        sources[: samples.sources.size] = torch.from_numpy(samples.sources.astype(np.int64)).unsqueeze(1)
+        sources[: samples.sources.size] = torch.from_numpy(
+            samples.sources.astype(np.int64)
+        ).unsqueeze(1)
         yield PaddedBatch(
             tokens=shard(tokens),
             labels=shard(labels),

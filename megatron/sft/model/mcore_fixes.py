@@ -1,6 +1,8 @@
-"""mcore. Faults of megatron-core without Transformer Engine, on CUDA as much as on CPU, mended from outside.
+"""mcore. Faults of megatron-core without Transformer Engine, on CUDA as much as on CPU, mended from
+outside.
 
-Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 0.16.1 has no other keys of groups.
+Each is looked for, and mended where it is: 0.19 defines `te_general_gemm`, and 0.16.1 has no other
+keys of groups.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ def install() -> None:
 def drop_unused_output_weight(gpt: GPTModel) -> None:
     """Remove the output layer's own weight where its stage computes with a copy of the embedding's.
 
-    That is so where weights are tied and the last of several stages predicts further tokens. megatron-core makes the
-    weight all the same; it never has a gradient, checkpoints refuse it, and overlapped reduction waits for it for ever.
+    That is so where weights are tied and the last of several stages predicts further tokens.
+    megatron-core makes the weight all the same; it never has a gradient, checkpoints refuse it, and
+    overlapped reduction waits for it for ever.
     """
     has_copy = gpt.mtp_process and not gpt.pre_process
     if gpt.post_process and gpt.share_embeddings_and_output_weights and has_copy:
@@ -40,7 +43,9 @@ def drop_unused_output_weight(gpt: GPTModel) -> None:
 
 
 def _define_te_general_gemm() -> None:
-    """The router of experts asks whether `te_general_gemm` is None; the name exists only with Transformer Engine."""
+    """The router of experts asks whether `te_general_gemm` is None; the name exists only with
+    Transformer Engine.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -48,10 +53,13 @@ def _define_te_general_gemm() -> None:
 
 
 def _load_distributed_adam() -> None:
-    """torch's Adam keeps a `step` per parameter, which the distributed optimizer restores wrongly, twice.
+    """torch's Adam keeps a `step` per parameter, which the distributed optimizer restores wrongly,
+    twice.
 
-    `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters are given one tensor,
-    which each of them then increments: after a resume the bias correction runs ahead by the number of parameters.
+    `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters
+    are given one tensor,
+    which each of them then increments: after a resume the bias correction runs ahead by the number
+    of parameters.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -81,8 +89,10 @@ def _load_distributed_adam() -> None:
 
 
 def _count_float32_weights_first() -> None:
-    """The distributed optimizer counts the weights of a group in the order of their buffers, but holds those in float32
-    before those in half precision: of a group with both, it saves and loads the states of one as those of another.
+    """The distributed optimizer counts the weights of a group in the order of their buffers, but
+    holds those in float32
+    before those in half precision: of a group with both, it saves and loads the states of one as
+    those of another.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -90,17 +100,22 @@ def _count_float32_weights_first() -> None:
     if hasattr(count, "has_order"):
         return
 
-    def count_in_order(cls: object, groups: object, buffers: list[dict[tuple[torch.dtype, ...], Any]]) -> Any:
-        return count(groups, sorted(buffers, key=lambda buffer: next(iter(buffer))[0] != torch.float32))
+    def count_in_order(
+        cls: object, groups: object, buffers: list[dict[tuple[torch.dtype, ...], Any]]
+    ) -> Any:
+        return count(
+            groups, sorted(buffers, key=lambda buffer: next(iter(buffer))[0] != torch.float32)
+        )
 
     count_in_order.has_order = True  # type: ignore[attr-defined]
     DistributedOptimizer._build_optimizer_group_ranges = classmethod(count_in_order)  # type: ignore[method-assign, assignment]
 
 
 def _save_weights_where_they_are() -> None:
-    """The distributed optimizer gathers what it saves without the padding between buckets, then cuts it up by places
-    that count the padding: wherever there is any, weights and states of all buckets but the first are saved shifted.
-    Told that buckets have none, it gathers all.
+    """The distributed optimizer gathers what it saves without the padding between buckets, then
+    cuts it up by places
+    that count the padding: wherever there is any, weights and states of all buckets but the first
+    are saved shifted. Told that buckets have none, it gathers all.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -120,9 +135,11 @@ def _save_weights_where_they_are() -> None:
 
 
 def _tell_parameter_groups_apart_by_what_they_are() -> None:
-    """A checkpoint's parameter groups are found by what their parameters are, not by the learning rate they had.
+    """A checkpoint's parameter groups are found by what their parameters are, not by the learning
+    rate they had.
 
-    0.19 compares limits of the learning rate and of weight decay, too, and refuses a run that continues with its own.
+    0.19 compares limits of the learning rate and of weight decay, too, and refuses a run that
+    continues with its own.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -135,9 +152,10 @@ def _tell_parameter_groups_apart_by_what_they_are() -> None:
 def _save_without_other_processes() -> None:
     """A save writes, and gets its results, in the process that asked for it, as from 0.17 on.
 
-    megatron-core 0.16 starts a process for a queue of results in the first save, and forks others in every save, which
-    write. A launcher's SIGTERM to all of a job's processes ends the first, and every later save with it. After a
-    SIGKILL of the rank all of them live on, and hold its connections open, so that others wait for it.
+    megatron-core 0.16 starts a process for a queue of results in the first save, and forks others
+    in every save, which write. A launcher's SIGTERM to all of a job's processes ends the first, and
+    every later save with it. After a SIGKILL of the rank all of them live on, and hold its
+    connections open, so that others wait for it.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -152,9 +170,13 @@ def _save_without_other_processes() -> None:
         numbers: queue.Queue[int] = queue.Queue()
         for number, part in enumerate(parts):
             numbers.put(number)
-            writer.write_preloaded_data(transforms, number, part, found, numbers, use_fsync=True, use_msc=use_msc)  # type: ignore[arg-type]
+            writer.write_preloaded_data(
+                transforms, number, part, found, numbers, use_fsync=True, use_msc=use_msc
+            )  # type: ignore[arg-type]
         of_parts = dict(found.get() for _ in parts)
-        results.put(next((value for value in of_parts.values() if isinstance(value, Exception)), of_parts))
+        results.put(
+            next((value for value in of_parts.values() if isinstance(value, Exception)), of_parts)
+        )
 
     writer.write_preloaded_data_multiproc = staticmethod(write_here)  # type: ignore[method-assign, assignment]
 
@@ -162,14 +184,19 @@ def _save_without_other_processes() -> None:
 def _keep_norms_on_the_device() -> None:
     """The norm of all gradients is computed on the device, to the same bits.
 
-    megatron-core's way reads the norm of each parameter, one after the other: hundreds of waits in every step.
+    megatron-core's way reads the norm of each parameter, one after the other: hundreds of waits in
+    every step.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.utils import local_multi_tensor_l2_norm
 
-    def norm(chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object) -> tuple[Tensor, None]:
+    def norm(
+        chunk_size: int, noop_flag: Tensor, tensors: Sequence[list[Tensor]], *_: object
+    ) -> tuple[Tensor, None]:
         (gradients,) = tensors
         return torch.stack(torch._foreach_norm(gradients)).norm().float().reshape(1), None
 
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # Transformer Engine's and Apex's read nothing
+    if (
+        clip_grads.l2_norm_impl is local_multi_tensor_l2_norm
+    ):  # Transformer Engine's and Apex's read nothing
         clip_grads.l2_norm_impl = norm

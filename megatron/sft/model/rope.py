@@ -1,4 +1,6 @@
-"""tensor. Frequencies of rotary embeddings under each kind of --rope-scaling, rounded as transformers rounds them."""
+"""tensor. Frequencies of rotary embeddings under each kind of --rope-scaling, rounded as
+transformers rounds them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Frequencies with a wavelength beyond the original context are divided by the factor, short ones stay."""
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    """Frequencies with a wavelength beyond the original context are divided by the factor, short
+    ones stay.
+    """
+    low, high, original = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
     wavelength = 2 * math.pi / plain
     share = (original / wavelength - low) / (high - low)
     between = (1 - share) * plain / scaling.factor + share * plain

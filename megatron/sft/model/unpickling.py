@@ -1,7 +1,8 @@
 """tensor. Read the pickles of a checkpoint without running code of whoever wrote them.
 
-A pickle may name any function and have it called. A checkpoint has three kinds: `.metadata`, which torch reads with
-plain pickle; objects in `.distcp` files, for which torch's planner asks torch.load to trust the file; and common.pt.
+A pickle may name any function and have it called. A checkpoint has three kinds: `.metadata`, which
+torch reads with plain pickle; objects in `.distcp` files, for which torch's planner asks torch.load
+to trust the file; and common.pt.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 _KNOWN = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+        ),
         *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.planner": {
@@ -43,7 +53,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an enum
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # how Python 3.11.0 to 3.11.3 write a member of an enum
             return self._member
         if name not in _KNOWN.get(module, ()):
             raise _foreign(self._path, f"{module}.{name}")
@@ -56,7 +69,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError, naming file and class, unless `.metadata` in the folder holds what torch writes there.
+    """Raise ValueError, naming file and class, unless `.metadata` in the folder holds what torch
+    writes there.
 
     It is read as a whole, before torch does: about as long again as torch takes.
     """
@@ -74,14 +88,18 @@ def check_metadata(checkpoint: Path) -> None:
 
 @contextmanager
 def only_weights(path: Path) -> Iterator[None]:
-    """Let torch.load make tensors and plain values only, whatever its callers ask for; by an environment variable of
-    torch's. A file that holds more raises ValueError, naming `path` and the class.
+    """Let torch.load make tensors and plain values only, whatever its callers ask for; by an
+    environment variable of torch's. A file that holds more raises ValueError, naming `path` and the
+    class.
     """
     before = os.environ.get(_ONLY_WEIGHTS)
     os.environ[_ONLY_WEIGHTS] = "1"
     try:
         yield
-    except (pickle.UnpicklingError, CheckpointException) as error:  # alone, or as all ranks are told of it
+    except (
+        pickle.UnpicklingError,
+        CheckpointException,
+    ) as error:  # alone, or as all ranks are told of it
         if "Weights only load failed" not in str(error):
             raise
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -94,10 +112,13 @@ def only_weights(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; take another checkpoint")
+    return ValueError(
+        f"{path} cannot be read: {type(error).__name__}: {error!s:.200}; take another checkpoint"
+    )
 
 
 def _foreign(path: Path, name: str) -> ValueError:
     return ValueError(
-        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; take another checkpoint"
+        f"{path} holds a {name}, which does not belong in a checkpoint and could run code; take "
+        "another checkpoint"
     )

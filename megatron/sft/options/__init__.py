@@ -1,1 +1,2 @@
-"""The options of a run, a file per group; `megatron.sft.options.config` puts the groups together."""
+"""The options of a run, a file per group; `megatron.sft.options.config` puts the groups
+together."""

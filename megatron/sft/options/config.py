@@ -25,7 +25,15 @@ from megatron.sft.options.parallel import ParallelConfig
 from megatron.sft.options.pretrained import implied_options
 from megatron.sft.options.training import TrainingConfig
 
-GROUPS = (ModelConfig, ParallelConfig, PackingConfig, DataConfig, TrainingConfig, LoraConfig, OutputConfig)
+GROUPS = (
+    ModelConfig,
+    ParallelConfig,
+    PackingConfig,
+    DataConfig,
+    TrainingConfig,
+    LoraConfig,
+    OutputConfig,
+)
 """The parts of `SFTConfig`, in the order of --help."""
 
 
@@ -43,7 +51,9 @@ class SFTConfig:
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> SFTConfig:
-        """Returns the options of one instance of each of `GROUPS`, which are not checked against one another."""
+        """Returns the options of one instance of each of `GROUPS`, which are not checked against
+        one another.
+        """
         return cls(**dict(zip((field.name for field in fields(cls)), parts)))
 
     @property
@@ -59,7 +69,11 @@ class SFTConfig:
     def smallest_capacity_per_rank(self) -> int:
         """Tokens of each rank, of a pack that holds one sequence of --seq-length."""
         padded = int(self.alignment.padded_length(np.int64(self.model.seq_length)))
-        return -(-padded // self.alignment.pack) * self.alignment.pack // self.parallel.context_parallel_size
+        return (
+            -(-padded // self.alignment.pack)
+            * self.alignment.pack
+            // self.parallel.context_parallel_size
+        )
 
     @property
     def capacity_per_rank(self) -> int:
@@ -68,8 +82,8 @@ class SFTConfig:
 
     @property
     def shards_optimizer(self) -> bool:
-        """--use-distributed-optimizer, or what needs it: megatron-core's other optimizer of bfloat16 weights cannot
-        save the state of float32 ones, as adapters are.
+        """--use-distributed-optimizer, or what needs it: megatron-core's other optimizer of
+        bfloat16 weights cannot save the state of float32 ones, as adapters are.
         """
         return self.parallel.use_distributed_optimizer or (self.lora.lora and self.training.bf16)
 
@@ -96,20 +110,29 @@ class SFTConfig:
 
     def _check_batch(self, data_parallel_size: int) -> None:
         if self.training.train_epochs is not None and self.data.mock_data:
-            raise ValueError("--train-epochs needs --data-path, as --mock-data never ends; pass --train-iters")
+            raise ValueError(
+                "--train-epochs needs --data-path, as --mock-data never ends; pass --train-iters"
+            )
         per_draw = data_parallel_size * self.training.micro_batch_size
         if self.training.global_batch_size % per_draw:
             raise ValueError(
-                f"--global-batch-size {self.training.global_batch_size} must be a multiple of --micro-batch-size "
-                f"{self.training.micro_batch_size} times the data-parallel size {data_parallel_size}"
+                f"--global-batch-size {self.training.global_batch_size} must be a multiple of "
+                "--micro-batch-size "
+                f"{self.training.micro_batch_size} times the data-parallel size "
+                f"{data_parallel_size}"
             )
         num_microbatches, stages = (
             self.training.global_batch_size // per_draw,
             self.parallel.pipeline_model_parallel_size,
         )
-        if not self.packing.sequence_packing and self.num_virtual_stages and num_microbatches % stages:
+        if (
+            not self.packing.sequence_packing
+            and self.num_virtual_stages
+            and num_microbatches % stages
+        ):
             raise ValueError(
-                f"an interleaved pipeline of {stages} stages needs a multiple of {stages} microbatches, but "
+                f"an interleaved pipeline of {stages} stages needs a multiple of {stages} "
+                "microbatches, but "
                 f"--global-batch-size {self.training.global_batch_size} makes {num_microbatches}"
             )
 
@@ -120,41 +143,59 @@ class SFTConfig:
             model,
             stages=Split("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
             virtual=Split(
-                "--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage or 1
+                "--num-layers-per-virtual-pipeline-stage",
+                parallel.num_layers_per_virtual_pipeline_stage or 1,
             ),
             tensor=Split("--tensor-model-parallel-size", tensor),
             experts=Split("--expert-model-parallel-size", experts),
             sequence_parallel=parallel.sequence_parallel,
         )
         run = (model.recompute_num_layers or 1) if model.recompute_method != "block" else 1
-        num_layers = model.num_layers // parallel.pipeline_model_parallel_size // (self.num_virtual_stages or 1)
+        num_layers = (
+            model.num_layers
+            // parallel.pipeline_model_parallel_size
+            // (self.num_virtual_stages or 1)
+        )
         if num_layers % run:
             raise ValueError(
-                f"--recompute-num-layers {run} must divide the layers of a stage, {num_layers}; lower it, or pass "
+                f"--recompute-num-layers {run} must divide the layers of a stage, {num_layers}; "
+                "lower it, or pass "
                 "--recompute-method block"
             )
         if len(parallel.cp_comm_type) not in (1, model.num_layers):
-            raise ValueError(f"--cp-comm-type must be one value, or one for each of --num-layers {model.num_layers}")
+            raise ValueError(
+                "--cp-comm-type must be one value, or one for each of --num-layers "
+                f"{model.num_layers}"
+            )
         if self.num_virtual_stages == 1:
             raise ValueError(
-                "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower it or drop it"
+                "--num-layers-per-virtual-pipeline-stage leaves one virtual stage per rank; lower "
+                "it or drop it"
             )
         if experts > 1 and model.num_experts is None:
             raise ValueError(f"--expert-model-parallel-size {experts} needs --num-experts")
         if model.num_experts is not None and tensor > 1 and experts == 1:
             raise ValueError(
-                "--num-experts with --tensor-model-parallel-size above 1 needs --expert-model-parallel-size above 1: "
-                "megatron-core would not sum the gradients of whole experts over tensor-parallel ranks"
+                "--num-experts with --tensor-model-parallel-size above 1 needs "
+                "--expert-model-parallel-size above 1: "
+                "megatron-core would not sum the gradients of whole experts over tensor-parallel "
+                "ranks"
             )
 
     def _check_rank_order(self) -> None:
         parallel = self.parallel
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         experts = tensor if self.model.num_experts is None else parallel.expert_model_parallel_size
-        if parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1 and experts != tensor * context:
+        if (
+            parallel.use_tp_pp_dp_mapping
+            and parallel.pipeline_model_parallel_size > 1
+            and experts != tensor * context
+        ):
             raise ValueError(
-                "--use-tp-pp-dp-mapping with a pipeline needs --context-parallel-size 1, and with --num-experts an "
-                "--expert-model-parallel-size of tensor times context parallel size: megatron-core cannot group others"
+                "--use-tp-pp-dp-mapping with a pipeline needs --context-parallel-size 1, and with "
+                "--num-experts an "
+                "--expert-model-parallel-size of tensor times context parallel size: megatron-core "
+                "cannot group others"
             )
 
     def _check_context(self) -> None:
@@ -165,32 +206,47 @@ class SFTConfig:
         beyond = [step for step in self.output.dump_schedule if step > last]
         if beyond:
             raise ValueError(
-                f"--dump-schedule {beyond[0]} must be at most --train-iters {self.training.train_iters}, the last step"
+                f"--dump-schedule {beyond[0]} must be at most --train-iters "
+                f"{self.training.train_iters}, the last step"
             )
-        if self.packing.sequence_packing and self.capacity_per_rank < self.smallest_capacity_per_rank:
+        if (
+            self.packing.sequence_packing
+            and self.capacity_per_rank < self.smallest_capacity_per_rank
+        ):
             raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of --seq-length "
+                f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of "
+                "--seq-length "
                 f"{seq_length} in this layout; raise it to {self.smallest_capacity_per_rank}"
             )
         if not self.packing.sequence_packing and seq_length % self.alignment.pack:
             raise ValueError(
-                f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this layout without packing"
+                f"--seq-length {seq_length} must be a multiple of {self.alignment.pack} in this "
+                "layout without packing"
             )
 
     def for_records(self, num_records: int) -> SFTConfig:
-        """Returns the options for training data of so many records; see `TrainingConfig.for_records`."""
+        """Returns the options for training data of so many records; see
+        `TrainingConfig.for_records`.
+        """
         config = replace(self, training=self.training.for_records(num_records))
         config._check_context()
         return config
 
     def _check_evaluations(self) -> None:
-        if (self.output.keep_best or self.training.early_stopping is not None) and self.training.eval_iters == 0:
-            raise ValueError("--keep-best and --early-stopping need evaluations; raise --eval-iters from 0")
+        if (
+            self.output.keep_best or self.training.early_stopping is not None
+        ) and self.training.eval_iters == 0:
+            raise ValueError(
+                "--keep-best and --early-stopping need evaluations; raise --eval-iters from 0"
+            )
 
     def _check_lora(self) -> None:
         model, tensor = self.model, self.parallel.tensor_model_parallel_size
         if self.lora.lora and model.mtp_num_layers is not None:
-            raise ValueError("--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one")
+            raise ValueError(
+                "--lora must not be used with --mtp-num-layers, whose layers have no adapters; "
+                "drop one"
+            )
         if self.lora.lora:
             self.lora.check_layout(tensor, model.num_query_groups or model.num_attention_heads or 1)
         if self.lora.lora_merge and self.output.save_hf is None:
@@ -211,8 +267,12 @@ def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
     return implied
 
 
-def parse_config(arguments: Sequence[str], world_size: int, program: str = "megatron-sft") -> SFTConfig:
-    """Returns the run's options from the command line of `program`; FlagError for anything wrong in them."""
+def parse_config(
+    arguments: Sequence[str], world_size: int, program: str = "megatron-sft"
+) -> SFTConfig:
+    """Returns the run's options from the command line of `program`; FlagError for anything wrong in
+    them.
+    """
     about = "Fine-tune a GPT on packed sequences with Megatron-Core."
     arguments = without_megatron_flags(arguments)
     config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=_implied))

@@ -17,12 +17,19 @@ from megatron.planner.lengths import TokenizerType
 from megatron.sft.data.layouts import parse_columns
 
 
-def tokenizer_type_of(tokenizer_type: TokenizerType | None, tokenizer_model: str | None) -> TokenizerType:
-    """The tokenizer that is meant where its type is not given; ValueError for a model that it would not read."""
+def tokenizer_type_of(
+    tokenizer_type: TokenizerType | None, tokenizer_model: str | None
+) -> TokenizerType:
+    """The tokenizer that is meant where its type is not given; ValueError for a model that it would
+    not read.
+    """
     if tokenizer_type is None:
         return "ByteLevelTokenizer" if tokenizer_model is None else "HuggingFaceTokenizer"
     if tokenizer_model is not None and tokenizer_type != "HuggingFaceTokenizer":
-        raise ValueError(f"--tokenizer-model {tokenizer_model} is not read by {tokenizer_type}; drop --tokenizer-type")
+        raise ValueError(
+            f"--tokenizer-model {tokenizer_model} is not read by {tokenizer_type}; drop "
+            "--tokenizer-type"
+        )
     return tokenizer_type
 
 
@@ -40,27 +47,37 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = ()
-    """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files (.bin/.idx) and
-    prepared WebDataset folders, one after the other; blended with weights before them, as 5 a.jsonl 3 b.jsonl; or by a
-    metadataset (.yaml)."""
+    """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files
+    (.bin/.idx) and prepared WebDataset folders, one after the other; blended with weights before
+    them, as 5 a.jsonl 3 b.jsonl; or by a metadataset (.yaml).
+    """
     blend_mode: BlendMode = "exact"
-    """Proportions of a metadataset's sources: at every moment within a sample of the weights, or drawn at random."""
+    """Proportions of a metadataset's sources: at every moment within a sample of the weights, or
+    drawn at random.
+    """
     blend_weight_schedule: str | None = None
     """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as
     {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}."""
     blend_weights_by: Literal["samples", "tokens"] = "samples"
-    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of each source,
-    and of JSONL from the bytes of all lines."""
+    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of
+    each source, and of JSONL from the bytes of all lines.
+    """
     valid_data_path: tuple[str, ...] = ()
-    """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split val."""
+    """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split
+    val.
+    """
     split: str = "969,30,1"
-    """Shares of --data-path for training, validation and test, where it has no splits val or test of its own."""
+    """Shares of --data-path for training, validation and test, where it has no splits val or test
+    of its own.
+    """
     mock_data: bool = False
     """Train on made-up tokens."""
     sft_mock_dataset_config_json: str | None = None
     """Lengths of made-up samples: JSON, or a path to it."""
     tokenizer_type: TokenizerType | None = None
-    """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no files."""
+    """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no
+    files.
+    """
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
@@ -72,18 +89,28 @@ class DataConfig:
     skip_bad_samples: bool = False
     """Log, count and skip samples that cannot be read, instead of ending with an error."""
     max_bad_samples_in_a_row: int = 100
-    """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an error; 0: any."""
+    """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an
+    error; 0: any.
+    """
     allow_changed_data: bool = False
-    """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is kept."""
+    """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is
+    kept.
+    """
     num_workers: int | None = None
-    """Processes of each rank that draws, which read and encode samples ahead; 0: the rank does it itself (default: the
-    cores of a rank less two, at most 4)."""
+    """Processes of each rank that draws, which read and encode samples ahead; 0: the rank does it
+    itself (default: the cores of a rank less two, at most 4).
+    """
     prefetch_global_batches: int = 2
-    """Global batches that are drawn, scheduled, moved and packed before their step, in a thread; 0: in the step."""
+    """Global batches that are drawn, scheduled, moved and packed before their step, in a thread; 0:
+    in the step.
+    """
 
     def __post_init__(self) -> None:
         if self.mock_data == bool(self.data_path):
-            raise ValueError("pass either --data-path FILE or --mock-data" + (", not both" if self.mock_data else ""))
+            raise ValueError(
+                "pass either --data-path FILE or --mock-data"
+                + (", not both" if self.mock_data else "")
+            )
         if self.sft_mock_dataset_config_json is not None and not self.mock_data:
             raise ValueError("--sft-mock-dataset-config-json needs --mock-data")
         if self.mock_data and self.valid_data_path:
@@ -93,13 +120,21 @@ class DataConfig:
             raise ValueError(f"--data-path {blends[0]} must be the only one; name the others in it")
         for name in ("blend_mode", "blend_weights_by", "blend_weight_schedule"):
             if not self.is_blend and getattr(self, name) != getattr(DataConfig, name):
-                raise ValueError(f"{flag_of(name)} needs weights or a metadataset (.yaml) in --data-path")
-        if self.chat_template is not None and self.resolved_tokenizer_type != "HuggingFaceTokenizer":
+                raise ValueError(
+                    f"{flag_of(name)} needs weights or a metadataset (.yaml) in --data-path"
+                )
+        if (
+            self.chat_template is not None
+            and self.resolved_tokenizer_type != "HuggingFaceTokenizer"
+        ):
             raise ValueError(
-                f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has a format of its own"
+                f"--chat-template needs --tokenizer-model, but {self.resolved_tokenizer_type} has "
+                "a format of its own"
             )
         check_range(self, 1, None, "vocab_size")
-        check_range(self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches")
+        check_range(
+            self, 0, None, "max_bad_samples_in_a_row", "num_workers", "prefetch_global_batches"
+        )
         _ = self.split_shares, self.resolved_tokenizer_type, self.columns
 
     @property
@@ -109,13 +144,19 @@ class DataConfig:
 
     @cached_property
     def weighted_paths(self) -> tuple[tuple[float | None, str], ...]:
-        """--data-path as pairs: `5 a 3 b` is ((5.0, "a"), (3.0, "b")); weights are None where there are none."""
+        """--data-path as pairs: `5 a 3 b` is ((5.0, "a"), (3.0, "b")); weights are None where there
+        are none.
+        """
         weights = [None if os.path.exists(part) else _number(part) for part in self.data_path]
         if not any(weight is not None for weight in weights):
             return tuple((None, path) for path in self.data_path)
-        if any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights)) or len(weights) % 2:
+        if (
+            any((weight is None) == (number % 2 == 0) for number, weight in enumerate(weights))
+            or len(weights) % 2
+        ):
             raise ValueError(
-                f"--data-path with weights must be pairs such as 5 a.jsonl 3 b.jsonl, but is {' '.join(self.data_path)}"
+                "--data-path with weights must be pairs such as 5 a.jsonl 3 b.jsonl, but is "
+                f"{' '.join(self.data_path)}"
             )
         return tuple(zip(weights[::2], self.data_path[1::2]))
 
@@ -127,7 +168,9 @@ class DataConfig:
     @property
     def is_blend(self) -> bool:
         """Whether sources are blended, not read one after the other."""
-        return any(weight is not None or is_metadataset(path) for weight, path in self.weighted_paths)
+        return any(
+            weight is not None or is_metadataset(path) for weight, path in self.weighted_paths
+        )
 
     @property
     def columns(self) -> dict[str, str]:
@@ -141,18 +184,26 @@ class DataConfig:
             shares = [float(part) for part in self.split.split(",")]
         except ValueError:
             shares = []
-        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or not shares[0] > 0:
-            raise ValueError(f"--split must be up to three shares such as 969,30,1, but is {self.split!r}")
+        if (
+            not 1 <= len(shares) <= 3
+            or not all(0 <= share < math.inf for share in shares)
+            or not shares[0] > 0
+        ):
+            raise ValueError(
+                f"--split must be up to three shares such as 969,30,1, but is {self.split!r}"
+            )
         shares += [0.0] * (3 - len(shares))
         return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
 
     def weight_schedule(self, samples_per_step: int) -> WeightSchedule | None:
-        """Returns what --blend-weight-schedule says, as JSON or in a file; ValueError for what is no schedule.
+        """Returns what --blend-weight-schedule says, as JSON or in a file; ValueError for what is
+        no schedule.
 
             {"kind": "linear", "points": [[0, [5, 3, 2]], [1000, [1, 1, 1]]]}
 
-        At each point stand the step and a weight for every source, in the order of the metadataset; `kind` is linear
-        between points, or step. Before the first point there is none: it is at step 0.
+        At each point stand the step and a weight for every source, in the order of the metadataset;
+        `kind` is linear between points, or step. Before the first point there is none: it is at
+        step 0.
         """
         if self.blend_weight_schedule is None:
             return None
@@ -164,7 +215,9 @@ class DataConfig:
             raise ValueError(f"{flag} must be {form}, or a file with it, but: {failure}") from None
         try:
             points = tuple((step, tuple(weights)) for step, weights in written["points"])
-            if not set(written) <= {"kind", "points"} or any(type(step) is not int for step, _ in points):
+            if not set(written) <= {"kind", "points"} or any(
+                type(step) is not int for step, _ in points
+            ):
                 raise TypeError
             return WeightSchedule(points, samples_per_step, written.get("kind", "step"))
         except (KeyError, TypeError):

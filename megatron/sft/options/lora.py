@@ -1,4 +1,6 @@
-"""pure. Options of LoRA: low-rank adapters that are trained beside frozen weights (Hu et al., arXiv 2106.09685)."""
+"""pure. Options of LoRA: low-rank adapters that are trained beside frozen weights (Hu et al., arXiv
+2106.09685).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ LINEARS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""megatron-core's linear layers -> the layers of HuggingFace models that each of them is made of, in order."""
+"""megatron-core's linear layers -> the layers of HuggingFace models that each of them is made of,
+in order.
+"""
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -26,9 +30,12 @@ class LoraConfig:
     """LoRA."""
 
     lora: bool = False
-    """Train low-rank adapters beside the weights of --pretrained-checkpoint, which stay as they are."""
+    """Train low-rank adapters beside the weights of --pretrained-checkpoint, which stay as they
+    are.
+    """
     lora_adapter: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha and target modules are read from there."""
+    """Folder of a PEFT adapter to start from; rank, alpha and target modules are read from there.
+    """
     lora_rank: int = 16
     """Rank of each adapter."""
     lora_alpha: float = 32.0
@@ -38,12 +45,15 @@ class LoraConfig:
     lora_dropout: float = 0.0
     """Dropout of what adapters see."""
     lora_target_modules: tuple[str, ...] = ()
-    """Layers that have adapters, by PEFT's names: of q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, also
-    those of each expert (default: all-linear, which is all of these)."""
+    """Layers that have adapters, by PEFT's names: of q_proj k_proj v_proj o_proj gate_proj up_proj
+    down_proj, also those of each expert (default: all-linear, which is all of these).
+    """
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
     lora_merge: bool = False
-    """Let --save-hf write the whole model with the adapters merged into it, instead of a PEFT adapter."""
+    """Let --save-hf write the whole model with the adapters merged into it, instead of a PEFT
+    adapter.
+    """
 
     @property
     def writes_adapter(self) -> bool:
@@ -52,21 +62,27 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if not self.lora:
-            given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+            given = [
+                field.name for field in fields(self) if getattr(self, field.name) != field.default
+            ]
             if given:
                 raise ValueError(f"{flag_of(given[0])} needs --lora")
         check_range(self, 1, None, "lora_rank")
         if not self.lora_alpha > 0:
             raise ValueError(f"--lora-alpha must be above 0, but is {self.lora_alpha}")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"--lora-dropout must be from 0 to below 1, but is {self.lora_dropout}")
+            raise ValueError(
+                f"--lora-dropout must be from 0 to below 1, but is {self.lora_dropout}"
+            )
         self._check_names("lora_target_modules", (*_EVERY, _ALL), (*_EVERY, *_MIXTRAL, _ALL))
         self._check_names("lora_modules_to_save", _WHOLE, _WHOLE)
 
     def _check_names(self, option: str, told: tuple[str, ...], known: tuple[str, ...]) -> None:
         unknown = [name for name in getattr(self, option) if name not in known]
         if unknown:
-            raise ValueError(f"{flag_of(option)} must be of {', '.join(told)}, but has {unknown[0]}")
+            raise ValueError(
+                f"{flag_of(option)} must be of {', '.join(told)}, but has {unknown[0]}"
+            )
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -76,14 +92,20 @@ class LoraConfig:
 
     def targets_in(self, linear: str) -> tuple[int, ...]:
         """The numbers of those among the modules of `LINEARS[linear]`."""
-        return tuple(number for number, module in enumerate(LINEARS.get(linear, ())) if module in self.targets)
+        return tuple(
+            number
+            for number, module in enumerate(LINEARS.get(linear, ()))
+            if module in self.targets
+        )
 
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
         """Raise ValueError where ranks would hold unequal shares of an adapter."""
         if tensor_parallel_size > num_query_groups and len(self.targets_in("linear_qkv")) in (1, 2):
             raise ValueError(
-                "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with a "
-                f"--tensor-model-parallel-size {tensor_parallel_size} above the {num_query_groups} groups of queries, "
+                "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with "
+                "a "
+                f"--tensor-model-parallel-size {tensor_parallel_size} above the {num_query_groups} "
+                "groups of queries, "
                 f"but has {' '.join(self.targets)}; add them, or lower it"
             )
 

@@ -1,8 +1,9 @@
-"""pure. Options of Megatron-LM that its recipes have and that are none here, so that a recipe runs or says why not.
+"""pure. Options of Megatron-LM that its recipes have and that are none here, so that a recipe runs
+or says why not.
 
-Four kinds: they are read as options of ours; what they ask for is always so here; they have no effect here, since they
-tune or log what is done in another way; they are refused, with what to do instead. A name may be a pattern: `--rl-*`.
-All others that are unknown are refused as such.
+Four kinds: they are read as options of ours; what they ask for is always so here; they have no
+effect here, since they tune or log what is done in another way; they are refused, with what to do
+instead. A name may be a pattern: `--rl-*`. All others that are unknown are refused as such.
 """
 
 from __future__ import annotations
@@ -28,13 +29,24 @@ def _data_args(values: list[str]) -> list[str]:
 
 def _per_split_data_args(values: list[str]) -> list[str]:
     paths: Any = read_json(_one_file(values))
-    if not isinstance(paths, dict) or not all(isinstance(parts or [], list) for parts in paths.values()):
-        raise ValueError('must be a file with JSON such as {"train": ["a.jsonl"], "valid": ["b.jsonl"]}')
+    if not isinstance(paths, dict) or not all(
+        isinstance(parts or [], list) for parts in paths.values()
+    ):
+        raise ValueError(
+            'must be a file with JSON such as {"train": ["a.jsonl"], "valid": ["b.jsonl"]}'
+        )
     flags = {"train": "--data-path", "valid": "--valid-data-path"}
     beyond = [split for split, parts in paths.items() if parts and split not in flags]
     if beyond:
-        raise ValueError(f"has data for {', '.join(beyond)}; take it out, only train and valid are read")
-    return [word for split, flag in flags.items() if paths.get(split) for word in (flag, *map(str, paths[split]))]
+        raise ValueError(
+            f"has data for {', '.join(beyond)}; take it out, only train and valid are read"
+        )
+    return [
+        word
+        for split, flag in flags.items()
+        if paths.get(split)
+        for word in (flag, *map(str, paths[split]))
+    ]
 
 
 def _one_file(values: list[str]) -> str:
@@ -45,15 +57,21 @@ def _one_file(values: list[str]) -> str:
 
 READ_AS = {
     "--data-args-path": ReadAs("--data-path, with what stands in the file", _data_args),
-    "--per-split-data-args-path": ReadAs("--data-path and --valid-data-path, by the JSON file", _per_split_data_args),
+    "--per-split-data-args-path": ReadAs(
+        "--data-path and --valid-data-path, by the JSON file", _per_split_data_args
+    ),
     "--recompute-activations": ReadAs(
-        "--recompute-granularity selective", lambda values: ["--recompute-granularity", "selective", *values]
+        "--recompute-granularity selective",
+        lambda values: ["--recompute-granularity", "selective", *values],
     ),
     "--train-data-path": ReadAs("--data-path", lambda values: ["--data-path", *values]),
     "--use-rotary-position-embeddings": ReadAs(
-        "--position-embedding-type rope", lambda values: ["--position-embedding-type", "rope", *values]
+        "--position-embedding-type rope",
+        lambda values: ["--position-embedding-type", "rope", *values],
     ),
-    "--use-varlen-dataset": ReadAs("--sequence-packing", lambda values: ["--sequence-packing", *values]),
+    "--use-varlen-dataset": ReadAs(
+        "--sequence-packing", lambda values: ["--sequence-packing", *values]
+    ),
     "--varlen-mock-dataset-config-json": ReadAs(
         "--sft-mock-dataset-config-json", lambda values: ["--sft-mock-dataset-config-json", *values]
     ),
@@ -75,7 +93,9 @@ TOKENIZERS = {
         None,
     ),
 }
-"""Megatron-LM's names of tokenizers, and what they are here; None: HuggingFace's own form of it must be given."""
+"""Megatron-LM's names of tokenizers, and what they are here; None: HuggingFace's own form of it
+must be given.
+"""
 
 
 class Accepted(NamedTuple):
@@ -88,45 +108,52 @@ class Accepted(NamedTuple):
 
 
 _WITHOUT_EFFECT = """
---*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-* --allow-ambiguous-pad-tokens --app-tag-*
---apply-query-key-layer-scaling --async-ckpt-* --async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time
---batch-p2p-* --cache-mla-latents --calc-ft-timeouts --check-for-spiky-loss
---check-weight-hash-across-dp-replicas-interval --ckpt-assume-constant-structure --ckpt-drop-redundant-extra-state
---ckpt-fully-parallel-* --ckpt-load-validate-sharding-integrity --ckpt-pg-tensors-*
---clone-scatter-output-in-embedding --config-logger-dir --create-all-gather-group --cross-entropy-fusion-impl
---cross-entropy-loss-fusion --data-cache-path --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --ddp-*
---deallocate-pipeline-outputs --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
---disable-gloo-process-groups --disable-jit-fuser --disable-msc --disable-symmetric-registration --dist-ckpt-*
---distrib-optim-fully-reshardable-mem-efficient --distributed-timeout-seconds-after-init
---dump-param-to-param-group-map --empty-unused-memory-level --enable-experimental --enable-full-sharding-in-hsdp
---enable-msc --exit-on-missing-checkpoint --exit-signal-handler-for-* --filter-warnings --flight-recorder-*
---fully-parallel-* --fused-residual-rmsnorm --fused-single-qkv-rope --gpu-sniff-test-interval --high-priority-*
---init-model-with-meta-device --keep-fp8-transpose-cache --lazy-mpu-init --local-rank --log-*-to-tensorboard
---log-device-memory-used --log-energy --log-max-attention-logit --log-memory-* --log-num-zeros-in-grad
---log-params-norm --log-progress --log-straggler --logging-level --manual-gc* --memory-efficient-layer-norm
---memory-snapshot-path --metadata-path --mid-level-dataset-surplus --mmap-bin-files --moe-deepep-* --moe-grouped-gemm
---moe-hybridep-* --moe-per-layer-logging --moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy
+--*-fusion --*nccl* --*sharp* --*straggler* --adlr-autoresume* --align-*
+--allow-ambiguous-pad-tokens --app-tag-* --apply-query-key-layer-scaling --async-ckpt-*
+--async-strategy --attention-softmax-in-fp32 --barrier-with-L1-time --batch-p2p-*
+--cache-mla-latents --calc-ft-timeouts --check-for-spiky-loss
+--check-weight-hash-across-dp-replicas-interval --ckpt-assume-constant-structure
+--ckpt-drop-redundant-extra-state --ckpt-fully-parallel-* --ckpt-load-validate-sharding-integrity
+--ckpt-pg-tensors-* --clone-scatter-output-in-embedding --config-logger-dir
+--create-all-gather-group --cross-entropy-fusion-impl --cross-entropy-loss-fusion --data-cache-path
+--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --ddp-* --deallocate-pipeline-outputs
+--defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
+--disable-gloo-process-groups --disable-jit-fuser --disable-msc --disable-symmetric-registration
+--dist-ckpt-* --distrib-optim-fully-reshardable-mem-efficient
+--distributed-timeout-seconds-after-init --dump-param-to-param-group-map --empty-unused-memory-level
+--enable-experimental --enable-full-sharding-in-hsdp --enable-msc --exit-on-missing-checkpoint
+--exit-signal-handler-for-* --filter-warnings --flight-recorder-* --fully-parallel-*
+--fused-residual-rmsnorm --fused-single-qkv-rope --gpu-sniff-test-interval --high-priority-*
+--init-model-with-meta-device --keep-fp8-transpose-cache --lazy-mpu-init --local-rank
+--log-*-to-tensorboard --log-device-memory-used --log-energy --log-max-attention-logit
+--log-memory-* --log-num-zeros-in-grad --log-params-norm --log-progress --log-straggler
+--logging-level --manual-gc* --memory-efficient-layer-norm --memory-snapshot-path --metadata-path
+--mid-level-dataset-surplus --mmap-bin-files --moe-deepep-* --moe-grouped-gemm --moe-hybridep-*
+--moe-per-layer-logging --moe-router-fusion --moe-shared-expert-overlap --moe-token-drop-policy
 --no-data-sharding --no-position-embedding --no-use-layer-wise-param-layout --null-tokenizer-*
---num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --onnx-safe --otel-*
---overlap-cpu-* --overlap-dispatch-* --overlap-moe-* --overlap-p2p-* --overlap-param-gather-with-*
---persist-layer-norm --pin-cpu-* --pipeline-model-parallel-comm-backend --record-memory-history --record-shapes
---result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag --run-workload-inspector-server
---runtime-time-unit --save-config-filepath --save-tokenizer-assets --set-level-for-all-loggers
---strict-fsdp-dtensor-load --suggested-communication-unit-size --te-rng-tracker --tensorboard-log-interval
---tensorboard-queue-size --throughput-window-size --timing-log-* --tp-comm-* --train-sync-interval
---use-cpu-initialization --use-fused-weighted-squared-relu --use-gloo-process-groups --use-persistent-ckpt-worker
+--num-dataset-builder-threads --nvtx-ranges --object-storage-cache-path --one-logger* --onnx-safe
+--otel-* --overlap-cpu-* --overlap-dispatch-* --overlap-moe-* --overlap-p2p-*
+--overlap-param-gather-with-* --persist-layer-norm --pin-cpu-*
+--pipeline-model-parallel-comm-backend --record-memory-history --record-shapes
+--result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
+--run-workload-inspector-server --runtime-time-unit --save-config-filepath --save-tokenizer-assets
+--set-level-for-all-loggers --strict-fsdp-dtensor-load --suggested-communication-unit-size
+--te-rng-tracker --tensorboard-log-interval --tensorboard-queue-size --throughput-window-size
+--timing-log-* --tp-comm-* --train-sync-interval --use-cpu-initialization
+--use-fused-weighted-squared-relu --use-gloo-process-groups --use-persistent-ckpt-worker
 --use-ring-exchange-p2p --use-same-sampling-seed-across-dp-ranks --use-te --use-te-activation-func
 --use-te-rng-tracker --use-transformer-engine-op-fuser --verify-integrity --wgrad-deferral-limit
 """
 
 _ALWAYS_SO = """
---accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss --check-for-nan-in-loss
---check-for-nan-in-loss-and-grad --dataloader-inter-document-masking --exit-signal-handler --log-throughput
---no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader
---no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args
---override-opt-param-scheduler --override-opt_param-scheduler --reset-attention-mask --reset-position-ids --sft
---tokenizer-hf-use-fast --use-checkpoint-opt-param-scheduler --use-dist-ckpt --use-flash-attn --use-mcore-models
---variable-seq-lengths
+--accumulate-allreduce-grads-in-fp32 --auto-detect-ckpt-format --calculate-per-token-loss
+--check-for-nan-in-loss --check-for-nan-in-loss-and-grad --dataloader-inter-document-masking
+--exit-signal-handler --log-throughput --no-bias-dropout-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-use-tokenizer-model-from-checkpoint-args
+--override-opt-param-scheduler --override-opt_param-scheduler --reset-attention-mask
+--reset-position-ids --sft --tokenizer-hf-use-fast --use-checkpoint-opt-param-scheduler
+--use-dist-ckpt --use-flash-attn --use-mcore-models --variable-seq-lengths
 """
 
 ACCEPTED = {
@@ -150,9 +177,9 @@ ACCEPTED = {
 
 _REFUSED = {
     "pass --use-distributed-optimizer": """
-        *-num-weight-shards --data-parallel-sharding-strategy --expert-gtp-* --fsdp-* --gtp-* --megatron-fsdp-*
-        --outer-dp-sharding-strategy --torch-fsdp2-* --use-custom-fsdp --use-layer-wise-distributed-optimizer
-        --use-megatron-fsdp --use-torch-fsdp2
+        *-num-weight-shards --data-parallel-sharding-strategy --expert-gtp-* --fsdp-* --gtp-*
+        --megatron-fsdp-* --outer-dp-sharding-strategy --torch-fsdp2-* --use-custom-fsdp
+        --use-layer-wise-distributed-optimizer --use-megatron-fsdp --use-torch-fsdp2
     """,
     "layers are shared out equally; drop it": """
         --account-for-* --decoder-*-pipeline-num-layers --num-layers-in-*-pipeline-stage
@@ -160,68 +187,76 @@ _REFUSED = {
     """,
     "models of this kind are not computed; use another": """
         --activation-func* --apply-residual-connection-post-layernorm --attention-output-gate
-        --fp32-residual-connection --glu-linear-offset --layernorm-zero-centered-gamma --moe-mlp-glu-* --mrope-section
-        --mtp-detach-heads --mtp-grad-scale-func --mtp-h* --mtp-standalone --mtp-use-repeated-layer --no-rope-freq
-        --openai-gelu --qk-clip* --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor
-        --rotary-seq-len-* --softmax-* --window-* --yarn-*
+        --fp32-residual-connection --glu-linear-offset --layernorm-zero-centered-gamma
+        --moe-mlp-glu-* --mrope-section --mtp-detach-heads --mtp-grad-scale-func --mtp-h*
+        --mtp-standalone --mtp-use-repeated-layer --no-rope-freq --openai-gelu --qk-clip*
+        --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor --rotary-seq-len-*
+        --softmax-* --window-* --yarn-*
     """,
     "pass --recompute-granularity": """
-        --activation-offload-fraction --checkpoint-activations --cpu-offloading* --distribute-saved-activations
-        --fine-grained-* --min-offloaded-tensor-size --offload-modules
+        --activation-offload-fraction --checkpoint-activations --cpu-offloading*
+        --distribute-saved-activations --fine-grained-* --min-offloaded-tensor-size
+        --offload-modules
     """,
     "the optimizer is Adam; drop it": """
-        --adaptive-muon-* --lion-* --muon-* --optimizer-cuda-graph --sgd-momentum --soap-* --store-param-remainders
+        --adaptive-muon-* --lion-* --muon-* --optimizer-cuda-graph --sgd-momentum --soap-*
+        --store-param-remainders
     """,
-    "vectors and biases have no weight decay; drop it": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",
+    "vectors and biases have no weight decay; drop it": "--apply-wd-to-qk-layernorm "
+    "--no-weight-decay-cond-type",
     "runs only train; drop it": """
-        --batch-invariant-* --decode-only-cuda-graphs --enable-chunked-prefill --flash-decode --inference-*
-        --max-tokens-to-oom --mlp-chunks-for-* --num-speculative-tokens --refit-method --return-log-probs
-        --skip-prompt-log-probs --skip-train --test-mode --use-flashinfer-fused-rope --use-inference-optimized-layers
-        --use-legacy-static-engine
+        --batch-invariant-* --decode-only-cuda-graphs --enable-chunked-prefill --flash-decode
+        --inference-* --max-tokens-to-oom --mlp-chunks-for-* --num-speculative-tokens --refit-method
+        --return-log-probs --skip-prompt-log-probs --skip-train --test-mode
+        --use-flashinfer-fused-rope --use-inference-optimized-layers --use-legacy-static-engine
     """,
     "pass --micro-batch-size": "--batch-size",
     "only GPT models are trained; use Megatron-LM": """
-        --bert-* --biencoder-* --block-data-path --classes-fraction --data-per-class-fraction --decoder-num-layers
-        --decoder-seq-length --dino-* --embedding-path --encoder-* --evidence-data-path --ict-* --img-* --indexer-*
-        --iter-per-epoch --mask-factor --mask-prob --mask-type --num-channels --num-classes --output-bert-embeddings
-        --patch-dim --query-in-block-prob --retriever-* --sample-rate --short-seq-prob --swin-* --titles-data-path
-        --use-one-sent-docs --vision-*
+        --bert-* --biencoder-* --block-data-path --classes-fraction --data-per-class-fraction
+        --decoder-num-layers --decoder-seq-length --dino-* --embedding-path --encoder-*
+        --evidence-data-path --ict-* --img-* --indexer-* --iter-per-epoch --mask-factor --mask-prob
+        --mask-type --num-channels --num-classes --output-bert-embeddings --patch-dim
+        --query-in-block-prob --retriever-* --sample-rate --short-seq-prob --swin-*
+        --titles-data-path --use-one-sent-docs --vision-*
     """,
     "it is not offered here; drop it": """
-        --ckpt-convert-* --data-parallel-random-init --decoupled-weight-decay --error-injection-* --exit-signal
-        --fake-process-group --freeze-all-layers --grad-norm-skip-threshold --head-lr-mult --iterations-to-skip
-        --load-main-params-from-ckpt --moe-enable-routing-replay --moe-paged-* --moe-routing-trace-*
-        --phase-transition-iterations --save-*-interval --use-gigatoken
+        --ckpt-convert-* --data-parallel-random-init --decoupled-weight-decay --error-injection-*
+        --exit-signal --fake-process-group --freeze-all-layers --grad-norm-skip-threshold
+        --head-lr-mult --iterations-to-skip --load-main-params-from-ckpt --moe-enable-routing-replay
+        --moe-paged-* --moe-routing-trace-* --phase-transition-iterations --save-*-interval
+        --use-gigatoken
     """,
-    "packs differ in length from step to step; drop it": "--cuda-graph-* --enable-cuda-graph --external-cuda-graph",
+    "packs differ in length from step to step; drop it": "--cuda-graph-* --enable-cuda-graph "
+    "--external-cuda-graph",
     "there is one learning rate; drop it": "--decoupled-lr --decoupled-min-lr",
     "a run has one --global-batch-size; drop it": """
         --decrease-batch-size-if-needed --rampup-batch-size --step-batch-size-schedule
     """,
     "only attention and MLP layers are computed; use another model": """
-        --dsa-* --enable-mhc-* --experimental-attention-variant* --gdp-* --hetero* --hybrid-* --is-hybrid-model
-        --linear-* --mamba-* --mhc-* --spec --use-mamba-*
+        --dsa-* --enable-mhc-* --experimental-attention-variant* --gdp-* --hetero* --hybrid-*
+        --is-hybrid-model --linear-* --mamba-* --mhc-* --spec --use-mamba-*
     """,
     "pass --context-parallel-size; packs are balanced without it": """
         --dynamic-context-parallel --hybrid-context-parallel --min-dynamic-context-parallel-size
     """,
     "weights come from --pretrained-checkpoint; drop it": """
-        --embedding-init-* --init-method --init-method-xavier-uniform --moe-upcycling-* --moe-use-upcycling
-        --perform-initialization
+        --embedding-init-* --init-method --init-method-xavier-uniform --moe-upcycling-*
+        --moe-use-upcycling --perform-initialization
     """,
     "restarts are torchrun's: pass it --max-restarts": """
         --enable-ft-package --ft-* --inprocess-* --non-persistent-* --replication*
     """,
     "it is not trained here; use Megatron-LM's post-training": """
-        --enable-gpt-oss --export-* --finetune-data-* --finetune-hf-dataset --flex-* --flextron* --freeze-base-for-mtp
-        --modelopt-enabled --qad-train-target
+        --enable-gpt-oss --export-* --finetune-data-* --finetune-hf-dataset --flex-* --flextron*
+        --freeze-base-for-mtp --modelopt-enabled --qad-train-target
     """,
     "there is one --weight-decay; drop it": """
         --end-weight-decay --start-weight-decay --wd-incr-steps --weight-decay-incr-style
     """,
     "the data say which tokens count; drop it": "--eod-mask-loss",
     "--eval-iters and --eval-interval say what is held out and when; drop it": """
-        --eval-*-batch-size --full-validation --multiple-validation-sets --start-eval-at-iter --validation-set-names
+        --eval-*-batch-size --full-validation --multiple-validation-sets --start-eval-at-iter
+        --validation-set-names
     """,
     "the optimizer's state is float32 and stays on the device; drop it": """
         --exp-avg-* --main-*-dtype --optimizer-cpu-offload --optimizer-offload-fraction
@@ -229,31 +264,36 @@ _REFUSED = {
     """,
     "put the text into the data as it should be learned": "--fim-*",
     "pass --bf16": """
-        --first-last-layers-bf16 --fp16 --fp4* --fp8* --hysteresis --initial-loss-scale --kitchen-* --loss-scale*
-        --min-loss-scale --num-layers-at-*-in-bf16 --quant-recipe --te-precision-config-file --use-kitchen*
+        --first-last-layers-bf16 --fp16 --fp4* --fp8* --hysteresis --initial-loss-scale --kitchen-*
+        --loss-scale* --min-loss-scale --num-layers-at-*-in-bf16 --quant-recipe
+        --te-precision-config-file --use-kitchen*
     """,
     "the loss is float32; drop it": "--fp16-lm-cross-entropy --output-logit-dtype",
     "gradients are summed in float32; drop it": "--grad-reduce-in-bf16",
-    "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* --perform-rl-step --rl-*",
+    "the model learns from given answers only; use Megatron-LM": "--grpo-* --langrl-* "
+    "--perform-rl-step --rl-*",
     "pass --context-parallel-size": "--hierarchical-context-parallel-sizes",
     "multi-latent attention takes no packs with context parallel; use another model": """
-        --kv-lora-rank --mla-* --mscale* --multi-latent-attention --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim
-        --v-head-dim
+        --kv-lora-rank --mla-* --mscale* --multi-latent-attention --q-lora-rank --qk-head-dim
+        --qk-pos-emb-head-dim --v-head-dim
     """,
     "the answers in the data are what is learned; drop it": "--logits-load-* --logits-save-*",
     "the learning rate is warmed up from 0; drop it": "--lr-warmup-init",
     "pass --lr-wsd-decay-iters": "--lr-wsd-decay-samples",
     "pass --tokenizer-model with a HuggingFace folder": """
-        --merge-file --special-tokens --tiktoken-* --tokenizer-sentencepiece-* --vocab-extra-ids --vocab-file
+        --merge-file --special-tokens --tiktoken-* --tokenizer-sentencepiece-* --vocab-extra-ids
+        --vocab-file
     """,
     "pass --tensor-model-parallel-size": "--model-parallel-size",
     "tokens go by all-to-all; drop it": "--moe-enable-deepep --moe-flex-*",
     "no token is dropped; drop it": """
-        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-* --moe-token-dropping
+        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-*
+        --moe-token-dropping
     """,
     "routers of this kind are not computed; use another model": """
-        --moe-input-jitter-eps --moe-latent-size --moe-router-bias-* --moe-router-enable-* --moe-router-group-*
-        --moe-router-num-groups --moe-router-padding-* --moe-router-quantile-* --moe-router-topk-*
+        --moe-input-jitter-eps --moe-latent-size --moe-router-bias-* --moe-router-enable-*
+        --moe-router-group-* --moe-router-num-groups --moe-router-padding-* --moe-router-quantile-*
+        --moe-router-topk-*
     """,
     "experts are chosen by the router; drop it": "--moe-router-force-*",
     "experts are balanced by --moe-aux-loss-coeff alone; drop it": "--moe-z-loss-coeff",
@@ -266,14 +306,17 @@ _REFUSED = {
     """,
     "pass --ckpt-step": "--override-ckpt-iteration",
     "packs are padded as the layout needs it; drop it": "--pad-packed-seq-alignment",
-    "the vocabulary is padded as the layout needs it; drop it": "--pad-vocab-size --padded-vocab-size",
+    "the vocabulary is padded as the layout needs it; drop it": "--pad-vocab-size "
+    "--padded-vocab-size",
     "pass --data-path": "--per-dataset-sequences-path",
     "run nsys or py-spy around it, and drop it": """
         --profile* --pytorch-profiler-* --use-nsys-profiler --use-pytorch-profiler
     """,
-    "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor --use-rope-scaling",
+    "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor "
+    "--use-rope-scaling",
     "pass --position-embedding-type rope": "--rope-type",
-    "rotary embeddings turn halves of a head; drop it, or use another model": "--rotary-interleaved",
+    "rotary embeddings turn halves of a head; "
+    "drop it, or use another model": "--rotary-interleaved",
     "pass --chat-template FILE, unless the tokenizer's own template is meant": """
         --sft-tokenizer-prompt-format --tokenizer-prompt-format
     """,
@@ -287,9 +330,11 @@ _REFUSED = {
     "tokenizers are read as fast ones; drop it": "--tokenizer-hf-no-use-fast",
     "code of a model's folder is never run; drop it": "--trust-remote-code",
     "give the model's options; those of a HuggingFace folder are read from it": """
-        --use-checkpoint-args --use-mp-args-from-checkpoint-args --use-tokenizer-model-from-checkpoint-args
+        --use-checkpoint-args --use-mp-args-from-checkpoint-args
+        --use-tokenizer-model-from-checkpoint-args
     """,
-    "leave out --sequence-packing and its scheduler: then rows are padded": "--varlen-sbhd-validation",
+    "leave out --sequence-packing and its scheduler: "
+    "then rows are padded": "--varlen-sbhd-validation",
     "pass --lr-warmup-iters": "--warmup",
     "pass --config": "--yaml-cfg",
 }
@@ -300,10 +345,11 @@ _PATTERNS = (*_WITHOUT_EFFECT.split(), *REFUSED)
 
 
 def without_megatron_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without those options of Megatron-LM that are accepted, and with ours for those that are
-    read as ours.
+    """Return the arguments without those options of Megatron-LM that are accepted, and with ours
+    for those that are read as ours.
 
-    Raises FlagError that names all that are refused, for their kind or for their value, and what to do instead.
+    Raises FlagError that names all that are refused, for their kind or for their value, and what to
+    do instead.
     """
     kept: list[str] = []
     refused: list[str] = []
@@ -345,14 +391,21 @@ def _matches(name: str, pattern: str) -> bool:
         return name == pattern
     first, *middle, last = pattern.split("*")
     is_long_enough = len(name) >= len(first) + len(last)
-    return is_long_enough and name.startswith(first) and name.endswith(last) and all(part in name for part in middle)
+    return (
+        is_long_enough
+        and name.startswith(first)
+        and name.endswith(last)
+        and all(part in name for part in middle)
+    )
 
 
 def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
     try:
         arguments = READ_AS[name].arguments(values)
     except ValueError as failure:
-        raise FlagError(f"{name} {failure}" if len(values) != 1 else f"{name} {values[0]}: {failure}") from None
+        raise FlagError(
+            f"{name} {failure}" if len(values) != 1 else f"{name} {values[0]}: {failure}"
+        ) from None
     twice = names & set(arguments) if len(arguments) > 1 else set()
     if twice:
         raise FlagError(f"pass either {name} or {' '.join(sorted(twice))}, not both")
@@ -362,7 +415,10 @@ def _read_as(name: str, values: list[str], names: set[str]) -> list[str]:
 def _tokenizer(name: str) -> str:
     ours = TOKENIZERS.get(name, name)
     if ours is None:
-        raise FlagError(f"--tokenizer-type {name} is none here: pass --tokenizer-model with a HuggingFace folder")
+        raise FlagError(
+            f"--tokenizer-type {name} is none here: pass --tokenizer-model with a HuggingFace "
+            "folder"
+        )
     return ours
 
 

@@ -1,4 +1,5 @@
-"""pure. Options of the model: its shape, and what a checkpoint shares with the run that loads it."""
+"""pure. Options of the model: its shape, and what a checkpoint shares with the run that loads
+it."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ class ModelConfig(Architecture):
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers --recompute-granularity full recomputes: all, in runs of --recompute-num-layers, or that many of
-    each stage (default: uniform)."""
+    """Which layers --recompute-granularity full recomputes: all, in runs of --recompute-num-layers,
+    or that many of each stage (default: uniform).
+    """
     recompute_num_layers: int | None = None
     """Layers that --recompute-method speaks of (default: 1)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
@@ -57,16 +59,32 @@ class ModelConfig(Architecture):
         super().__post_init__()
         check_range(self, 1, None, "seq_length", "rotary_base")
         check_range(self, 0, 1, "hidden_dropout", "attention_dropout", "rotary_percent")
-        check_range(self, 0, None, "norm_epsilon", "init_method_std", "moe_aux_loss_coeff", "mtp_loss_scaling_factor")
+        check_range(
+            self,
+            0,
+            None,
+            "norm_epsilon",
+            "init_method_std",
+            "moe_aux_loss_coeff",
+            "mtp_loss_scaling_factor",
+        )
         if self.group_query_attention != (self.num_query_groups is not None):
-            raise ValueError("--group-query-attention and --num-query-groups belong together; pass both or none")
-        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
+            raise ValueError(
+                "--group-query-attention and --num-query-groups belong together; pass both or none"
+            )
+        if (
+            self.max_position_embeddings is not None
+            and self.max_position_embeddings < self.seq_length
+        ):
             raise ValueError(
                 f"--max-position-embeddings {self.max_position_embeddings} must be at least "
                 f"--seq-length {self.seq_length}"
             )
         if self.mtp_num_layers is not None and self.position_embedding_type == "learned_absolute":
-            raise ValueError("--mtp-num-layers needs --position-embedding-type rope; stages do not share learned ones")
+            raise ValueError(
+                "--mtp-num-layers needs --position-embedding-type rope; stages do not share "
+                "learned ones"
+            )
         check_range(self, 1, None, "recompute_num_layers")
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(self, name) is not None and self.recompute_granularity != "full":
@@ -78,14 +96,19 @@ class ModelConfig(Architecture):
 
     def _check_experts(self) -> None:
         if not self.disable_bias_linear:
-            raise ValueError("--num-experts needs --disable-bias-linear: megatron-core's experts fail with biases")
+            raise ValueError(
+                "--num-experts needs --disable-bias-linear: megatron-core's experts fail with "
+                "biases"
+            )
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             raise ValueError(
-                "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is constant"
+                "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is "
+                "constant"
             )
         if self.mtp_num_layers is not None and self.moe_aux_loss_coeff:
             raise ValueError(
-                f"--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is {self.moe_aux_loss_coeff}: "
+                "--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is "
+                f"{self.moe_aux_loss_coeff}: "
                 "megatron-core's layers of multi-token prediction would balance padding, too"
             )
 
@@ -95,7 +118,9 @@ class ModelConfig(Architecture):
         resolved = {
             "ffn_hidden_size": self.resolved_ffn_hidden_size,
             "kv_channels": self.resolved_kv_channels,
-            "max_position_embeddings": (self.max_position_embeddings or self.seq_length) if learned else None,
+            "max_position_embeddings": (self.max_position_embeddings or self.seq_length)
+            if learned
+            else None,
         }
         changeable = {
             "seq_length",
@@ -109,4 +134,8 @@ class ModelConfig(Architecture):
             "moe_aux_loss_coeff",
             "mtp_loss_scaling_factor",
         }
-        return {name: value for name, value in (asdict(self) | resolved).items() if name not in changeable}
+        return {
+            name: value
+            for name, value in (asdict(self) | resolved).items()
+            if name not in changeable
+        }

@@ -21,26 +21,35 @@ class OutputConfig:
     ckpt_step: int | None = None
     """Step of the checkpoint of --load that is taken (default: the newest)."""
     finetune: bool = False
-    """Take only the weights of --load: steps, data, optimizer and random states begin anew."""
+    """Take only the weights of --load: steps, data, optimizer and random states begin again."""
     load_optim: bool = True
-    """Take the optimizer's state of --load; with --no-load-optim it begins anew, at the learning rate of its step."""
+    """Take the optimizer's state of --load; with --no-load-optim it begins again, at the learning
+    rate of its step.
+    """
     load_rng: bool = True
-    """Take the random states (of dropout) of --load, in the same layout; with --no-load-rng they begin anew."""
+    """Take the random states (of dropout) of --load, in the same layout; with --no-load-rng they
+    begin again.
+    """
     pretrained_checkpoint: str | None = None
-    """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts from, with its
-    architecture, and its tokenizer and template unless others are given; or of Megatron-LM's checkpoints (torch_dist),
-    whose model the options describe. Where --load has a checkpoint, that wins."""
+    """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts
+    from, with its architecture, and its tokenizer and template unless others are given; or of
+    Megatron-LM's checkpoints (torch_dist), whose model the options describe. Where --load has a
+    checkpoint, that wins.
+    """
     save_hf: str | None = None
     """Folder that the trained model is written to as a HuggingFace model, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory; a later step puts each in its place."""
+    """Write checkpoints while training goes on, from a copy in host memory; a later step puts each
+    in its place.
+    """
     keep_checkpoints: int | None = None
     """Checkpoints that are kept, the newest ones (default: all)."""
     keep_best: bool = False
-    """Save whenever the validation loss is the lowest so far, and keep that checkpoint; best_checkpointed_iteration.txt
-    beside the checkpoints names it."""
+    """Save whenever the validation loss is the lowest so far, and keep that checkpoint;
+    best_checkpointed_iteration.txt beside the checkpoints names it.
+    """
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None
@@ -56,7 +65,8 @@ class OutputConfig:
     wandb_save_dir: str | None = None
     """Folder for the local files of wandb (default: the run's)."""
     dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
-    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it."""
+    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it.
+    """
 
     def __post_init__(self) -> None:
         flags = {
@@ -68,11 +78,20 @@ class OutputConfig:
         for flag, is_given in flags.items():
             if is_given and self.load is None:
                 raise ValueError(f"{flag} needs --load")
-        if self.finetune and self.save is not None and Path(self.load or "").resolve() == Path(self.save).resolve():
-            raise ValueError("--finetune would begin anew at each start of the run; pass another --save than --load")
+        if (
+            self.finetune
+            and self.save is not None
+            and Path(self.load or "").resolve() == Path(self.save).resolve()
+        ):
+            raise ValueError(
+                "--finetune would begin again at each start of the run; pass another --save than "
+                "--load"
+            )
         check_range(self, 1, None, "log_interval", "save_interval", "keep_checkpoints", "ckpt_step")
         if self.tensorboard_dir is not None and find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard")
+            raise ValueError(
+                "--tensorboard-dir needs the package tensorboard; do pip install tensorboard"
+            )
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 raise ValueError(f"{flag_of(name)} needs --wandb-project")
@@ -85,11 +104,13 @@ class OutputConfig:
             raise ValueError("--keep-checkpoints and --keep-best need --save")
         if any(step < 1 for step in self.dump_schedule):
             raise ValueError(
-                f"--dump-schedule must be steps, the first of which is 1, but is {min(self.dump_schedule)}"
+                "--dump-schedule must be steps, the first of which is 1, but is "
+                f"{min(self.dump_schedule)}"
             )
 
     @property
     def huggingface_source(self) -> str | None:
-        """The folder of --pretrained-checkpoint; None where it holds checkpoints of megatron-core."""
+        """The folder of --pretrained-checkpoint; None where it holds checkpoints of
+        megatron-core."""
         source = self.pretrained_checkpoint
         return None if source is None or distributed_checkpoint(source) is not None else source

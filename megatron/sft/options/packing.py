@@ -18,18 +18,21 @@ class PackingConfig:
     sequence_packing: bool = False
     """Pack sequences into microbatches without padding between them (THD)."""
     sequence_packing_scheduler: str | None = field(default=None, metadata={"names": SCHEDULERS})
-    """How sequences are given to ranks and microbatches: NAMES, or a function of yours as module:function (default:
-    default, the least modelled step time)."""
+    """How sequences are given to ranks and microbatches: NAMES, or a function of yours as
+    module:function (default: default, the least modelled step time).
+    """
     max_seqlen_per_dp_cp_rank: int | None = None
     """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
     over_length_policy: OverLengthPolicy = "error"
     """What happens to a sample longer than --seq-length."""
     pack_cost: str | None = None
-    """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the step's (default: by
-    FLOPs)."""
+    """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the
+    step's (default: by FLOPs).
+    """
     outlier_delay_steps: int = 0
-    """Steps that a sequence may be delayed, for others of its kind to come, if it alone costs more than a fair share
-    of a step (default: 0, none is)."""
+    """Steps that a sequence may be delayed, for others of its kind to come, if it alone costs more
+    than a fair share of a step (default: 0, none is).
+    """
 
     def __post_init__(self) -> None:
         for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pack_cost"):

@@ -20,8 +20,10 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     cp_comm_type: tuple[str, ...] = ("p2p",)
-    """How Transformer Engine's attention exchanges keys and values over context parallel: p2p, all_gather, a2a or
-    a2a+p2p, one for all layers or one for each; attention without it gathers them."""
+    """How Transformer Engine's attention exchanges keys and values over context parallel: p2p,
+    all_gather, a2a or a2a+p2p, one for all layers or one for each; attention without it gathers
+    them.
+    """
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
     sequence_parallel: bool = False
@@ -33,39 +35,67 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool = False
-    """Gather parameters while the forward pass runs; needs --use-distributed-optimizer and --overlap-grad-reduce."""
+    """Gather parameters while the forward pass runs; needs --use-distributed-optimizer and
+    --overlap-grad-reduce.
+    """
     distributed_timeout_minutes: float = 10.0
     """After which a collective that some rank does not reach fails."""
 
     def __post_init__(self) -> None:
         check_range(
-            self, 1, None, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+            self,
+            1,
+            None,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
         )
-        check_range(self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        check_range(
+            self, 1, None, "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+        )
         unknown = set(self.cp_comm_type) - {"p2p", "all_gather", "allgather", "a2a", "a2a+p2p"}
         if unknown:
-            raise ValueError(f"--cp-comm-type must be p2p, all_gather, a2a or a2a+p2p, but is {sorted(unknown)[0]}")
-        check_range(self, 0.01, None, "distributed_timeout_minutes")
-        if self.num_layers_per_virtual_pipeline_stage is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
-                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of at least 2"
+                "--cp-comm-type must be p2p, all_gather, a2a or a2a+p2p, but is "
+                f"{sorted(unknown)[0]}"
             )
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
-            raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+        check_range(self, 0.01, None, "distributed_timeout_minutes")
+        if (
+            self.num_layers_per_virtual_pipeline_stage is not None
+            and self.pipeline_model_parallel_size == 1
+        ):
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of "
+                "at least 2"
+            )
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise ValueError(
+                "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+            )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Returns the number of replicas of the model; ValueError where the world does not divide."""
-        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        """Returns the number of replicas of the model; ValueError where the world does not
+        divide."""
+        model = (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
         if world_size % model:
             raise ValueError(
-                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x context parallel "
+                f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x "
+                "context parallel "
                 f"size, {self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x "
-                f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node {model}, or change them"
+                f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node "
+                f"{model}, or change them"
             )
         experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if world_size % experts:
             raise ValueError(
-                f"the number of processes, {world_size}, must be a multiple of --expert-model-parallel-size times "
+                f"the number of processes, {world_size}, must be a multiple of "
+                "--expert-model-parallel-size times "
                 f"--pipeline-model-parallel-size, {experts}; lower them or start more processes"
             )
         return world_size // model

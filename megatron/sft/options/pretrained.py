@@ -1,4 +1,6 @@
-"""pure. What --pretrained-checkpoint and --lora-adapter say of the other options, and whether they contradict it."""
+"""pure. What --pretrained-checkpoint and --lora-adapter say of the other options, and whether they
+contradict it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 
 def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and defaults that the first one
-    changes; none without them.
+    """Options that the folders of --pretrained-checkpoint and --lora-adapter decide, and defaults
+    that the first one changes; none without them.
 
-    `given` are the options of the user, by field name. ValueError where one contradicts the folder, or where the
-    folder's model cannot be computed exactly.
+    `given` are the options of the user, by field name. ValueError where one contradicts the folder,
+    or where the folder's model cannot be computed exactly.
     """
     of_adapter: dict[str, Any] = {}
     if given.get("lora_adapter") is not None:
@@ -37,7 +39,8 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     window, seq_length = window_of(config), given.get("seq_length", 0)
     if window is not None and seq_length > window:
         raise ValueError(
-            f"{where} has a sliding window of {window} tokens, which is exact only for --seq-length up to that, but "
+            f"{where} has a sliding window of {window} tokens, which is exact only for "
+            "--seq-length up to that, but "
             f"it is {seq_length}; lower it"
         )
     own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"
@@ -53,7 +56,8 @@ def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any], where: st
     for name, value in decided.items():
         if name in given and _comparable(name, given[name]) != value:
             raise ValueError(
-                f"{flag_of(name)} {given[name]} contradicts {where}, which says {value}; drop the option, it is read "
+                f"{flag_of(name)} {given[name]} contradicts {where}, which says {value}; drop the "
+                "option, it is read "
                 "from there"
             )
 

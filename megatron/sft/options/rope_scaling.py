@@ -1,4 +1,6 @@
-"""pure. How rotary frequencies are stretched to longer contexts, as --rope-scaling and config.json write it."""
+"""pure. How rotary frequencies are stretched to longer contexts, as --rope-scaling and config.json
+write it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ _PLAIN = {"default", None}
 
 
 class RopeScaling(NamedTuple):
-    """One way to stretch rotary frequencies, with the names that transformers has for its numbers."""
+    """One way to stretch rotary frequencies, with the names that transformers has for its
+    numbers."""
 
     rope_type: str
-    """`linear`: positions divided by the factor; `llama3`: only slow frequencies, with a smooth border; `yarn`: slow
-    ones too, and attention scores raised (arXiv 2309.00071)."""
+    """`linear`: positions divided by the factor; `llama3`: only slow frequencies, with a smooth
+    border; `yarn`: slow ones too, and attention scores raised (arXiv 2309.00071).
+    """
     factor: float
     original_max_position_embeddings: float = 0.0
     low_freq_factor: float = 0.0
@@ -41,21 +45,30 @@ class RopeScaling(NamedTuple):
 
 
 def parse_rope_scaling(text: str) -> RopeScaling:
-    """Read --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed exactly."""
+    """Read --rope-scaling; ValueError where it is no JSON object or holds what cannot be computed
+    exactly.
+    """
     try:
         fields = parse_json(text)
     except ValueError as failure:
-        raise ValueError(f"--rope-scaling must be a JSON object, but is {shown(text)}: {failure}") from None
+        raise ValueError(
+            f"--rope-scaling must be a JSON object, but is {shown(text)}: {failure}"
+        ) from None
     scaling = rope_scaling_of(fields, "--rope-scaling") if isinstance(fields, dict) else None
     if scaling is None:
-        raise ValueError(f"--rope-scaling must be a JSON object with a rope_type other than default, but is {text!r}")
+        raise ValueError(
+            "--rope-scaling must be a JSON object with a rope_type other than default, but is "
+            f"{text!r}"
+        )
     return scaling
 
 
 def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None:
-    """The scaling that `rope_scaling` or `rope_parameters` of a config.json says; None for plain rotary embeddings.
+    """The scaling that `rope_scaling` or `rope_parameters` of a config.json says; None for plain
+    rotary embeddings.
 
-    ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly here.
+    ValueError, naming `where` it stands, for kinds and numbers that cannot be computed exactly
+    here.
     """
     kind = fields.get("rope_type", fields.get("type"))
     if not isinstance(kind, str | None):
@@ -63,17 +76,28 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
     if kind in _PLAIN:
         nested = [name for name, value in fields.items() if isinstance(value, dict)]
         if nested:
-            raise ValueError(f"{where} has one rope per kind of layer ({', '.join(nested)}), which is not supported")
+            raise ValueError(
+                f"{where} has one rope per kind of layer ({', '.join(nested)}), which is not "
+                "supported"
+            )
         return None
     if kind not in _NEEDED:
-        raise ValueError(f"{where} has rope_type {kind!r}, but only default, {', '.join(_NEEDED)} are supported")
+        raise ValueError(
+            f"{where} has rope_type {kind!r}, but only default, {', '.join(_NEEDED)} are supported"
+        )
     missing = [name for name in _NEEDED[kind] if fields.get(name) is None]
     if missing:
         raise ValueError(f"{where} has rope_type {kind!r} without {', '.join(missing)}; add them")
-    known = {name: fields[name] for name in RopeScaling._fields if fields.get(name) is not None and name != "rope_type"}
+    known = {
+        name: fields[name]
+        for name in RopeScaling._fields
+        if fields.get(name) is not None and name != "rope_type"
+    }
     for name in (name for name in (*known, "attention_factor") if name != "truncate"):
         if fields.get(name) is not None and not is_positive(fields[name]):
-            raise ValueError(f"{where} must have numbers above 0, but {name} is {shown(fields[name])}")
+            raise ValueError(
+                f"{where} must have numbers above 0, but {name} is {shown(fields[name])}"
+            )
     numbers = {name: float(value) for name, value in known.items() if name != "truncate"}
     scaling = RopeScaling(kind, **numbers, truncate=known.get("truncate", True))
     if kind == "yarn":
@@ -83,7 +107,11 @@ def rope_scaling_of(fields: Mapping[str, Any], where: str) -> RopeScaling | None
 
 def is_positive(value: object) -> bool:
     """Whether a value is a finite number above 0, which a float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 < value <= sys.float_info.max
+    )
 
 
 def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, where: str) -> None:
@@ -91,7 +119,10 @@ def _check_attention_factor(fields: Mapping[str, Any], scaling: RopeScaling, whe
     usual = yarn_attention_factor(scaling)
     given = fields.get("attention_factor")
     if given is not None and abs(given - usual) > 1e-12:
-        raise ValueError(f"{where} has attention_factor {given}, but only the usual 0.1 ln(factor) + 1 is supported")
+        raise ValueError(
+            f"{where} has attention_factor {given}, but only the usual 0.1 ln(factor) + 1 is "
+            "supported"
+        )
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         raise ValueError(f"{where} has mscale and mscale_all_dim, which are not supported")
 

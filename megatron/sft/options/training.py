@@ -24,8 +24,9 @@ class TrainingConfig:
     lr: float
     """Highest learning rate."""
     micro_batch_size: int = 1
-    """Sequences of a microbatch without packing, padded to the longest of them; with packing, samples drawn at a
-    time."""
+    """Sequences of a microbatch without packing, padded to the longest of them; with packing,
+    samples drawn at a time.
+    """
     min_lr: float = 0.0
     """Lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
@@ -57,9 +58,13 @@ class TrainingConfig:
     bf16: bool = False
     """Compute in bfloat16, with float32 main parameters."""
     logits_of_masked_tokens: bool = False
-    """Compute the output layer and the loss of all tokens at once, masked ones too (to compare; losses are equal)."""
+    """Compute the output layer and the loss of all tokens at once, masked ones too (to compare;
+    losses are equal).
+    """
     deterministic_mode: bool = False
-    """Equal runs are equal to the bit on GPUs, too, at the price of slower kernels (on CPUs they always are)."""
+    """Equal runs are equal to the bit on GPUs, too, at the price of slower kernels (on CPUs they
+    always are).
+    """
     seed: int = 1234
     """Of weights, order of data, dropout."""
     eval_interval: int = 1000
@@ -69,32 +74,50 @@ class TrainingConfig:
     early_stopping: int | None = None
     """End after this many evaluations in a row without a lower validation loss."""
     exit_interval: int | None = None
-    """Save and end after each step whose number is a multiple of this; the last step of the run ends it as ever."""
+    """Save and end after each step whose number is a multiple of this; the last step of the run
+    ends it as ever.
+    """
     exit_duration_in_mins: float | None = None
     """Save and end after the step in which so many minutes have gone by."""
     skip_nan_steps: int = 0
-    """Steps with a loss or gradient norm that is NaN or infinite that are left out, before one ends the run."""
+    """Steps with a loss or gradient norm that is NaN or infinite that are left out, before one ends
+    the run.
+    """
 
     def __post_init__(self) -> None:
         if self.train_iters and self.train_epochs is not None:
             raise ValueError("pass either --train-iters or --train-epochs, not both")
         check_range(self, self.global_batch_size, None, "train_samples")
         if self.train_iters < 1 and self.train_epochs is None:
-            raise ValueError(f"--train-iters must be at least 1 without --train-epochs, but is {self.train_iters}")
-        if self.train_samples is not None and self.train_samples // self.global_batch_size != self.train_iters:
+            raise ValueError(
+                "--train-iters must be at least 1 without --train-epochs, but is "
+                f"{self.train_iters}"
+            )
+        if (
+            self.train_samples is not None
+            and self.train_samples // self.global_batch_size != self.train_iters
+        ):
             raise ValueError("pass either --train-iters or --train-samples, not both")
         check_range(self, 1e-9, None, "train_epochs")
         check_range(self, 1, None, "global_batch_size", "micro_batch_size", "eval_interval")
-        check_range(self, 1, None, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval")
-        check_range(self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed")
+        check_range(
+            self, 1, None, "lr_decay_iters", "lr_decay_samples", "early_stopping", "exit_interval"
+        )
+        check_range(
+            self, 0, None, "lr", "weight_decay", "clip_grad", "adam_eps", "eval_iters", "seed"
+        )
         check_range(self, 0, None, "exit_duration_in_mins", "skip_nan_steps")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}")
+                raise ValueError(
+                    f"{flag_of(name)} must be from 0 to below 1, but is {getattr(self, name)}"
+                )
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must be from 0 to --lr {self.lr}")
         if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_iters is not None):
-            raise ValueError("--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none")
+            raise ValueError(
+                "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"
+            )
         check_range(self, 1, None, "lr_wsd_decay_iters")
         self._check_warmup()
 
@@ -110,25 +133,34 @@ class TrainingConfig:
         if self.lr_decay_iters and self.lr_decay_samples:
             raise ValueError("pass either --lr-decay-iters or --lr-decay-samples, not both")
         if not 0 <= (self.lr_warmup_fraction or 0) < 1:
-            raise ValueError(f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}")
+            raise ValueError(
+                f"--lr-warmup-fraction must be from 0 to below 1, but is {self.lr_warmup_fraction}"
+            )
         decay = self.decay_samples / self.global_batch_size
         warmup = self.warmup_samples / self.global_batch_size
         if self.decay_samples and warmup + (self.lr_wsd_decay_iters or 0) > decay > warmup:
             raise ValueError(
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} must fit behind the warmup into the steps of decay, "
+                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} must fit behind the warmup into "
+                "the steps of decay, "
                 f"{warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
             )
         if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
             flag = (given or ["--lr-warmup-iters"])[0]
             raise ValueError(
-                f"{flag} {ways[flag]} must be less than the steps of decay, {decay:g}; lower it or raise "
+                f"{flag} {ways[flag]} must be less than the steps of decay, {decay:g}; lower it or "
+                "raise "
                 "--lr-decay-iters"
             )
 
     @property
     def decay_samples(self) -> int:
-        """Samples until the learning rate is lowest; 0 where --train-epochs are not known as steps yet."""
-        return self.lr_decay_samples or (self.lr_decay_iters or self.train_iters) * self.global_batch_size
+        """Samples until the learning rate is lowest; 0 where --train-epochs are not known as steps
+        yet.
+        """
+        return (
+            self.lr_decay_samples
+            or (self.lr_decay_iters or self.train_iters) * self.global_batch_size
+        )
 
     @property
     def warmup_samples(self) -> int:
@@ -138,12 +170,15 @@ class TrainingConfig:
         return self.lr_warmup_samples or self.lr_warmup_iters * self.global_batch_size
 
     def for_records(self, num_records: int) -> TrainingConfig:
-        """Returns these options for training data of so many records: --train-epochs as steps, the last one whole.
+        """Returns these options for training data of so many records: --train-epochs as steps, the
+        last one whole.
 
         ValueError where other options contradict that number of steps.
         """
         if self.train_epochs is None:
             return self
         steps = math.ceil(self.train_epochs * num_records / self.global_batch_size)
-        samples = steps * self.global_batch_size  # a run that is continued with other batches would miscount them
+        samples = (
+            steps * self.global_batch_size
+        )  # a run that is continued with other batches would miscount them
         return replace(self, train_iters=steps, train_samples=samples, train_epochs=None)

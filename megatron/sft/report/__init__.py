@@ -1,1 +1,2 @@
-"""pure. Metrics of a run as files, and what it achieved: `python -m megatron.sft.report RUN_DIR`."""
+"""pure. Metrics of a run as files, and what it achieved: `python -m megatron.sft.report
+RUN_DIR`."""

@@ -1,4 +1,6 @@
-"""pure. Boards that draw a run while it goes, behind one interface: TensorBoard, and Weights & Biases."""
+"""pure. Boards that draw a run while it goes, behind one interface: TensorBoard, and Weights &
+Biases.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ def open_boards(
 ) -> list[Board]:
     """Return the boards that are asked for; ValueError where one cannot be had.
 
-    resume_iteration: steps done by the run that is continued, None for a new one; options: all of the run's, to be
-    shown beside its curves.
+    resume_iteration: steps done by the run that is continued, None for a new one; options: all of
+    the run's, to be shown beside its curves.
     """
     boards: list[Board] = []
     if output.tensorboard_dir is not None:
@@ -46,7 +48,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError("--tensorboard-dir needs the package tensorboard; do pip install tensorboard") from error
+            raise ValueError(
+                "--tensorboard-dir needs the package tensorboard; do pip install tensorboard"
+            ) from error
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def add(self, values: Mapping[str, float], iteration: int) -> None:
@@ -58,16 +62,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for all parts of a run here; steps that a killed part had drawn already are not drawn again.
+    """One run there for all parts of a run here; steps that a killed part had drawn already are not
+    drawn again.
 
     Its own environment variables hold, such as WANDB_MODE=offline and WANDB_API_KEY.
     """
 
-    def __init__(self, output: OutputConfig, run_dir: Path, is_resumed: bool, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, output: OutputConfig, run_dir: Path, is_resumed: bool, options: Mapping[str, Any]
+    ) -> None:
         import wandb
 
         id_file = run_dir / WANDB_ID_FILE
-        known = id_file.read_text(encoding="utf-8").strip() if is_resumed and id_file.is_file() else None
+        known = (
+            id_file.read_text(encoding="utf-8").strip()
+            if is_resumed and id_file.is_file()
+            else None
+        )
         try:
             self._run = wandb.init(
                 project=output.wandb_project,
@@ -80,7 +91,8 @@ class WeightsAndBiases:
             )
         except Exception as failure:  # of many kinds: no key, no network, no such entity
             raise ValueError(
-                f"--wandb-project {output.wandb_project}: {failure}; run wandb login, or set WANDB_MODE=offline"
+                f"--wandb-project {output.wandb_project}: {failure}; run wandb login, or set "
+                "WANDB_MODE=offline"
             ) from failure
         id_file.write_text(self._run.id, encoding="utf-8")
 
@@ -88,4 +100,6 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=iteration)
 
     def close(self) -> None:
-        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))  # shown as failed where an error ends the run
+        self._run.finish(
+            exit_code=int(sys.exc_info()[0] is not None)
+        )  # shown as failed where an error ends the run

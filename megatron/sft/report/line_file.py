@@ -1,4 +1,5 @@
-"""pure. A file that a run appends lines to. Whatever becomes of it ends no run: it is noted once."""
+"""pure. A file that a run appends lines to. Whatever becomes of it ends no run: it is noted
+once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import TextIO
 class LineFile:
     """Appends lines, each of which is in the file when `write` returns.
 
-    A file that was removed is written again, with what it held. A line that cannot be written is left out.
+    A file that was removed is written again, with what it held. A line that cannot be written is
+    left out.
     Price: two system calls per line beside the write.
     """
 
@@ -39,7 +41,9 @@ class LineFile:
 
     def _open(self) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open("a+", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps its lines
+        return self._path.open(
+            "a+", encoding="utf-8", buffering=1
+        )  # line-buffered: a killed run keeps its lines
 
     def _is_in_place(self) -> bool:
         try:

@@ -1,7 +1,8 @@
 """pure. What a training step and an evaluation measured, and the line of a log that it becomes.
 
-A field of `StepMetrics` is a column of `metrics.jsonl`. A new one has a default, so that older files can be read, and
-its value in `step_account`; or, where it says something of the packs, is a field of `PackingStats`.
+A field of `StepMetrics` is a column of `metrics.jsonl`. A new one has a default, so that older
+files can be read, and its value in `step_account`; or, where it says something of the packs, is a
+field of `PackingStats`.
 """
 
 import math
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 
 from megatron.packing.step.stats import PackingStats
 
-_MOST_IN_A_LINE = 4
+_MAX_IN_A_LINE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceMetrics:
-    """One source's part of a step or an evaluation, summed over all ranks. Counts are exact integers."""
+    """One source's part of a step or an evaluation, summed over all ranks. Counts are exact
+    integers.
+    """
 
     sequences: int
     tokens: int
@@ -24,7 +27,9 @@ class SourceMetrics:
     num_loss_tokens: int
     """Tokens that the loss is taken on."""
     loss: float
-    """Mean over those tokens, each counted alike: weights of samples aside. NaN where it has no such token."""
+    """Mean over those tokens, each counted alike: weights of samples aside. NaN where it has no
+    such token.
+    """
 
     def described(self, name: str) -> str:
         """Returns `"chats 2.3141 (6 samples, 3,012 tokens)"`."""
@@ -34,7 +39,9 @@ class SourceMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(PackingStats):
-    """One training step, summed over all ranks, with what its packs held. Counts are exact integers."""
+    """One training step, summed over all ranks, with what its packs held. Counts are exact
+    integers.
+    """
 
     iteration: int
     """Steps done, this one included."""
@@ -54,7 +61,9 @@ class StepMetrics(PackingStats):
     data_seconds: float
     """Time that the step waited for its data."""
     passes_seconds: float
-    """Of the forward and backward passes, with the reduction of gradients; without `data_seconds` and optimizer."""
+    """Of the forward and backward passes, with the reduction of gradients; without `data_seconds`
+    and optimizer.
+    """
     predicted_seconds: float
     """The same as the fitted cost of --pack-cost predicts it; NaN without one."""
     num_stages: int
@@ -89,14 +98,16 @@ class StepMetrics(PackingStats):
         ]
         if math.isfinite(self.predicted_seconds):
             parts.append(
-                f"passes {self.passes_seconds * 1000:.1f} ms, predicted {self.predicted_seconds * 1000:.1f} ms "
+                f"passes {self.passes_seconds * 1000:.1f} ms, predicted "
+                f"{self.predicted_seconds * 1000:.1f} ms "
                 f"({self.prediction_error:+.1%})"
             )
         if self.sources:
             parts.append(sources_line(self.sources))
         if self.dropped_samples:
             parts.append(
-                f"{self.dropped_samples} dropped" + (f": {dropped_line(self.dropped)}" if self.dropped else "")
+                f"{self.dropped_samples} dropped"
+                + (f": {dropped_line(self.dropped)}" if self.dropped else "")
             )
         if self.cut_samples:
             parts.append(f"{self.cut_samples} cut")
@@ -122,7 +133,16 @@ DERIVED = ("fill", "padding", "balance", "moved", "prediction_error")
 """Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
 DRAWN = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "tflops_per_device"),
-    *("microbatches", "fill", "padding", "balance", "bubble", "moved", "data_seconds", "step_seconds"),
+    *(
+        "microbatches",
+        "fill",
+        "padding",
+        "balance",
+        "bubble",
+        "moved",
+        "data_seconds",
+        "step_seconds",
+    ),
 )
 """Columns that boards draw."""
 
@@ -150,28 +170,35 @@ class Evaluation:
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
         left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
         line = (
-            f"{self.split} loss {self.loss:.4f} after step {self.iteration} ({self.num_tokens:,} loss tokens{left_out})"
+            f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
+            f"({self.num_tokens:,} loss tokens{left_out})"
         )
         return f"{line} | {sources_line(self.sources)}" if self.sources else line
 
 
 def sources_line(sources: Mapping[str, SourceMetrics]) -> str:
-    """Returns the sources of most tokens, `"chats 2.3141 (6 samples, 3,012 tokens), code 1.9020 (2 samples, ...)"`."""
+    """Returns the sources of most tokens, `"chats 2.3141 (6 samples, 3,012 tokens), code 1.9020 (2
+    samples, ...)"`.
+    """
     most = sorted(sources, key=lambda name: -sources[name].tokens)
-    parts = [sources[name].described(name) for name in most[:_MOST_IN_A_LINE]]
-    if len(most) > _MOST_IN_A_LINE:
-        parts.append(f"{len(most) - _MOST_IN_A_LINE} more")
+    parts = [sources[name].described(name) for name in most[:_MAX_IN_A_LINE]]
+    if len(most) > _MAX_IN_A_LINE:
+        parts.append(f"{len(most) - _MAX_IN_A_LINE} more")
     return ", ".join(parts)
 
 
 def dropped_line(dropped: Mapping[str, Mapping[str, int]]) -> str:
     """`{"chats": {"over length": 2}} -> "2 over length of chats"`."""
     return ", ".join(
-        f"{number:,} {reason} of {name}" for name, reasons in dropped.items() for reason, number in reasons.items()
+        f"{number:,} {reason} of {name}"
+        for name, reasons in dropped.items()
+        for reason, number in reasons.items()
     )
 
 
 def mean_of_finite(values: Iterable[float]) -> float:
-    """Returns the mean of those that are finite: one step that overflowed shall not hide the others."""
+    """Returns the mean of those that are finite: one step that overflowed shall not hide the
+    others.
+    """
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan

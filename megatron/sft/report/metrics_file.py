@@ -1,4 +1,5 @@
-"""pure. `metrics.jsonl`: written as a run goes, beside boards and what the user sees; read back for its report.
+"""pure. `metrics.jsonl`: written as a run goes, beside boards and what the user sees; read back for
+its report.
 
 A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "kind":
 
@@ -6,8 +7,9 @@ A run's folder holds `metrics.jsonl`, one JSON object per line, told apart by "k
     {"kind": "train", "iteration": 1, "loss": 5.61, ...}
     {"kind": "evaluation", "iteration": 1, "split": "valid", "loss": 5.2, "num_tokens": 8192}
 
-Lines stand in the order of their steps, and each is written when its call returns. A run that was killed and resumed
-leaves the same steps as one that was never stopped. NaN and infinity are null, so that every line is valid JSON.
+Lines stand in the order of their steps, and each is written when its call returns. A run that was
+killed and resumed leaves the same steps as one that was never stopped. NaN and infinity are null,
+so that every line is valid JSON.
 """
 
 import json
@@ -35,7 +37,8 @@ T = TypeVar("T", StepMetrics, Evaluation)
 
 
 class MetricsWriter:
-    """Writes a run's metrics to its file and to boards, and shows a progress bar on a terminal or else log lines.
+    """Writes a run's metrics to its file and to boards, and shows a progress bar on a terminal or
+    else log lines.
 
     Made by one process of the run. Price: one small write per call, no host sync.
     """
@@ -51,8 +54,9 @@ class MetricsWriter:
     ) -> None:
         """Opens the file; `boards` are closed with it.
 
-        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it the run is a new
-        one and its file starts empty. Where there is no terminal, every `log_interval`-th step gets a line on stdout.
+        A run that resumes after `resume_iteration` steps drops the lines of later steps; without it
+        the run is a new one and its file starts empty. Where there is no terminal, every
+        `log_interval`-th step gets a line on stdout.
         """
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +65,16 @@ class MetricsWriter:
         self._boards = list(boards)
         self._train_iters = train_iters
         self._log_interval = log_interval
-        self._bar = progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
+        self._bar = (
+            progress_bar(train_iters, resume_iteration or 0) if sys.stderr.isatty() else None
+        )
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes and shows one training step."""
         derived = {name: getattr(metrics, name) for name in DERIVED}
-        values = dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived  # those of its packs come last
+        values = (
+            dict.fromkeys(StepMetrics.__annotations__) | asdict(metrics) | derived
+        )  # those of its packs come last
         if not metrics.delays:
             del values["delays"], values["waiting"]
         self._file.write(json_line("train", **values))
@@ -89,7 +97,8 @@ class MetricsWriter:
             print(evaluation.to_line(), flush=True)
 
     def event(self, name: str, **fields: object) -> None:
-        """Writes something that happened, `event("run", iteration=0, seq_length=1024, global_batch_size=16)`.
+        """Writes something that happened, `event("run", iteration=0, seq_length=1024,
+        global_batch_size=16)`.
 
         With an `iteration` the line lasts or falls with that step when the run is resumed.
         """
@@ -99,7 +108,9 @@ class MetricsWriter:
         for board in [*self._boards]:
             try:
                 board.add(values, iteration)
-            except Exception as error:  # of a library and of its files or service: no reason to end a run
+            except (
+                Exception
+            ) as error:  # of a library and of its files or service: no reason to end a run
                 self._boards.remove(board)
                 print(f"note: {_failed(board, error)}; training goes on without it", flush=True)
 
@@ -116,7 +127,10 @@ class MetricsWriter:
 
 
 def _failed(board: Board, error: Exception) -> str:
-    return f"{type(board).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.200})"
+    return (
+        f"{type(board).__name__} failed ({type(error).__name__}: "
+        f"{' '.join(str(error).split()):.200})"
+    )
 
 
 def progress_bar(train_iters: int, done: int) -> Any:
@@ -135,12 +149,16 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(run_dir: Path | str) -> Metrics:
-    """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file. Damaged lines are told, and left
+    """Reads what `MetricsWriter` wrote, null as NaN; ValueError if there is no file. Damaged lines
+    are told, and left
     out: a run of weeks is not lost for a line.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
-        raise ValueError(f"{path} must be the metrics of a run, but there is no such file; give the folder of a run")
+        raise ValueError(
+            f"{path} must be the metrics of a run, but there is no such file; give the folder of a "
+            "run"
+        )
     metrics = Metrics(steps=[], evaluations=[], events=[])
     for record in read_jsonl(path, _is_line):
         if record["kind"] == "event":
@@ -156,7 +174,9 @@ def _is_line(record: dict[str, Any]) -> bool:
     """Whether a line of metrics has all that its kind must have, of the right types."""
     if record.get("kind") == "event":
         event = record.get("event")
-        return isinstance(event, str) and (event not in ("run", "resumed") or type(record.get("seq_length")) is int)
+        return isinstance(event, str) and (
+            event not in ("run", "resumed") or type(record.get("seq_length")) is int
+        )
     kind = {"train": StepMetrics, "evaluation": Evaluation}.get(str(record.get("kind")))
     if kind is None or not _fits(record.get("sources", {}), Mapping[str, Mapping[str, Any]]):
         return False
@@ -167,19 +187,28 @@ def _is_line(record: dict[str, Any]) -> bool:
 
 def _has_fields(values: Mapping[str, Any], kind: type) -> bool:
     columns = _columns(kind).items()
-    return all(_fits(values[name], hint) if name in values else has_default for name, (hint, has_default) in columns)
+    return all(
+        _fits(values[name], hint) if name in values else has_default
+        for name, (hint, has_default) in columns
+    )
 
 
 @cache
 def _columns(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Type of each field, and whether it may be missing; but for `sources`, which is of a type of its own."""
+    """Type of each field, and whether it may be missing; but for `sources`, which is of a type of
+    its own.
+    """
     hints = typing.get_type_hints(kind)
-    with_default = {one.name: not one.default is one.default_factory is MISSING for one in fields(kind)}
+    with_default = {
+        one.name: not one.default is one.default_factory is MISSING for one in fields(kind)
+    }
     return {name: (hints[name], found) for name, found in with_default.items() if name != "sources"}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a type: counts are at least 0, and null is a number that JSON does not have."""
+    """Whether a value of JSON is of a type: counts are at least 0, and null is a number that JSON
+    does not have.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
         return isinstance(value, list) and all(_fits(part, arguments[0]) for part in value)
@@ -187,7 +216,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_fits(part, arguments[1]) for part in value.values())
     if hint is int:
         return type(value) is int and value >= 0
-    return value is None or type(value) in (int, float) if hint is float else hint is Any or isinstance(value, hint)
+    return (
+        value is None or type(value) in (int, float)
+        if hint is float
+        else hint is Any or isinstance(value, hint)
+    )
 
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
@@ -197,19 +230,29 @@ def from_record(kind: type[T], record: dict[str, Any]) -> T:
         known = [one.name for one in fields(cls) if one.name in values]
         return {name: math.nan if values[name] is None else values[name] for name in known}
 
-    sources = {name: SourceMetrics(**read(SourceMetrics, one)) for name, one in record.get("sources", {}).items()}
+    sources = {
+        name: SourceMetrics(**read(SourceMetrics, one))
+        for name, one in record.get("sources", {}).items()
+    }
     return kind(**{**read(kind, record), "sources": sources})
 
 
 def json_line(kind: str, **values: object) -> str:
-    """Returns a line of JSON, its newline included; a number that JSON doesn't have becomes null."""
+    """Returns a line of JSON, its newline included; a number that JSON doesn't have becomes
+    null."""
 
     def valid(value: object) -> object:
         if isinstance(value, dict):
             return {name: valid(part) for name, part in value.items()}
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({"kind": kind, **{name: valid(value) for name, value in values.items()}}, allow_nan=False) + "\n"
+    return (
+        json.dumps(
+            {"kind": kind, **{name: valid(value) for name, value in values.items()}},
+            allow_nan=False,
+        )
+        + "\n"
+    )
 
 
 def is_packs(record: dict[str, Any]) -> bool:
@@ -224,10 +267,12 @@ def is_packs(record: dict[str, Any]) -> bool:
 
 
 def truncate_after(path: Path, iteration: int) -> None:
-    """Cuts a file of JSON lines behind its lines of steps up to `iteration`; a file that isn't there is left so.
+    """Cuts a file of JSON lines behind its lines of steps up to `iteration`; a file that isn't
+    there is left so.
 
-    Lines without "iteration" stay with the step that follows them, as damaged ones do. What a killed run left
-    half-written goes too. The cut is one system call, so it happens whole or not at all.
+    Lines without "iteration" stay with the step that follows them, as damaged ones do. What a
+    killed run left half-written goes too. The cut is one system call, so it happens whole or not at
+    all.
     """
     if not path.exists():
         return
@@ -246,9 +291,12 @@ def truncate_after(path: Path, iteration: int) -> None:
     os.truncate(path, keep)
 
 
-def read_jsonl(path: Path, is_sound: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:
-    """Reads the lines of a file that may still be written to: what stands after its last newline is left out. So are
-    lines that are no objects of JSON or not `is_sound`, and a note on stderr names them.
+def read_jsonl(
+    path: Path, is_sound: Callable[[dict[str, Any]], bool] = bool
+) -> list[dict[str, Any]]:
+    """Reads the lines of a file that may still be written to: what stands after its last newline is
+    left out. So are lines that are no objects of JSON or not `is_sound`, and a note on stderr names
+    them.
     """
     records = []
     damaged = []

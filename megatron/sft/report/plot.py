@@ -17,7 +17,12 @@ from megatron.sft.report.metrics import Evaluation, StepMetrics, mean_of_finite
 from megatron.sft.report.metrics_file import Metrics
 
 PACKS_DRAWN = 64
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # Okabe and Ito's, for colour-blind eyes too
+BLUE, ORANGE, GREEN, PURPLE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+)  # Okabe and Ito's, for colour-blind eyes too
 STYLE: Any = {
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -35,20 +40,28 @@ STYLE: Any = {
 }
 
 
-def plot(path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], padding_without_packing: float) -> None:
-    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none. Shares are in 0..1."""
+def plot(
+    path: Path, metrics: Metrics, packs: Sequence[dict[str, Any]], padding_without_packing: float
+) -> None:
+    """Draws a PNG of a run; `packs` are the lines of packs.jsonl, and may be none. Shares are in
+    0..1.
+    """
     with rc_context(STYLE):
         figure = Figure(figsize=(11, 7.6 if packs else 3.8), dpi=130, layout="constrained")
         rows = figure.add_gridspec(2 if packs else 1, 2, width_ratios=(3, 2))
         plot_loss(figure.add_subplot(rows[0, 0]), metrics.steps, metrics.evaluations)
         plot_waste(figure.add_subplot(rows[0, 1]), metrics.steps, padding_without_packing)
         if packs:
-            fill = sum(step.tokens for step in metrics.steps) / sum(step.capacity_tokens for step in metrics.steps)
+            fill = sum(step.tokens for step in metrics.steps) / sum(
+                step.capacity_tokens for step in metrics.steps
+            )
             plot_packs(figure.add_subplot(rows[1, :]), packs, fill)
         figure.savefig(path)
 
 
-def plot_series(axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
+def plot_series(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, label: str
+) -> None:
     """Draws a line over steps; where they are many, its running mean over the faint line itself."""
     last, reach = len(values) - 1, len(values) // 50
     smooth = []
@@ -62,17 +75,27 @@ def plot_series(axes: Axes, steps: Sequence[int], values: Sequence[float], color
 
 def plot_loss(axes: Axes, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
     """Draws the training loss, smoothed where there are many steps, and the held-out points."""
-    plot_series(axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training")
+    plot_series(
+        axes, [step.iteration for step in steps], [step.loss for step in steps], BLUE, "training"
+    )
     splits = dict.fromkeys(evaluation.split for evaluation in evaluations)
     for split, color, marker in zip(splits, (ORANGE, GREEN, PURPLE), "osD"):
         points = [(each.iteration, each.loss) for each in evaluations if each.split == split]
-        axes.plot(*zip(*points), marker + "-", color=color, linewidth=1, markersize=5, label=f"held out: {split}")
+        axes.plot(
+            *zip(*points),
+            marker + "-",
+            color=color,
+            linewidth=1,
+            markersize=5,
+            label=f"held out: {split}",
+        )
     axes.set(xlabel="step", ylabel="loss per token", title="Loss")
     axes.legend()
 
 
 def plot_waste(axes: Axes, steps: Sequence[StepMetrics], padding_without_packing: float) -> None:
-    """Draws what a step computed in vain, and how much longer than it must its schedule takes; or a pipeline's bubble.
+    """Draws what a step computed in vain, and how much longer than it must its schedule takes; or a
+    pipeline's bubble.
 
     Another curve is another line of `plot_series`.
     """
@@ -81,10 +104,24 @@ def plot_waste(axes: Axes, steps: Sequence[StepMetrics], padding_without_packing
         over_bound = [100 * (step.balance - 1) for step in steps]
         plot_series(axes, iterations, over_bound, ORANGE, "modelled time, over lower bound")
     else:
-        plot_series(axes, iterations, [100 * step.bubble for step in steps], ORANGE, "bubble, of modelled time")
-    plot_series(axes, iterations, [100 * step.padding for step in steps], BLUE, "padding, of tokens computed")
+        plot_series(
+            axes,
+            iterations,
+            [100 * step.bubble for step in steps],
+            ORANGE,
+            "bubble, of modelled time",
+        )
+    plot_series(
+        axes,
+        iterations,
+        [100 * step.padding for step in steps],
+        BLUE,
+        "padding, of tokens computed",
+    )
     axes.set(
-        xlabel="step", ylabel="percent", title=f"Waste  (without packing, {padding_without_packing:.0%} is padding)"
+        xlabel="step",
+        ylabel="percent",
+        title=f"Waste  (without packing, {padding_without_packing:.0%} is padding)",
     )
     axes.set_ylim(0, 1.35 * max(*axes.get_ylim(), 1))
     axes.legend(loc="upper left")
@@ -96,10 +133,14 @@ def plot_packs(axes: Axes, lines: Sequence[dict[str, Any]], fill: float) -> None
     at = [pack.at for pack in drawn]
     axes.bar(at, [pack.capacity for pack in drawn], width=1, color="#E8E8E8")
     boxes = [
-        (pack.at, length, sum(pack.lengths[:index])) for pack in drawn for index, length in enumerate(pack.lengths)
+        (pack.at, length, sum(pack.lengths[:index]))
+        for pack in drawn
+        for index, length in enumerate(pack.lengths)
     ]
     lengths = [length for _, length, _ in boxes]
-    color: Any = ScalarMappable(LogNorm(min(lengths), max(min(lengths) + 1, *lengths)), colormaps["viridis_r"])
+    color: Any = ScalarMappable(
+        LogNorm(min(lengths), max(min(lengths) + 1, *lengths)), colormaps["viridis_r"]
+    )
     axes.bar(
         [x for x, _, _ in boxes],
         lengths,
@@ -109,13 +150,20 @@ def plot_packs(axes: Axes, lines: Sequence[dict[str, Any]], fill: float) -> None
         edgecolor="white",
         linewidth=0.4,
     )
-    axes.figure.colorbar(color, ax=axes, label="tokens of a sequence", format="{x:,.0f}", pad=0.01, aspect=30)
+    axes.figure.colorbar(
+        color, ax=axes, label="tokens of a sequence", format="{x:,.0f}", pad=0.01, aspect=30
+    )
     ticks: dict[int, list[float]] = {}
     for pack in drawn:
         ticks.setdefault(pack.iteration, []).append(pack.at)
-    axes.set_xticks([statistics.fmean(places) for places in ticks.values()], [f"step {step}" for step in ticks])
+    axes.set_xticks(
+        [statistics.fmean(places) for places in ticks.values()], [f"step {step}" for step in ticks]
+    )
     axes.tick_params(axis="x", length=0)
-    axes.set(ylabel="tokens", title=f"Packs, rank by rank  ({fill:.0%} filled over the run; grey is free capacity)")
+    axes.set(
+        ylabel="tokens",
+        title=f"Packs, rank by rank  ({fill:.0%} filled over the run; grey is free capacity)",
+    )
     axes.margins(x=0.01, y=0.02)
 
 
@@ -130,7 +178,9 @@ class DrawnPack(NamedTuple):
 
 
 def packs_to_draw(lines: Sequence[dict[str, Any]]) -> list[DrawnPack]:
-    """Returns about `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part ranks, wider ones the steps."""
+    """Returns about `PACKS_DRAWN` packs, of steps evenly spread over the run; gaps part ranks,
+    wider ones the steps.
+    """
     packs_per_step = max(sum(len(rank) for rank in line["packs"]) for line in lines)
     count = min(len(lines), max(1, PACKS_DRAWN // packs_per_step))
     drawn: list[DrawnPack] = []

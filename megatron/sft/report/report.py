@@ -1,7 +1,8 @@
 """pure. What a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
 
-It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in one of the functions
-that end in `_rows`. "Without packing" means the same sequences, padded to the longest of a microbatch (see
+It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in
+one of the functions that end in `_rows`. "Without packing" means the same sequences, padded to the
+longest of a microbatch (see
 `packing.step.stats.padded_rows`).
 """
 
@@ -15,19 +16,34 @@ from itertools import zip_longest
 from pathlib import Path
 
 from megatron.sft.environment import outlive_output
-from megatron.sft.report.metrics import Evaluation, SourceMetrics, StepMetrics, dropped_line, mean_of_finite
-from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, Metrics, is_packs, read_jsonl, read_metrics
+from megatron.sft.report.metrics import (
+    Evaluation,
+    SourceMetrics,
+    StepMetrics,
+    dropped_line,
+    mean_of_finite,
+)
+from megatron.sft.report.metrics_file import (
+    METRICS_FILE,
+    PACKS_FILE,
+    Metrics,
+    is_packs,
+    read_jsonl,
+    read_metrics,
+)
 
 PLOT_FILE = "report.png"
 STEPS_PER_MEAN = 5
-MOST_SOURCES = 10
+MAX_SOURCES = 10
 
 Rows = list[tuple[str, str]]
 """(what, how much); a row without a name belongs to the one before it."""
 
 
 def report(run_dir: Path | str) -> None:
-    """Draws `RUN_DIR/report.png`, where matplotlib is, and prints the table; ValueError without a training step."""
+    """Draws `RUN_DIR/report.png`, where matplotlib is, and prints the table; ValueError without a
+    training step.
+    """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir)
     rows = table(metrics, run_dir)
@@ -42,7 +58,9 @@ def report(run_dir: Path | str) -> None:
     told = f"plot: {run_dir / PLOT_FILE}"
     try:
         plot(run_dir / PLOT_FILE, metrics, packs, padding_without_packing(metrics))
-    except Exception as error:  # numbers beyond what can be drawn, a full disk: the run is done all the same
+    except (
+        Exception
+    ) as error:  # numbers beyond what can be drawn, a full disk: the run is done all the same
         told = f"no plot: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     print_rows([*rows, files_row(run_dir)])
     print(told)
@@ -54,7 +72,9 @@ def table(metrics: Metrics, run_dir: Path) -> Rows:
     runs = [event for event in metrics.events if event["event"] in ("run", "resumed")]
     if not steps or not runs:
         missing = "training step" if runs else '"run" event'
-        raise ValueError(f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train first")
+        raise ValueError(
+            f"{run_dir / METRICS_FILE} must hold at least one {missing}, but has none; train first"
+        )
     return [
         *loss_rows(steps, evaluations),
         *source_rows(steps),
@@ -69,7 +89,9 @@ def loss_rows(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -
     """Returns how much was trained, and the losses before and after."""
     sequences, tokens = sum(step.sequences for step in steps), sum(step.tokens for step in steps)
     count = steps_of_mean(len(steps))
-    before, after = (mean_of_finite(step.loss for step in part) for part in (steps[:count], steps[-count:]))
+    before, after = (
+        mean_of_finite(step.loss for step in part) for part in (steps[:count], steps[-count:])
+    )
     rows = [
         ("trained", f"{len(steps):,} steps, {sequences:,} sequences, {tokens:,} tokens"),
         ("training loss", f"{before:.4f} -> {after:.4f}   (means of the first and the last steps)"),
@@ -92,13 +114,16 @@ def source_rows(steps: Sequence[StepMetrics]) -> Rows:
             parts.setdefault(name, []).append(source)
     tokens = {name: sum(part.tokens for part in parts[name]) for name in parts}
     rows = []
-    for name in sorted(parts, key=lambda name: -tokens[name])[:MOST_SOURCES]:
+    for name in sorted(parts, key=lambda name: -tokens[name])[:MAX_SOURCES]:
         with_loss = [part for part in parts[name] if math.isfinite(part.loss)]
         count = steps_of_mean(len(with_loss))
         before, after = mean_of_tokens(with_loss[:count]), mean_of_tokens(with_loss[-count:])
         samples = sum(part.sequences for part in parts[name])
         share = ratio(tokens[name], sum(step.tokens for step in steps))
-        told = f"{samples:,} samples, {tokens[name]:,} tokens ({share:.1%}), loss {before:.4f} -> {after:.4f}"
+        told = (
+            f"{samples:,} samples, {tokens[name]:,} tokens ({share:.1%}), loss {before:.4f} -> "
+            f"{after:.4f}"
+        )
         rows.append((f"source {name}", told))
     left = len(parts) - len(rows)
     return [*rows, ("", f"and {left} sources more")] if left else rows
@@ -106,17 +131,29 @@ def source_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 def speed_rows(steps: Sequence[StepMetrics]) -> Rows:
     """Returns how quick the steps were."""
-    waited = ratio(sum(step.data_seconds for step in steps), sum(step.step_seconds for step in steps))
+    waited = ratio(
+        sum(step.data_seconds for step in steps), sum(step.step_seconds for step in steps)
+    )
     return [
-        ("speed", f"{statistics.median(step.tokens_per_second for step in steps):,.0f} tokens/s   (median step)"),
-        ("", f"{statistics.median(step.tflops_per_device for step in steps):.3g} TFLOP/s per device   (median step)"),
+        (
+            "speed",
+            f"{statistics.median(step.tokens_per_second for step in steps):,.0f} tokens/s   "
+            "(median step)",
+        ),
+        (
+            "",
+            f"{statistics.median(step.tflops_per_device for step in steps):.3g} TFLOP/s per device "
+            "  (median step)",
+        ),
         ("", f"{waited:.1%} of the time waiting for data"),
     ]
 
 
 def padding_rows(metrics: Metrics) -> Rows:
     """Returns what was computed in vain, and what packing saved of it."""
-    tokens, padded = (sum(getattr(step, name) for step in metrics.steps) for name in ("tokens", "padded_tokens"))
+    tokens, padded = (
+        sum(getattr(step, name) for step in metrics.steps) for name in ("tokens", "padded_tokens")
+    )
     baseline = tokens_without_packing(metrics)
     removed = "none to remove"
     if baseline != tokens:
@@ -124,13 +161,19 @@ def padding_rows(metrics: Metrics) -> Rows:
         removed = f"{share:.1%}, for {ratio(baseline, padded):.2f}x fewer tokens computed"
     without = padding_without_packing(metrics)
     return [
-        ("padding", f"{1 - ratio(tokens, padded):.1%} of the tokens computed, {without:.1%} without packing"),
+        (
+            "padding",
+            f"{1 - ratio(tokens, padded):.1%} of the tokens computed, "
+            f"{without:.1%} without packing",
+        ),
         ("padding removed", removed),
     ]
 
 
 def tokens_without_packing(metrics: Metrics) -> int:
-    """Returns how many tokens training without packing would have computed, padded to the longest of a microbatch."""
+    """Returns how many tokens training without packing would have computed, padded to the longest
+    of a microbatch.
+    """
     return sum(step.row_tokens or step.padded_tokens for step in metrics.steps)
 
 
@@ -141,14 +184,22 @@ def padding_without_packing(metrics: Metrics) -> float:
 
 def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
     """Returns how good the schedules were; layout and capacity are those of the last step."""
-    mean, worst = statistics.fmean(step.balance for step in steps), max(step.balance for step in steps)
+    mean, worst = (
+        statistics.fmean(step.balance for step in steps),
+        max(step.balance for step in steps),
+    )
     tokens = sum(step.tokens for step in steps)
     if steps[-1].num_stages == 1:
-        rows = [("balance", f"{mean:.4f} mean, {worst:.4f} worst   (modelled step time / lower bound)")]
+        rows = [
+            ("balance", f"{mean:.4f} mean, {worst:.4f} worst   (modelled step time / lower bound)")
+        ]
     else:
         bubble = statistics.fmean(step.bubble for step in steps)
         even = "modelled step time / least of even packs"
-        rows = [("balance", f"{mean:.3f} mean, {worst:.3f} worst   ({even})"), ("bubble", f"{bubble:.1%} mean")]
+        rows = [
+            ("balance", f"{mean:.3f} mean, {worst:.3f} worst   ({even})"),
+            ("bubble", f"{bubble:.1%} mean"),
+        ]
     if steps[-1].num_ranks > 1:
         moved = ratio(sum(step.moved_tokens for step in steps), tokens)
         rows.append(("moved", f"{moved:.1%} of the tokens, between data-parallel ranks"))
@@ -157,34 +208,58 @@ def schedule_rows(steps: Sequence[StepMetrics]) -> Rows:
 
 
 def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
-    """Returns what went otherwise than planned: samples left out or late, steps mispredicted or skipped."""
+    """Returns what went otherwise than planned: samples left out or late, steps mispredicted or
+    skipped.
+    """
     reasons: dict[str, Counter[str]] = {}
     for step in steps:
         for name, numbers in step.dropped.items():
             reasons.setdefault(name, Counter()).update(numbers)
-    dropped, cut = sum(step.dropped_samples for step in steps), sum(step.cut_samples for step in steps)
-    rows = [("samples", f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, {cut:,} cut")]
+    dropped, cut = (
+        sum(step.dropped_samples for step in steps),
+        sum(step.cut_samples for step in steps),
+    )
+    rows = [
+        (
+            "samples",
+            f"{dropped:,} dropped{f' ({dropped_line(reasons)})' if reasons else ''}, {cut:,} cut",
+        )
+    ]
     error = mean_of_finite(abs(step.prediction_error) for step in steps)
     if math.isfinite(error):
-        share = ratio(sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps))
+        share = ratio(
+            sum(step.passes_seconds for step in steps), sum(step.step_seconds for step in steps)
+        )
         told = f"{error:.1%} mean absolute error of the passes, which were {share:.0%} of the time"
         rows.append(("prediction", told))
     delays = [sum(counts) for counts in zip_longest(*(step.delays for step in steps), fillvalue=0)]
     if delays:
-        histogram = ", ".join(f"{waited}: {count:,}" for waited, count in enumerate(delays) if count)
-        rows.append(("delay", f"sequences by steps delayed: {histogram}; {steps[-1].waiting:,} still wait"))
+        histogram = ", ".join(
+            f"{waited}: {count:,}" for waited, count in enumerate(delays) if count
+        )
+        rows.append(
+            ("delay", f"sequences by steps delayed: {histogram}; {steps[-1].waiting:,} still wait")
+        )
     skipped = sum(step.skipped for step in steps)
-    return [*rows, ("optimizer", f"{skipped:,} steps skipped, as gradients overflowed")] if skipped else rows
+    return (
+        [*rows, ("optimizer", f"{skipped:,} steps skipped, as gradients overflowed")]
+        if skipped
+        else rows
+    )
 
 
 def files_row(run_dir: Path) -> tuple[str, str]:
     """Returns what lies in the folder of the run."""
-    names = ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.glob("[!.]*")))
+    names = ", ".join(
+        f"{path.name}/" if path.is_dir() else path.name for path in sorted(run_dir.glob("[!.]*"))
+    )
     return "files", f"{run_dir}: {names}"
 
 
 def steps_of_mean(num_steps: int) -> int:
-    """Returns over how many steps at each end of a run a mean is taken: fewer where they would overlap."""
+    """Returns over how many steps at each end of a run a mean is taken: fewer where they would
+    overlap.
+    """
     return max(1, min(STEPS_PER_MEAN, num_steps // 2))
 
 
@@ -195,7 +270,10 @@ def ratio(numerator: float, denominator: float) -> float:
 
 def mean_of_tokens(parts: Sequence[SourceMetrics]) -> float:
     """Returns the mean loss per token: a small step counts for little."""
-    return ratio(sum(part.loss * part.num_loss_tokens for part in parts), sum(part.num_loss_tokens for part in parts))
+    return ratio(
+        sum(part.loss * part.num_loss_tokens for part in parts),
+        sum(part.num_loss_tokens for part in parts),
+    )
 
 
 def print_rows(rows: Rows) -> None:
@@ -210,8 +288,12 @@ def print_rows(rows: Rows) -> None:
 
 def main() -> None:
     """Runs `python -m megatron.sft.report RUN_DIR`."""
-    parser = argparse.ArgumentParser(description="Prints what a run achieved and draws RUN_DIR/report.png.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that holds metrics.jsonl")
+    parser = argparse.ArgumentParser(
+        description="Prints what a run achieved and draws RUN_DIR/report.png."
+    )
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the folder that holds metrics.jsonl"
+    )
     run_dir = parser.parse_args().run_dir
     outlive_output()
     try:

@@ -22,14 +22,22 @@ from megatron.sft.options.output import OutputConfig
 from megatron.sft.report.boards import open_boards
 from megatron.sft.report.line_file import LineFile
 from megatron.sft.report.metrics import StepMetrics
-from megatron.sft.report.metrics_file import METRICS_FILE, PACKS_FILE, MetricsWriter, json_line, truncate_after
+from megatron.sft.report.metrics_file import (
+    METRICS_FILE,
+    PACKS_FILE,
+    MetricsWriter,
+    json_line,
+    truncate_after,
+)
 
 RUNS = "runs"
 """Where the folders of runs are that have neither --run-dir nor --save."""
 
 
 def prepare_output(output: OutputConfig) -> None:
-    """Makes the folders that a run writes to; ValueError, before any work is done, where it could not or must not."""
+    """Makes the folders that a run writes to; ValueError, before any work is done, where it could
+    not or must not.
+    """
     folders = {
         "--save": output.save,
         "--run-dir": output.run_dir if output.run_dir or output.save else RUNS,
@@ -40,22 +48,33 @@ def prepare_output(output: OutputConfig) -> None:
         target = Path(output.save_hf).resolve()
         for flag, path in folders.items():
             if path is not None and target == Path(path).resolve():
-                raise ValueError(f"--save-hf {output.save_hf} is the folder of {flag}, too; give each its own")
+                raise ValueError(
+                    f"--save-hf {output.save_hf} is the folder of {flag}, too; give each its own"
+                )
         folders["--save-hf"] = str(target.parent)
     for flag, path in folders.items():
         if path is not None:
             try:
                 Path(path).mkdir(parents=True, exist_ok=True)
-                with TemporaryFile(dir=path) as file:  # permissions alone say nothing of full disks, quotas and root
+                with TemporaryFile(
+                    dir=path
+                ) as file:  # permissions alone say nothing of full disks, quotas and root
                     file.write(b"tried")
             except OSError as error:
                 raise ValueError(
-                    f"{path} must be a folder that can be written to, but: {error.strerror}; pass another {flag}"
+                    f"{path} must be a folder that can be written to, but: {error.strerror}; pass "
+                    f"another {flag}"
                 ) from None
     if output.load is not None:
         check_load(output.load, output.save, output.ckpt_step)
-    is_continued = output.load is not None and Path(output.load).resolve() == Path(output.save or "").resolve()
-    if output.save is not None and not is_continued and (found := latest_iteration(output.save)) is not None:
+    is_continued = (
+        output.load is not None and Path(output.load).resolve() == Path(output.save or "").resolve()
+    )
+    if (
+        output.save is not None
+        and not is_continued
+        and (found := latest_iteration(output.save)) is not None
+    ):
         raise ValueError(
             f"--save {output.save} holds a run's checkpoints, up to step {found}; "
             f"continue it with --load {output.save}, or pass another --save"
@@ -63,7 +82,8 @@ def prepare_output(output: OutputConfig) -> None:
 
 
 def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord:
-    """Returns the packs of a batch, with all that it takes to account for and draw them; on the rank that decided.
+    """Returns the packs of a batch, with all that it takes to account for and draw them; on the
+    rank that decided.
 
     in_seconds: whether the batch was scheduled by a measured cost, as --pack-cost names one.
     """
@@ -73,16 +93,22 @@ def record_of(batch: GlobalBatch, title: str, *, in_seconds: bool) -> StepRecord
         num_ranks=decision.stats.num_ranks,
         capacity=settings.capacity,
         alignment=settings.alignment,
-        cost=settings.cost.at_loss_share(decision.stats.num_loss_tokens / max(decision.stats.tokens, 1)),
+        cost=settings.cost.at_loss_share(
+            decision.stats.num_loss_tokens / max(decision.stats.tokens, 1)
+        ),
         microbatch_multiple=settings.microbatch_multiple,
         model=settings.model,
         seconds_per_unit=1.0 if in_seconds else None,
     )
-    return StepRecord(title=title, scheduler=settings.scheduler, layout=layout, packs=decision.pack_lengths())
+    return StepRecord(
+        title=title, scheduler=settings.scheduler, layout=layout, packs=decision.pack_lengths()
+    )
 
 
 def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
-    """Writes `stem`.json, which the planner reads, .html and, where matplotlib is, .png; returns their paths."""
+    """Writes `stem`.json, which the planner reads, .html and, where matplotlib is, .png; returns
+    their paths.
+    """
     paths = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html")]
     paths[0].write_text(record.to_json() + "\n", encoding="utf-8")
     picture = picture_of(record)
@@ -97,7 +123,9 @@ def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
 
 
 class RunLog:
-    """Writes what rank 0 leaves of a run: metrics.jsonl, packs.jsonl, the options, and lines for the user."""
+    """Writes what rank 0 leaves of a run: metrics.jsonl, packs.jsonl, the options, and lines for
+    the user.
+    """
 
     def __init__(self, config: SFTConfig, run_dir: Path, progress: Progress) -> None:
         resumed = progress.iteration if progress.iteration else None
@@ -128,7 +156,9 @@ class RunLog:
         )
 
     def step(self, metrics: StepMetrics, batch: GlobalBatch | None) -> None:
-        """Writes one step and, of a packed `batch`, its packs at every `log_interval`-th and schedules asked for."""
+        """Writes one step and, of a packed `batch`, its packs at every `log_interval`-th and
+        schedules asked for.
+        """
         self.writer.step(metrics)
         if batch is None or batch.decision is None:
             return

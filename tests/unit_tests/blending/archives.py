@@ -8,7 +8,9 @@ from megatron.blending.formats.prepared.prepare import Preparation, prepare_webd
 
 
 def write_tar(path, members, archive_format=tarfile.USTAR_FORMAT):
-    """Write (name, content) pairs or mappings; a str for content is the type of a member that has none."""
+    """Write (name, content) pairs or mappings; a str for content is the type of a member that has
+    none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=archive_format) as archive:
         for name, content in members.items() if isinstance(members, dict) else members:
@@ -35,5 +37,8 @@ def texts(*keys):
     return {
         f"{key}.{part}": content
         for key in keys
-        for part, content in (("txt", f"text of {key}".encode()), ("json", json.dumps({"key": key}).encode()))
+        for part, content in (
+            ("txt", f"text of {key}".encode()),
+            ("json", json.dumps({"key": key}).encode()),
+        )
     }

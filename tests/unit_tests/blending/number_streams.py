@@ -51,7 +51,10 @@ def endless(name="a", count=50, bad=(), **options):
 
 def servers(dataset, num_servers=1, num_shards=NUM_SHARDS, seed=1, tolerance=0):
     root = dataset.bind(Binding(seed))
-    return [Server(root, num_shards, worker, num_servers, Failures(tolerance)) for worker in range(num_servers)]
+    return [
+        Server(root, num_shards, worker, num_servers, Failures(tolerance))
+        for worker in range(num_servers)
+    ]
 
 
 def outputs(dataset, count=None, num_servers=1, **options):
@@ -77,14 +80,19 @@ def config(rank=0, num_ranks=1, num_workers=0, **options):
 
 
 def loaders(dataset, num_ranks=1, num_workers=0, states=None, **options):
-    made = [get_savable_loader(dataset, config(rank, num_ranks, num_workers, **options)) for rank in range(num_ranks)]
+    made = [
+        get_savable_loader(dataset, config(rank, num_ranks, num_workers, **options))
+        for rank in range(num_ranks)
+    ]
     for loader in made if states is not None else ():
         loader.load_state_dict(states)
     return made
 
 
 def drawn(made, count):
-    """`count` outputs of each rank, in the order of the stream; and the states, as they come back from a file."""
+    """`count` outputs of each rank, in the order of the stream; and the states, as they come back
+    from a file.
+    """
     rows = [[next(loader, None) for loader in made] for _ in range(count)]
     states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
     for loader in made:
@@ -93,7 +101,9 @@ def drawn(made, count):
 
 
 class WorkerHere:
-    """A worker that works ahead as a process does, but in this one: hundreds of tests would start thousands."""
+    """A worker that works ahead as a process does, but in this one: hundreds of tests would start
+    thousands.
+    """
 
     def __init__(self, name, make_server, ahead, config, others):
         self._make, self._ahead = make_server, ahead
@@ -105,7 +115,9 @@ class WorkerHere:
         self._told: deque[bytes] = deque()
         self._messages: deque[bytes] = deque()
         self._error, self._is_over = None, False
-        self._server = self._server or self._make(lambda failure: self._told.append(pickle.dumps(failure)))
+        self._server = self._server or self._make(
+            lambda failure: self._told.append(pickle.dumps(failure))
+        )
         self._server.start(start)
 
     def next(self):
@@ -115,7 +127,9 @@ class WorkerHere:
             except Exception as error:
                 self._error, self._server = error, None
                 break
-            self._messages.append(pickle.dumps(message._replace(shards=self._server.changed_states())))
+            self._messages.append(
+                pickle.dumps(message._replace(shards=self._server.changed_states()))
+            )
             self._is_over = message.slot == END
         if self._told:
             return pickle.loads(self._told.popleft())

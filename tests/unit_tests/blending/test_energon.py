@@ -1,4 +1,6 @@
-"""Users of energon change the import line and nothing else: each name at each place, and what was wrong behind them."""
+"""Users of energon change the import line and nothing else: each name at each place, and what was
+wrong behind them.
+"""
 
 import importlib
 import pickle
@@ -34,7 +36,13 @@ from megatron.blending.energon import (
     stateless,
     traverse_metadataset,
 )
-from tests.unit_tests.blending.folders import TEXT, write_folder, write_jsonl, write_tar, write_texts
+from tests.unit_tests.blending.folders import (
+    TEXT,
+    write_folder,
+    write_jsonl,
+    write_tar,
+    write_texts,
+)
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "energon.md"
 
@@ -47,7 +55,9 @@ def data(tmp_path):
 
 
 def take(dataset, count=1000, **config):
-    with get_loader(dataset, WorkerConfig(**{"rank": 0, "world_size": 1, "num_workers": 0, **config})) as loader:
+    with get_loader(
+        dataset, WorkerConfig(**{"rank": 0, "world_size": 1, "num_workers": 0, **config})
+    ) as loader:
         return list(islice(loader, count))
 
 
@@ -59,7 +69,11 @@ def test_docs_say_of_each_name_what_became_of_it():
     rows = [f"| `{name}` | {state} | {how} |" for name, (state, how) in energon.NAMES.items()]
     told = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     assert told == rows
-    assert Counter(state for state, _ in energon.NAMES.values()).keys() == {"same", "differs", "absent"}
+    assert Counter(state for state, _ in energon.NAMES.values()).keys() == {
+        "same",
+        "differs",
+        "absent",
+    }
 
 
 @pytest.mark.parametrize("name", energon.NAMES)
@@ -81,7 +95,8 @@ def test_names(name):
         "from megatron.blending.energon.flavors.base_dataset import Sample, SavableDataset",
         "from megatron.blending.energon.wrappers.map_dataset import MapDataset",
         "from megatron.blending.energon.edataclass import edataclass",
-        "from megatron.blending.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset",
+        "from megatron.blending.energon.metadataset.loader_interface import DatasetBlendMode, "
+        "LoadedDataset",
         "from megatron.blending.energon.savable_loader import SavableDataLoader",
         "from megatron.blending.energon.errors import FatalSampleError, SkipSample",
         "import megatron.blending.energon.task_encoder.cooking as c; c.Cooker",
@@ -104,7 +119,8 @@ def test_a_place_that_is_not_there():
 
 
 def test_fields_that_are_declared_anew():
-    """A plain dataclass took the parent's defaults for its own, and refused the fields behind them."""
+    """A plain dataclass took the parent's defaults for its own, and refused the fields behind
+    them."""
 
     @dataclass
     class TaskSample(Sample):
@@ -121,7 +137,12 @@ def test_fields_that_are_declared_anew():
         tokens: list
 
     sample = TaskSample("k", (), {"a": 1}, [1, 2])
-    assert (sample.__key__, sample.__subflavors__, sample.__sources__, sample.tokens) == ("k", {"a": 1}, None, [1, 2])
+    assert (sample.__key__, sample.__subflavors__, sample.__sources__, sample.tokens) == (
+        "k",
+        {"a": 1},
+        None,
+        [1, 2],
+    )
     made = TaskBatch.from_samples([sample, sample])
     assert (made.__key__, made.tokens) == (["k", "k"], [[1, 2], [1, 2]])
     assert Sample(__key__="x").__restore_key__ == ()
@@ -143,7 +164,9 @@ class Packs(DefaultTaskEncoder):
         return [kept[at : at + 3] for at in range(0, len(kept), 3)]
 
     def pack_selected_samples(self, samples):
-        return TextSample(__key__="pack", __restore_key__=(), text="+".join(sample.text for sample in samples))
+        return TextSample(
+            __key__="pack", __restore_key__=(), text="+".join(sample.text for sample in samples)
+        )
 
     def encode_batch(self, batch):
         return {"texts": batch.text, "__restore_key__": batch.__restore_key__}
@@ -151,7 +174,9 @@ class Packs(DefaultTaskEncoder):
 
 def test_samples_in_no_pack_are_dropped_and_counted(data, caplog):
     """It was fatal, where energon's users leave out on purpose what they do not want."""
-    dataset = get_val_dataset(data / "a", split_part="train", packing_buffer_size=10, task_encoder=Packs())
+    dataset = get_val_dataset(
+        data / "a", split_part="train", packing_buffer_size=10, task_encoder=Packs()
+    )
     loader = get_loader(dataset, WorkerConfig(rank=0, world_size=1))
     texts = [text for pack in loader for text in pack.text.split("+")]
     assert sorted(texts) == sorted(f"a-{i}" for i in range(30) if i % 10 != 7)
@@ -164,7 +189,8 @@ def test_outputs_are_made_again_from_their_keys(data, workers):
     """Keys of packs were empty, and there was no `restore_sample`."""
     write_folder(data / "c", {"s.tar": [(f"c{i}", {"txt": b"c-%d" % i}) for i in range(9)]})
     (data / "m.yaml").write_text(
-        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a}, {path: b, weight: 2}, {path: c}]\n"
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a}, {path: b, weight: 2}, "
+        "{path: c}]\n"
     )
     for options in ({"batch_size": 2, "packing_buffer_size": 10}, {"packing_buffer_size": 10}):
         dataset = get_train_dataset(data / "m.yaml", task_encoder=Packs(), **options)
@@ -199,8 +225,13 @@ def test_a_pack_says_all_that_it_is_made_of():
     keyed = energon.MapDataset(
         endless("a", 9), lambda one: Sample(__key__=str(one[1]), __restore_key__=("", 0, one[1]))
     )
-    packs = PackingDataset(keyed, 4, lambda samples: [samples], lambda samples: Sample.derive_from(samples[0]))
-    assert all(len(pack.__restore_key__) == 4 for pack in islice(get_loader(packs, WorkerConfig(num_shards=1)), 5))
+    packs = PackingDataset(
+        keyed, 4, lambda samples: [samples], lambda samples: Sample.derive_from(samples[0])
+    )
+    assert all(
+        len(pack.__restore_key__) == 4
+        for pack in islice(get_loader(packs, WorkerConfig(num_shards=1)), 5)
+    )
 
 
 def test_an_encoder_that_augments_another(data):
@@ -222,7 +253,9 @@ def test_an_encoder_that_augments_another(data):
     class Again(AugmentTaskEncoder):
         pass
 
-    dataset = get_train_dataset(data / "a", packing_buffer_size=10, task_encoder=Again(Outer(Inner())))
+    dataset = get_train_dataset(
+        data / "a", packing_buffer_size=10, task_encoder=Again(Outer(Inner()))
+    )
     for pack in take(dataset, 5):
         assert pack.text.startswith("<A-")
 
@@ -231,7 +264,9 @@ def test_an_encoder_that_augments_another(data):
         def encode_sample(self, sample):
             return {"key": sample.__key__, "drawn": random()}
 
-    first, second = (take(get_train_dataset(data / "a", task_encoder=Again(Draws())), 9) for _ in range(2))
+    first, second = (
+        take(get_train_dataset(data / "a", task_encoder=Again(Draws())), 9) for _ in range(2)
+    )
     assert first == second
     assert len({sample["drawn"] for sample in first}) == 9
     assert not Again(DefaultTaskEncoder()).uses("postencode_sample")
@@ -253,7 +288,9 @@ def test_indices(data, workers):
     batches = take(dataset, 6, rank=1, world_size=3, num_workers=workers)
     assert [batch["number"] for batch in batches] == list(range(6))
     assert all(batch["at"] == [key[1] for key in batch["key"]] for batch in batches)
-    with pytest.raises(RuntimeError, match="current_sample_index is known in methods with @stateless"):
+    with pytest.raises(
+        RuntimeError, match="current_sample_index is known in methods with @stateless"
+    ):
         _ = Numbered().current_sample_index
 
 
@@ -263,12 +300,19 @@ def test_indices(data, workers):
 def test_options_that_say_what_has_no_effect(data):
     with pytest.warns(UserWarning, match="WorkerConfig: worker_debug_path has no effect"):
         config = WorkerConfig(
-            rank=0, world_size=1, num_workers=0, worker_debug_path="x", worker_log_level=0, restore_error_handler=None
+            rank=0,
+            world_size=1,
+            num_workers=0,
+            worker_debug_path="x",
+            worker_log_level=0,
+            restore_error_handler=None,
         )
     with pytest.warns(UserWarning, match="handler has no effect"):
         dataset = get_train_dataset(data / "a", batch_size=2, worker_config=config, handler=print)
     assert len(next(iter(get_loader(dataset))).text) == 2
-    with pytest.warns(UserWarning, match=r"sample_type has no effect; dataset\.yaml says what samples are"):
+    with pytest.warns(
+        UserWarning, match=r"sample_type has no effect; dataset\.yaml says what samples are"
+    ):
         get_train_dataset(data / "a", batch_size=2, sample_type=energon.TextSample)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -288,13 +332,22 @@ def test_fields_of_samples_may_be_lazy():
 def test_decoding_by_options(data):
     """A misspelt one is still refused, and one that contradicts the encoder's own."""
     assert take(get_train_dataset(data / "a", auto_decode=False), 1)[0].text[:2] == b"a-"
-    assert take(get_val_dataset(data / "a", image_decode="pil", av_decode="torch"), 1)[0].text[:2] == "a-"
-    with pytest.raises(ValueError, match="unknown option 'image_decod'; did you mean 'image_decode'"):
+    assert (
+        take(get_val_dataset(data / "a", image_decode="pil", av_decode="torch"), 1)[0].text[:2]
+        == "a-"
+    )
+    with pytest.raises(
+        ValueError, match="unknown option 'image_decod'; did you mean 'image_decode'"
+    ):
         get_train_dataset(data / "a", image_decod="pil")
     with pytest.raises(ValueError, match="image_decode must be one of"):
         get_train_dataset(data / "a", image_decode="pill8")
     with pytest.raises(ValueError, match="image_decode is given, but Bytes has a decoder"):
-        get_train_dataset(data / "a", image_decode="pil", task_encoder=type("Bytes", (Packs,), {"decoder": None})())
+        get_train_dataset(
+            data / "a",
+            image_decode="pil",
+            task_encoder=type("Bytes", (Packs,), {"decoder": None})(),
+        )
 
 
 class OwnError(Exception):
@@ -309,10 +362,13 @@ class Unsendable(Exception):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("made", "caught"), [(lambda: OwnError("a", "b"), OwnError), (lambda: StopIteration("x"), RuntimeError)]
+    ("made", "caught"),
+    [(lambda: OwnError("a", "b"), OwnError), (lambda: StopIteration("x"), RuntimeError)],
 )
 def test_what_a_handler_raises_is_what_the_loop_gets(data, workers, made, caught):
-    """With workers it was a RuntimeError, so that `except OwnError` of a training loop never met it."""
+    """With workers it was a RuntimeError, so that `except OwnError` of a training loop never met
+    it.
+    """
 
     def handler(error, sample, sources):
         assert (type(error), sample.text[:2]) == (KeyError, "a-")
@@ -326,7 +382,11 @@ def test_what_a_handler_raises_is_what_the_loop_gets(data, workers, made, caught
     if caught is RuntimeError and not workers:
         return  # which without workers is an exhausted iterator, as anywhere in Python
     with pytest.raises(caught) as found:
-        take(get_train_dataset(data / "a", task_encoder=Fails()), num_workers=workers, global_error_handler=handler)
+        take(
+            get_train_dataset(data / "a", task_encoder=Fails()),
+            num_workers=workers,
+            global_error_handler=handler,
+        )
     if workers:
         assert "worker 0 of rank 0" in str(found.value.__cause__ or found.value)
 
@@ -350,34 +410,51 @@ def test_an_error_that_cannot_be_sent(data):
 
 
 def test_multipliers_make_no_pass_longer(data):
-    """`len` was tripled, one of two sources of an epoch read three times, and so was all of a validation."""
+    """`len` was tripled, one of two sources of an epoch read three times, and so was all of a
+    validation.
+    """
     (data / "m.yaml").write_text(
         "__class__: MetadatasetV2\nsplits:\n"
         "  train:\n    blend_epochized: [{path: a, shuffle_over_epochs_multiplier: 3}, {path: b}]\n"
         "  val: {path: a, shuffle_over_epochs_multiplier: 3}\n"
     )
     assert len(get_loader(get_train_dataset(data / "a", shuffle_over_epochs_multiplier=3))) == 30
-    read = Counter(sample.text[0] for sample in take(get_train_dataset(data / "m.yaml", repeat=False)))
+    read = Counter(
+        sample.text[0] for sample in take(get_train_dataset(data / "m.yaml", repeat=False))
+    )
     assert read == {"a": 30, "b": 30}
-    assert [sample.text for sample in take(get_val_dataset(data / "m.yaml"))] == [f"a-{i}" for i in range(30, 40)]
+    assert [sample.text for sample in take(get_val_dataset(data / "m.yaml"))] == [
+        f"a-{i}" for i in range(30, 40)
+    ]
     three = take(get_train_dataset(data / "a", shuffle_over_epochs_multiplier=3), 90)
     assert set(Counter(sample.text for sample in three).values()) == {3}
 
 
 def test_weights_by_tokens_hold_for_archives(tmp_path):
-    """By the mean of 64 samples alone, few long ones among many short led shares of a half to 0.62."""
+    """By the mean of 64 samples alone, few long ones among many short led shares of a half to
+    0.62."""
     random = Random(3)
-    for name, sizes in {"u": [100] * 500, "v": [int(random.paretovariate(1.1) * 50) for _ in range(500)]}.items():
+    for name, sizes in {
+        "u": [100] * 500,
+        "v": [int(random.paretovariate(1.1) * 50) for _ in range(500)],
+    }.items():
         samples = [(f"{name}{i}", {"txt": b"x" * size}) for i, size in enumerate(sizes)]
-        write_folder(tmp_path / name, {"s.tar": samples[:100], "t.tar": samples[100:350], "w.tar": samples[350:]})
-    (tmp_path / "m.yaml").write_text("__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: u}, {path: v}]\n")
+        write_folder(
+            tmp_path / name,
+            {"s.tar": samples[:100], "t.tar": samples[100:350], "w.tar": samples[350:]},
+        )
+    (tmp_path / "m.yaml").write_text(
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: u}, {path: v}]\n"
+    )
 
     class Texts(DefaultTaskEncoder):
         def num_tokens(self, sample):
             return len(sample.text)
 
     tokens: Counter[str] = Counter()
-    for sample in take(get_train_dataset(tmp_path / "m.yaml", weights_by="tokens", task_encoder=Texts()), 20_000):
+    for sample in take(
+        get_train_dataset(tmp_path / "m.yaml", weights_by="tokens", task_encoder=Texts()), 20_000
+    ):
         tokens[sample.__key__[0]] += len(sample.text)
     assert abs(tokens["u"] / tokens.total() - 0.5) < 0.02
 
@@ -390,7 +467,9 @@ def test_bytes_of_parts_of_an_archive(tmp_path):
     source = open_webdataset(str(tmp_path), split_part="train")
     each = [source.num_bytes(range(at, at + 1)) or 0 for at in range(7)]
     assert each == [512 * (1 + -(-700 * i // 512)) for i in range(7)]
-    assert all(source.num_bytes(range(a, b)) == sum(each[a:b]) for a in range(8) for b in range(a, 8))
+    assert all(
+        source.num_bytes(range(a, b)) == sum(each[a:b]) for a in range(8) for b in range(a, 8)
+    )
 
 
 @pytest.mark.parametrize("change", ["text: json,txt", "text: txt\npart_filter: [txt]"])
@@ -402,7 +481,9 @@ def test_what_dataset_yaml_says_is_part_of_the_state(data, change):
     loader.load_state_dict(state)
     other = TEXT.replace("text: txt", change)
     (data / "a/.nv-meta/dataset.yaml").write_text(other)
-    with pytest.raises(ValueError, match=r"the data of '.*/a train' changed; or what its dataset\.yaml says"):
+    with pytest.raises(
+        ValueError, match=r"the data of '.*/a train' changed; or what its dataset\.yaml says"
+    ):
         get_savable_loader(get_train_dataset(data / "a")).load_state_dict(state)
 
 
@@ -419,10 +500,15 @@ def test_split_config_in_dataset_yaml(data):
 def test_folders_are_prepared_as_users_do(tmp_path):
     for number in range(4):
         write_tar(
-            tmp_path / f"parts/data-{number}.tar", [(f"{number}-{i}", {"txt": b"t", "cls": b"1"}) for i in (1, 2)]
+            tmp_path / f"parts/data-{number}.tar",
+            [(f"{number}-{i}", {"txt": b"t", "cls": b"1"}) for i in (1, 2)],
         )
     parts = BaseWebdatasetFactory.prepare_dataset(
-        tmp_path, ["parts/data-{0..2}.tar"], split_parts_ratio=[("big", 2), ("small", 1)], shuffle_seed=None, workers=1
+        tmp_path,
+        ["parts/data-{0..2}.tar"],
+        split_parts_ratio=[("big", 2), ("small", 1)],
+        shuffle_seed=None,
+        workers=1,
     )
     assert parts == {"txt", "cls"}
     (tmp_path / ".nv-meta/dataset.yaml").write_text(TEXT)
@@ -438,10 +524,13 @@ def test_folders_are_prepared_as_users_do(tmp_path):
 
 def test_sources_of_a_metadataset(data):
     (data / "inner.yaml").write_text(
-        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a, subflavors: {x: 1}}, {path: b}]\n"
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a, subflavors: {x: 1}}, "
+        "{path: b}]\n"
     )
     path = data / "m.yaml"
-    path.write_text("__class__: MetadatasetV2\nsplits:\n  train: {path: inner.yaml, subflavors: {y: 2}}\n")
+    path.write_text(
+        "__class__: MetadatasetV2\nsplits:\n  train: {path: inner.yaml, subflavors: {y: 2}}\n"
+    )
     found = traverse_metadataset(path, split_part="train")
     assert [(Path(one.path).name, one.split_part, dict(one.subflavors)) for one in found] == [
         ("a", "train", {"x": 1, "y": 2}),
@@ -462,7 +551,8 @@ def test_states_of_all_ranks_without_torch_distributed(data):
     again.restore_state_global(saved)
     assert next(again).text == next(alone).text
     with pytest.raises(
-        ValueError, match=r"save_state_global gathers states of 2 ranks over torch\.distributed, which is"
+        ValueError,
+        match=r"save_state_global gathers states of 2 ranks over torch\.distributed, which is",
     ):
         get_savable_loader(dataset, WorkerConfig(rank=0, world_size=2)).save_state_global(0)
     with pytest.raises(ValueError, match="restore_state_global takes the list"):
@@ -470,8 +560,12 @@ def test_states_of_all_ranks_without_torch_distributed(data):
 
 
 def test_what_shares_are_of(data):
-    """docs/energon.md says it: shares are of samples read; what an encoder skips is not made up for by its source."""
-    (data / "m.yaml").write_text("__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a}, {path: b}]\n")
+    """docs/energon.md says it: shares are of samples read; what an encoder skips is not made up for
+    by its source.
+    """
+    (data / "m.yaml").write_text(
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a}, {path: b}]\n"
+    )
 
     class Skips(DefaultTaskEncoder):
         def encode_sample(self, sample):
@@ -479,14 +573,22 @@ def test_what_shares_are_of(data):
                 raise SkipSample
             return sample
 
-    read = Counter(sample.text[0] for sample in take(get_train_dataset(data / "m.yaml", task_encoder=Skips()), 3000))
+    read = Counter(
+        sample.text[0]
+        for sample in take(get_train_dataset(data / "m.yaml", task_encoder=Skips()), 3000)
+    )
     assert abs(read["b"] / read.total() - 1 / 3) < 0.01
 
 
 def test_caches_and_stores(tmp_path):
-    """A cooker that is asked for a cache got one without `to_cache`; what it gives goes through workers."""
+    """A cooker that is asked for a cache got one without `to_cache`; what it gives goes through
+    workers.
+    """
     (tmp_path / "a.txt").write_bytes(b"bytes")
-    cache, store = energon.FileStoreCachePool(parent_cache_dir=tmp_path), energon.SystemFileStore(tmp_path)
+    cache, store = (
+        energon.FileStoreCachePool(parent_cache_dir=tmp_path),
+        energon.SystemFileStore(tmp_path),
+    )
     assert cache.get(store, "a.txt") == cache.get_lazy(store, "a.txt").get() == b"bytes"
     kept = pickle.loads(pickle.dumps(cache.to_cache([1, 2], "name")))
     assert (kept.fname, kept.get()) == ("name", [1, 2])
@@ -495,17 +597,33 @@ def test_caches_and_stores(tmp_path):
 
 
 def test_arguments_as_energon_takes_them(data):
-    from megatron.blending.energon import EpochizeDataset, GroupBatchDataset, MapDataset, ShuffleBufferDataset
+    from megatron.blending.energon import (
+        EpochizeDataset,
+        GroupBatchDataset,
+        MapDataset,
+        ShuffleBufferDataset,
+    )
 
     source, config = get_val_dataset(data / "a"), WorkerConfig(rank=0, world_size=1)
     made = RepeatDataset(source, repeats=2, worker_config=config)
     made = FilterDataset(made, filter_fn=bool, filter_fn_config={}, worker_config=config)
-    made = MapDataset(made, len_of, stateless_map_fn=True, map_fn_config={}, failure_tolerance=3, worker_config=config)
+    made = MapDataset(
+        made,
+        len_of,
+        stateless_map_fn=True,
+        map_fn_config={},
+        failure_tolerance=3,
+        worker_config=config,
+    )
     made = ShuffleBufferDataset(made, size=4, worker_config=config)
     packs = {"final_packer_stateless": True, "sample_encoder_stateless": True, "packer_config": {}}
     tolerances = {"pre_packer_failure_tolerance": 1, "final_packer_failure_tolerance": 1}
-    made = PackingDataset(made, 4, lambda held: [held], sum, worker_config=config, **packs, **tolerances)
-    made = GroupBatchDataset(made, 2, lambda one: (one, None), list, batcher_stateless=True, worker_config=config)
+    made = PackingDataset(
+        made, 4, lambda held: [held], sum, worker_config=config, **packs, **tolerances
+    )
+    made = GroupBatchDataset(
+        made, 2, lambda one: (one, None), list, batcher_stateless=True, worker_config=config
+    )
     made = EpochizeDataset(made, 10**6, config)
     made = BatchDataset(made, batch_size=1, batcher=list, batcher_config={}, worker_config=config)
     batches = islice(get_loader(made, worker_config=config), 100)

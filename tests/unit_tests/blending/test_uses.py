@@ -74,7 +74,10 @@ def data(tmp_path_factory):
         samples = [
             (
                 f"{name}_{i}",
-                {"pth": to_pth(torch.full((1, width), i)), "json": b'{"caption": "%s %d"}' % (name.encode(), i)},
+                {
+                    "pth": to_pth(torch.full((1, width), i)),
+                    "json": b'{"caption": "%s %d"}' % (name.encode(), i),
+                },
             )
             for i in range(40)
         ]
@@ -90,7 +93,9 @@ def metadataset(data, tmp_path, text):
 
 
 def take(dataset, count):
-    return list(islice(get_loader(dataset, WorkerConfig(rank=0, world_size=1, num_workers=0)), count))
+    return list(
+        islice(get_loader(dataset, WorkerConfig(rank=0, world_size=1, num_workers=0)), count)
+    )
 
 
 def sources(batch):
@@ -99,18 +104,36 @@ def sources(batch):
 
 def test_names_are_there():
     assert all(
-        [BatchDataset, ConcatDataset, CrudeSample, DatasetLoaderInterface, FilterDataset, ImageSample, LimitDataset]
+        [
+            BatchDataset,
+            ConcatDataset,
+            CrudeSample,
+            DatasetLoaderInterface,
+            FilterDataset,
+            ImageSample,
+            LimitDataset,
+        ]
     )
-    assert all([RepeatDataset, Sample, ShuffleBufferDataset, TaskEncoder, VQASample, generic_concat])
+    assert all(
+        [RepeatDataset, Sample, ShuffleBufferDataset, TaskEncoder, VQASample, generic_concat]
+    )
 
 
 def test_blend_of_batches(data):
     """Full batches of one data set each, weights normalised."""
     ds1 = get_train_dataset(
-        data / "a", batch_size=32, shuffle_buffer_size=100, max_samples_per_sequence=100, task_encoder=T()
+        data / "a",
+        batch_size=32,
+        shuffle_buffer_size=100,
+        max_samples_per_sequence=100,
+        task_encoder=T(),
     )
     ds2 = get_train_dataset(
-        data / "b", batch_size=32, shuffle_buffer_size=100, max_samples_per_sequence=100, task_encoder=T()
+        data / "b",
+        batch_size=32,
+        shuffle_buffer_size=100,
+        max_samples_per_sequence=100,
+        task_encoder=T(),
     )
     blend = BlendDataset((ds1, 0.6), (ds2, 0.4))
     assert isinstance(blend, SavableDataset)
@@ -124,10 +147,14 @@ def test_blend_of_batches(data):
 
 def test_concat_for_validation(data):
     """In order, unshuffled, once."""
-    val = ConcatDataset(get_val_dataset(data / "a", batch_size=30), get_val_dataset(data / "b", batch_size=30))
+    val = ConcatDataset(
+        get_val_dataset(data / "a", batch_size=30), get_val_dataset(data / "b", batch_size=30)
+    )
     batches = take(val, 100)
     assert [len(batch.text) for batch in batches] == [30, 30, 30, 10, 30, 30, 30, 10]
-    assert [text for batch in batches for text in batch.text] == [f"{n}-{i}" for n in "ab" for i in range(300, 400)]
+    assert [text for batch in batches for text in batch.text] == [
+        f"{n}-{i}" for n in "ab" for i in range(300, 400)
+    ]
 
 
 def test_mix_batch(data):
@@ -140,7 +167,11 @@ def test_mix_batch(data):
     assert [len(batch.caption) for batch in batches] == [30] * 4
     counts = Counter(caption[0].split()[0] for batch in batches for caption in batch.caption)
     assert counts == {"im2": 72, "im3": 48}
-    assert take(MixBatchDataset(((ds1, 6), (ds2, 4)), batch_size=30), 1)[0][0].caption[0].startswith("im")
+    assert (
+        take(MixBatchDataset(((ds1, 6), (ds2, 4)), batch_size=30), 1)[0][0]
+        .caption[0]
+        .startswith("im")
+    )
 
 
 def test_mix_of_different_types(data):
@@ -148,7 +179,9 @@ def test_mix_of_different_types(data):
 
     def mix(samples):
         images = [sample.image for sample in samples if isinstance(sample, CaptioningSample)]
-        texts = [text for sample in samples if isinstance(sample, TextSample) for text in sample.text]
+        texts = [
+            text for sample in samples if isinstance(sample, TextSample) for text in sample.text
+        ]
         return {"images": concat_pad(images), "texts": texts}
 
     ds = MixBatchDataset(
@@ -165,13 +198,18 @@ def test_mix_of_different_types(data):
 
 def test_epochize_and_map(data):
     mix = BlendDataset(
-        (get_train_dataset(data / "a", batch_size=4), 1), (get_train_dataset(data / "b", batch_size=4), 1)
+        (get_train_dataset(data / "a", batch_size=4), 1),
+        (get_train_dataset(data / "b", batch_size=4), 1),
     )
     mapped = MapDataset(mix, map_fn=lambda batch: len(batch.text))
-    loader = get_loader(EpochizeDataset(mapped, length=5), WorkerConfig(rank=0, world_size=1, num_workers=0))
+    loader = get_loader(
+        EpochizeDataset(mapped, length=5), WorkerConfig(rank=0, world_size=1, num_workers=0)
+    )
     assert [list(loader), list(loader)] == [[4] * 5, [4] * 5]
     val = get_val_dataset(data / "a", batch_size=25)
-    loader = get_loader(EpochizeDataset(val, num_epochs=10), WorkerConfig(rank=0, world_size=1, num_workers=0))
+    loader = get_loader(
+        EpochizeDataset(val, num_epochs=10), WorkerConfig(rank=0, world_size=1, num_workers=0)
+    )
     assert len(list(loader)) == 40
 
 
@@ -196,21 +234,30 @@ class CaptioningEncoder(DefaultTaskEncoder[CaptioningSample, WeightedCaption, Ra
     @stateless(restore_seeds=True)
     def encode_sample(self, sample):
         weight = torch.tensor(float(sample.caption.split()[1]))
-        return WeightedCaption(**basic_sample_keys(sample), image=sample.image, caption=sample.caption, weight=weight)
+        return WeightedCaption(
+            **basic_sample_keys(sample), image=sample.image, caption=sample.caption, weight=weight
+        )
 
     def encode_batch(self, batch):
         assert type(batch) is RawBatch
-        return {"loss": (batch.image.float().mean((1, 2)) * batch.weight).sum(), "n": len(batch.caption)}
+        return {
+            "loss": (batch.image.float().mean((1, 2)) * batch.weight).sum(),
+            "n": len(batch.caption),
+        }
 
 
 def test_task_encoder(data):
-    batch = take(get_train_dataset(data / "im2", batch_size=40, task_encoder=CaptioningEncoder()), 1)[0]
+    batch = take(
+        get_train_dataset(data / "im2", batch_size=40, task_encoder=CaptioningEncoder()), 1
+    )[0]
     assert batch == {"loss": sum(i * i for i in range(40)), "n": 40}
 
 
 def test_simple_metadataset(data, tmp_path):
     path = metadataset(
-        data, tmp_path, V2 + "  train: {path: @a}\n  val: {path: @a}\n  test: {path: @a, split_part: val}\n"
+        data,
+        tmp_path,
+        V2 + "  train: {path: @a}\n  val: {path: @a}\n  test: {path: @a, split_part: val}\n",
     )
     texts = [batch.text for batch in take(get_train_dataset(path, batch_size=30), 10)]
     assert sorted(text for batch in texts for text in batch) == sorted(f"a-{i}" for i in range(300))
@@ -241,14 +288,26 @@ ADVANCED = (
 
 
 def test_advanced_metadataset(data, tmp_path):
-    """Train blends sample by sample by weight; val and test are read one after the other, whatever the weights."""
-    inner = V2 + "  val:\n    blend:\n      - {path: @b, weight: 3, split_part: train}\n      - {path: @a, weight: 1}\n"
+    """Train blends sample by sample by weight; val and test are read one after the other, whatever
+    the weights.
+    """
+    inner = (
+        V2 + "  val:\n    blend:\n      - {path: @b, weight: 3, split_part: train}\n      - {path: "
+        "@a, weight: 1}\n"
+    )
     (tmp_path / "inner.yaml").write_text(inner.replace("@", str(data) + "/"))
     path = metadataset(data, tmp_path, ADVANCED)
     batches = take(get_train_dataset(path, batch_size=32), 32)
-    keys = Counter((k.split("_")[0], f["level"]) for b in batches for k, f in zip(b.__key__, b.__subflavors__))
+    keys = Counter(
+        (k.split("_")[0], f["level"]) for b in batches for k, f in zip(b.__key__, b.__subflavors__)
+    )
     assert keys == {("a", "here"): 640, ("b", "outer"): 192, ("a", "outer"): 64, ("c", "data"): 128}
-    assert {f["name"] for batch in batches for f in batch.__subflavors__ if f.get("__subflavor__") == "old"} == {"c"}
+    assert {
+        f["name"]
+        for batch in batches
+        for f in batch.__subflavors__
+        if f.get("__subflavor__") == "old"
+    } == {"c"}
     val = [text for batch in take(get_val_dataset(path, batch_size=32), 100) for text in batch.text]
     assert val == [f"{name}-{i}" for name in "ba" for i in range(300, 400)]
 
@@ -256,7 +315,8 @@ def test_advanced_metadataset(data, tmp_path):
 def test_blend_epochized(data, tmp_path):
     """Each source so many times per epoch, exactly."""
     text = V2 + (
-        "  train:\n    blend_epochized:\n      - {path: @a, repetitions: 2}\n      - {path: @b, repetitions: 0.5}\n"
+        "  train:\n    blend_epochized:\n      - {path: @a, repetitions: 2}\n      - {path: @b, "
+        "repetitions: 0.5}\n"
         "      - {path: @c, subset: {range: ['0%', '10%']}}\n"
     )
     path = metadataset(data, tmp_path, text)
@@ -271,16 +331,24 @@ def test_blend_epochized(data, tmp_path):
 
 
 def test_shuffle_over_epochs_multiplier(data, tmp_path):
-    path = metadataset(data, tmp_path, V2 + "  train: {path: @a, shuffle_over_epochs_multiplier: 3}\n")
+    path = metadataset(
+        data, tmp_path, V2 + "  train: {path: @a, shuffle_over_epochs_multiplier: 3}\n"
+    )
     texts = [sample.text for sample in take(get_train_dataset(path), 900)]
     assert set(Counter(texts).values()) == {3}
     assert set(Counter(texts[:300]).values()) != {1}
-    path = metadataset(data, tmp_path, V2 + "  train: {path: @a, shuffle_over_epochs_multiplier: null}\n")
-    assert [s.text for s in take(get_train_dataset(path), 301)] == [f"a-{i}" for i in range(300)] + ["a-0"]
+    path = metadataset(
+        data, tmp_path, V2 + "  train: {path: @a, shuffle_over_epochs_multiplier: null}\n"
+    )
+    assert [s.text for s in take(get_train_dataset(path), 301)] == [
+        f"a-{i}" for i in range(300)
+    ] + ["a-0"]
 
 
 def test_first_form(data, tmp_path):
-    text = "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n  train:\n    datasets:\n"
+    text = (
+        "__module__: megatron.energon\n__class__: Metadataset\nsplits:\n  train:\n    datasets:\n"
+    )
     text += "      - {path: @a, weight: 3, subflavor: x}\n      - {path: @b, weight: 1}\n"
     path = metadataset(data, tmp_path, text)
     samples = take(get_train_dataset(path), 400)
@@ -294,17 +362,26 @@ def test_dataset_config_and_split_config(data, tmp_path):
     (meta / "images.yaml").write_text(
         (meta / "dataset.yaml").read_text().replace("Text", "Image").replace("text:", "image:")
     )
-    (meta / "other.yaml").write_text("split_parts: {train: [shards/s_2.tar]}\nexclude: [shards/s_2.tar/d_0006]\n")
-    text = V2 + f"  train: {{path: {folder}, dataset_config: images.yaml, split_config: other.yaml}}\n"
+    (meta / "other.yaml").write_text(
+        "split_parts: {train: [shards/s_2.tar]}\nexclude: [shards/s_2.tar/d_0006]\n"
+    )
+    text = (
+        V2 + f"  train: {{path: {folder}, dataset_config: images.yaml, split_config: other.yaml}}\n"
+    )
     sample = take(get_train_dataset(metadataset(data, tmp_path, text)), 1)[0]
     assert (type(sample), sample.image) == (ImageSample, "d-7")
-    sample = take(get_train_dataset(folder, dataset_config="images.yaml", split_config="other.yaml"), 1)[0]
+    sample = take(
+        get_train_dataset(folder, dataset_config="images.yaml", split_config="other.yaml"), 1
+    )[0]
     assert (type(sample), sample.image) == (ImageSample, "d-7")
 
 
 def test_hook_of_the_training_blend(data, tmp_path):
-    """It is called with what its signature takes; `datasets` unpack; `self.build_batch` is there."""
-    text = V2 + "  train:\n    blend:\n      - {path: @a, weight: 3}\n      - {path: @b, weight: 1}\n"
+    """It is called with what its signature takes; `datasets` unpack; `self.build_batch` is
+    there."""
+    text = (
+        V2 + "  train:\n    blend:\n      - {path: @a, weight: 3}\n      - {path: @b, weight: 1}\n"
+    )
     seen = {}
 
     class Custom(DefaultTaskEncoder):
@@ -312,15 +389,28 @@ def test_hook_of_the_training_blend(data, tmp_path):
             return TextSample(**basic_sample_keys(sample), text=sample.text.upper())
 
         def build_train_datasets(
-            self, *, datasets, worker_config, batch_size, batch_drop_last=False, virtual_epoch_length=0
+            self,
+            *,
+            datasets,
+            worker_config,
+            batch_size,
+            batch_drop_last=False,
+            virtual_epoch_length=0,
         ):
             seen["weights"] = [float(weight) for _, weight in datasets]
-            dataset = BlendDataset(*[(dataset, weight) for dataset, weight in datasets], worker_config=worker_config)
+            dataset = BlendDataset(
+                *[(dataset, weight) for dataset, weight in datasets], worker_config=worker_config
+            )
             dataset = self.build_batch(
-                dataset, batch_size=batch_size, batch_drop_last=batch_drop_last, worker_config=worker_config
+                dataset,
+                batch_size=batch_size,
+                batch_drop_last=batch_drop_last,
+                worker_config=worker_config,
             )
             if virtual_epoch_length > 0:
-                dataset = EpochizeDataset(dataset, length=virtual_epoch_length, worker_config=worker_config)
+                dataset = EpochizeDataset(
+                    dataset, length=virtual_epoch_length, worker_config=worker_config
+                )
             return dataset
 
     path = metadataset(data, tmp_path, text)
@@ -354,18 +444,27 @@ def test_worker_config_everywhere(data):
     assert len(mine) == 4
     first = WorkerConfig(rank=0, world_size=2, num_workers=0)
     others = [
-        batch.text for batch in get_loader(get_train_dataset(data / "a", batch_size=8, virtual_epoch_length=4), first)
+        batch.text
+        for batch in get_loader(
+            get_train_dataset(data / "a", batch_size=8, virtual_epoch_length=4), first
+        )
     ]
     texts = [text for batch in mine + others for text in batch]
     assert len(set(texts)) == 64
 
 
 def test_savable_loader(data, tmp_path):
-    path = metadataset(data, tmp_path, V2 + "  train:\n    blend: [{path: @a, weight: 2}, {path: @im2}, {path: @c}]\n")
+    path = metadataset(
+        data,
+        tmp_path,
+        V2 + "  train:\n    blend: [{path: @a, weight: 2}, {path: @im2}, {path: @c}]\n",
+    )
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
     def loader():
-        return get_savable_loader(get_train_dataset(path, worker_config=config, task_encoder=Keys()))
+        return get_savable_loader(
+            get_train_dataset(path, worker_config=config, task_encoder=Keys())
+        )
 
     class Keys(DefaultTaskEncoder):
         def encode_sample(self, sample):
@@ -394,7 +493,9 @@ class PackingEncoder(DefaultTaskEncoder):
 
 
 def test_packing(data):
-    dataset = get_train_dataset(data / "a", packing_buffer_size=8, batch_size=2, task_encoder=PackingEncoder())
+    dataset = get_train_dataset(
+        data / "a", packing_buffer_size=8, batch_size=2, task_encoder=PackingEncoder()
+    )
     batch = take(dataset, 1)[0]
     assert [len(pack.split("+")) for pack in batch] == [4, 4]
 
@@ -402,16 +503,25 @@ def test_packing(data):
 def test_cookers_of_jsonl(data, tmp_path):
     class Cooks(DefaultTaskEncoder):
         cookers = [  # noqa: RUF012
-            Cooker(lambda crude: TextSample(**basic_sample_keys(crude), text=crude["json"]["q"]), {"kind": "q"})
+            Cooker(
+                lambda crude: TextSample(**basic_sample_keys(crude), text=crude["json"]["q"]),
+                {"kind": "q"},
+            )
         ]
 
-    text = V2 + "  train: {path: @lines.jsonl, subflavors: {kind: q}}\n  val: {path: @lines.jsonl}\n"
+    text = (
+        V2 + "  train: {path: @lines.jsonl, subflavors: {kind: q}}\n  val: {path: @lines.jsonl}\n"
+    )
     path = metadataset(data, tmp_path, text)
     texts = [
-        text for batch in take(get_train_dataset(path, batch_size=10, task_encoder=Cooks()), 3) for text in batch.text
+        text
+        for batch in take(get_train_dataset(path, batch_size=10, task_encoder=Cooks()), 3)
+        for text in batch.text
     ]
     assert sorted(texts) == sorted(f"q{i}" for i in range(30))
-    with pytest.raises(ValueError, match=r"m\.yaml:5: splits\.val: no cooker is for its subflavors {}"):
+    with pytest.raises(
+        ValueError, match=r"m\.yaml:5: splits\.val: no cooker is for its subflavors {}"
+    ):
         get_val_dataset(path, batch_size=10, task_encoder=Cooks())
     crude = take(get_train_dataset(data / "lines.jsonl", subflavors={"kind": "q"}), 1)[0]
     assert isinstance(crude, CrudeSample)
@@ -439,7 +549,9 @@ def test_val_datasets_one_by_one(data, tmp_path):
 
 
 def test_load_dataset(data, tmp_path):
-    path = metadataset(data, tmp_path, V2 + "  train:\n    blend: [{path: @a, weight: 3}, {path: @b}]\n")
+    path = metadataset(
+        data, tmp_path, V2 + "  train:\n    blend: [{path: @a, weight: 3}, {path: @b}]\n"
+    )
     loader = load_dataset(path)
     assert isinstance(loader, MetadatasetV2)
     datasets, mode = loader.get_datasets(training=True, split_part="train")
@@ -447,7 +559,9 @@ def test_load_dataset(data, tmp_path):
     assert [weight for _, weight in datasets] == [0.75, 0.25]
     assert len(take(get_train_dataset(loader, batch_size=4), 3)) == 3
     assert isinstance(load_dataset(data / "a"), DatasetLoader)
-    given = Metadataset(tmp_path / "x.yaml", {"train": {"datasets": [{"path": str(data / "a"), "weight": 2}]}})
+    given = Metadataset(
+        tmp_path / "x.yaml", {"train": {"datasets": [{"path": str(data / "a"), "weight": 2}]}}
+    )
     assert len(take(get_train_dataset(given, batch_size=4), 3)) == 3
     given = MetadatasetV2(path=tmp_path / "x.yaml", splits={"train": {"path": str(data / "a")}})
     assert take(get_train_dataset(given), 1)[0].text.startswith("a-")
@@ -461,7 +575,9 @@ def test_weights_by_tokens_and_schedules(data, tmp_path):
         def encode_sample(self, sample):
             return {"tokens": sample["json"]["t"]}
 
-    path = metadataset(data, tmp_path, V2 + "  train:\n    blend: [{path: long.jsonl}, {path: short.jsonl}]\n")
+    path = metadataset(
+        data, tmp_path, V2 + "  train:\n    blend: [{path: long.jsonl}, {path: short.jsonl}]\n"
+    )
     samples = take(get_train_dataset(path, task_encoder=Counts(), weights_by="tokens"), 400)
     assert Counter(sample["tokens"][0] for sample in samples) == {"x": 100, "y": 300}
     schedule = WeightSchedule(points=((0, (1, 0)), (10, (0, 1))), outputs_per_step=10)
@@ -469,7 +585,9 @@ def test_weights_by_tokens_and_schedules(data, tmp_path):
     assert [sample["tokens"][0] for sample in samples] == ["x"] * 100 + ["y"] * 100
     # 300 and 100 tokens: 5 and 1 shares of tokens are 5 and 3 of samples, then only the second.
     schedule = WeightSchedule(points=((0, (5, 1)), (3, (0, 1))), outputs_per_step=7)
-    given = get_train_dataset(path, task_encoder=Counts(), weights_by="tokens", weight_schedule=schedule)
+    given = get_train_dataset(
+        path, task_encoder=Counts(), weights_by="tokens", weight_schedule=schedule
+    )
     texts = [sample["tokens"][0] for sample in take(given, 60)]
     assert texts[:21].count("x") in (13, 14)
     assert set(texts[21:]) == {"y"}
@@ -478,19 +596,32 @@ def test_weights_by_tokens_and_schedules(data, tmp_path):
 
 
 def test_weights_by_tokens_of_lengths_that_differ_wildly(tmp_path):
-    """The mean of 64 of such lengths is a third off; the bytes of all records, which the index has, mend that."""
-    even, wild = np.full(2000, 400), np.random.default_rng(5).lognormal(5, 1.5, 2000).astype(int) + 1
+    """The mean of 64 of such lengths is a third off; the bytes of all records, which the index has,
+    mend that.
+    """
+    even, wild = (
+        np.full(2000, 400),
+        np.random.default_rng(5).lognormal(5, 1.5, 2000).astype(int) + 1,
+    )
     for name, lengths in (("even", even), ("wild", wild)):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"name": name, "tokens": [7] * length} for length in lengths.tolist()])
+        write_jsonl(
+            tmp_path / f"{name}.jsonl",
+            [{"name": name, "tokens": [7] * length} for length in lengths.tolist()],
+        )
 
     class Counts(DefaultTaskEncoder):
         def num_tokens(self, sample):
             return len(sample["json"]["tokens"])
 
-    text = V2 + "  train:\n    blend: [{path: even.jsonl}, {path: wild.jsonl, subset: {range: [10%, 100%]}}]\n"
+    text = (
+        V2 + "  train:\n    blend: [{path: even.jsonl}, {path: wild.jsonl, subset: {range: [10%, "
+        "100%]}}]\n"
+    )
     path = metadataset(tmp_path, tmp_path, text)
     counts: Counter[str] = Counter()
-    for sample in take(get_train_dataset(path, batch_size=None, task_encoder=Counts(), weights_by="tokens"), 8000):
+    for sample in take(
+        get_train_dataset(path, batch_size=None, task_encoder=Counts(), weights_by="tokens"), 8000
+    ):
         counts[sample["json"]["name"]] += len(sample["json"]["tokens"])
     assert 0.47 < counts["wild"] / counts.total() < 0.53
 
@@ -499,16 +630,28 @@ def test_weights_by_tokens_of_lengths_that_differ_wildly(tmp_path):
     ("options", "fault"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
-        ({"task_encoder": T}, "task_encoder must be an object, but is the class T; pass an instance of it"),
-        ({"packing_buffer_size": 8}, "packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to_pack"),
+        (
+            {"task_encoder": T},
+            "task_encoder must be an object, but is the class T; pass an instance of it",
+        ),
+        (
+            {"packing_buffer_size": 8},
+            "packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to_pack",
+        ),
         ({"split_part": "trian"}, "split_parts has no 'trian'; did you mean 'train'?"),
         ({"dataset_confg": "x"}, "unknown option 'dataset_confg'; did you mean 'dataset_config'?"),
         ({"bacth_size": 4}, "unknown option 'bacth_size'; did you mean 'batch_size'?"),
         ({"split_part": None}, "split_part must be the name of a split, but is None"),
         ({"subflavors": 3}, "subflavors must be a dict of names and values, but is 3"),
         ({"weight_schedule": 5}, "weight_schedule must be a WeightSchedule, but is 5"),
-        ({"worker_config": 4}, "worker_config must be a WorkerConfig, but is 4; write WorkerConfig(num_workers=...)"),
-        ({"proportions": "even"}, f"proportions must be one of {', '.join(BLEND_MODES)}, but is 'even'"),
+        (
+            {"worker_config": 4},
+            "worker_config must be a WorkerConfig, but is 4; write WorkerConfig(num_workers=...)",
+        ),
+        (
+            {"proportions": "even"},
+            f"proportions must be one of {', '.join(BLEND_MODES)}, but is 'even'",
+        ),
         ({"weights_by": "words"}, "weights_by must be one of samples, tokens, but is 'words'"),
         ({"max_samples_per_sequence": 1.5}, "max_samples_per_sequence must be a whole number"),
     ],
@@ -528,12 +671,24 @@ def test_arguments_of_another_type_are_named(data):
         (lambda: get_loader(dataset, 4), "worker_config must be a WorkerConfig, but is 4"),
         (lambda: WorkerConfig(num_workers=2.5), "num_workers must be a whole number, but is 2.5"),
         (lambda: WorkerConfig(seed="x"), "seed must be a whole number, but is 'x'"),
-        (lambda: WorkerConfig(slow_worker_seconds=0), "slow_worker_seconds must be a number above 0, but is 0"),
+        (
+            lambda: WorkerConfig(slow_worker_seconds=0),
+            "slow_worker_seconds must be a number above 0, but is 0",
+        ),
         (lambda: EpochizeDataset(dataset, length=2.5), "length must be a whole number, but is 2.5"),
         (lambda: LimitDataset(dataset, "3"), "length must be a whole number, but is '3'"),
-        (lambda: RepeatDataset(dataset, "3"), "repeats must be above 0, or None for ever, but is '3'"),
-        (lambda: BlendDataset((dataset, 1), schedule=5), "schedule of a blend must be a WeightSchedule, but is 5"),
-        (lambda: get_savable_loader(dataset).load_state_dict(None), "load_state_dict takes what state_dict"),
+        (
+            lambda: RepeatDataset(dataset, "3"),
+            "repeats must be above 0, or None for ever, but is '3'",
+        ),
+        (
+            lambda: BlendDataset((dataset, 1), schedule=5),
+            "schedule of a blend must be a WeightSchedule, but is 5",
+        ),
+        (
+            lambda: get_savable_loader(dataset).load_state_dict(None),
+            "load_state_dict takes what state_dict",
+        ),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             call()
@@ -543,14 +698,20 @@ def test_arguments_of_another_type_are_named(data):
 def test_paths_that_are_not_there(data):
     with pytest.raises(ValueError, match=r"/aa: no such file or folder; did you mean 'a'\?"):
         get_train_dataset(data / "aa", batch_size=3)
-    with pytest.raises(ValueError, match=r"is not prepared; run python -m megatron\.blending prepare"):
+    with pytest.raises(
+        ValueError, match=r"is not prepared; run python -m megatron\.blending prepare"
+    ):
         get_train_dataset(data, batch_size=3)
-    with pytest.raises(ValueError, match="path must be a path or what load_dataset returns, but is 3"):
+    with pytest.raises(
+        ValueError, match="path must be a path or what load_dataset returns, but is 3"
+    ):
         get_train_dataset(3)
 
 
 def test_no_public_name_is_that_of_a_module():
-    """Importing the module would put it in the place of the function: `from megatron.blending import ...` gets it."""
+    """Importing the module would put it in the place of the function: `from megatron.blending
+    import ...` gets it.
+    """
     package = Path(blending.__file__).parent
     assert not {path.stem for path in package.glob("*.py")} & set(blending.__all__)
 
@@ -558,10 +719,13 @@ def test_no_public_name_is_that_of_a_module():
 def test_the_package_is_cheap_to_import():
     """Loader workers, reports and command lines import it; torch takes seconds."""
     code = (
-        "import sys, megatron.blending as b; b.get_train_dataset; b.DefaultTaskEncoder; b.BlendDataset; b.TextSample\n"
+        "import sys, megatron.blending as b; b.get_train_dataset; b.DefaultTaskEncoder; "
+        "b.BlendDataset; b.TextSample\n"
         "assert dir(b)\nprint([m for m in ('torch', 'pyarrow', 'fsspec') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="has no attribute 'get_trian_dataset'"):
         blending.get_trian_dataset  # noqa: B018
@@ -569,9 +733,14 @@ def test_the_package_is_cheap_to_import():
 
 def test_datasets_travel_to_workers(data, tmp_path):
     """What spawned workers get is pickled: encoders, sources, decoders and all."""
-    text = V2 + "  train:\n    blend: [{path: @im2}, {path: @im3, subset: {range: [3, 9]}}, {path: @lines.jsonl}]\n"
+    text = (
+        V2 + "  train:\n    blend: [{path: @im2}, {path: @im3, subset: {range: [3, 9]}}, {path: "
+        "@lines.jsonl}]\n"
+    )
     path = metadataset(data, tmp_path, text)
-    dataset = get_train_dataset(path, batch_size=4, task_encoder=PackingEncoder(), packing_buffer_size=8)
+    dataset = get_train_dataset(
+        path, batch_size=4, task_encoder=PackingEncoder(), packing_buffer_size=8
+    )
     assert len(pickle.dumps(dataset)) < 20_000
     dataset = get_train_dataset(data / "im2", batch_size=40, task_encoder=CaptioningEncoder())
     assert take(pickle.loads(pickle.dumps(dataset)), 1) == take(dataset, 1)

@@ -83,25 +83,47 @@ ENDLESS = {
     "source": lambda: endless(),
     "batch": lambda: BatchDataset(endless(), 4),
     "blend of samples": lambda: BatchDataset(shares(endless("a"), endless("b", 30)), 5),
-    "blend of batches": lambda: shares(BatchDataset(endless("a"), 3), BatchDataset(endless("b", 30), 4)),
-    "nested blends": lambda: BatchDataset(shares(shares(endless("a"), endless("b", 30)), endless("c", 7)), 3),
-    "random blend": lambda: BatchDataset(BlendDataset((endless("a"), 7), (endless("b"), 3), mode="random"), 4),
-    "mixed batches": lambda: MixBatchDataset((endless("a"), 6), (endless("b", 30), 4), batch_size=8),
+    "blend of batches": lambda: shares(
+        BatchDataset(endless("a"), 3), BatchDataset(endless("b", 30), 4)
+    ),
+    "nested blends": lambda: BatchDataset(
+        shares(shares(endless("a"), endless("b", 30)), endless("c", 7)), 3
+    ),
+    "random blend": lambda: BatchDataset(
+        BlendDataset((endless("a"), 7), (endless("b"), 3), mode="random"), 4
+    ),
+    "mixed batches": lambda: MixBatchDataset(
+        (endless("a"), 6), (endless("b", 30), 4), batch_size=8
+    ),
     "shuffled batches": lambda: ShuffleBufferDataset(BatchDataset(endless(), 4), 7),
     "slices": lambda: BatchDataset(endless("a", 1000, slice_length=10, shuffle_window=20), 5),
     "epochs": lambda: EpochizeDataset(BatchDataset(source_of(), 4), num_epochs=1000),
     "bad records": lambda: BatchDataset(shares(endless("a", 50, [3, 7, 9]), endless("b", 30)), 5),
-    "skips": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds), 5),
-    "failures": lambda: BatchDataset(MapDataset(shares(endless("a"), endless("b", 30)), fail_fifths), 5),
+    "skips": lambda: BatchDataset(
+        MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds), 5
+    ),
+    "failures": lambda: BatchDataset(
+        MapDataset(shares(endless("a"), endless("b", 30)), fail_fifths), 5
+    ),
     "failures of samples": lambda: MapDataset(
-        FilterDataset(MapDataset(shares(shares(endless("a"), endless("b", 30)), endless("c", 7)), fail_fifths), is_odd),
+        FilterDataset(
+            MapDataset(
+                shares(shares(endless("a"), endless("b", 30)), endless("c", 7)), fail_fifths
+            ),
+            is_odd,
+        ),
         fail_sixths,
     ),
     "failures before packs": lambda: PackingDataset(
-        MapDataset(MapDataset(shares(endless("a"), endless("b", 30)), several), fail_fifths), 10, first_fit_of_two, list
+        MapDataset(MapDataset(shares(endless("a"), endless("b", 30)), several), fail_fifths),
+        10,
+        first_fit_of_two,
+        list,
     ),
     "filters": lambda: FilterDataset(
-        BatchDataset(MapDataset(shares(endless("a"), FilterDataset(endless("b"), is_odd)), skip_thirds), 5),
+        BatchDataset(
+            MapDataset(shares(endless("a"), FilterDataset(endless("b"), is_odd)), skip_thirds), 5
+        ),
         is_not_fifth,
     ),
     "several": lambda: BatchDataset(
@@ -109,7 +131,11 @@ ENDLESS = {
     ),
     "several batches": lambda: BatchDataset(MapDataset(endless(), skip_thirds), 6, halves),
     "packs": lambda: PackingDataset(
-        MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds), 10, first_fit, list, sample_encoder=tuple
+        MapDataset(shares(endless("a"), endless("b", 30)), skip_thirds),
+        10,
+        first_fit,
+        list,
+        sample_encoder=tuple,
     ),
     "batches of packs": lambda: BatchDataset(PackingDataset(endless(), 10, first_fit, halves), 2),
     "blend with packs": lambda: shares(
@@ -121,21 +147,41 @@ ENDLESS = {
 FINITE = {
     "source": lambda: source_of(),
     "turns": lambda: RepeatDataset(source_of("a", 20), 2.5),
-    "concat": lambda: BatchDataset(ConcatDataset(source_of("a", shuffle=False), source_of("b", 30, shuffle=False)), 7),
-    "concat of batches": lambda: ConcatDataset(BatchDataset(source_of("a"), 7), BatchDataset(source_of("b", 30), 7)),
+    "concat": lambda: BatchDataset(
+        ConcatDataset(source_of("a", shuffle=False), source_of("b", 30, shuffle=False)), 7
+    ),
+    "concat of batches": lambda: ConcatDataset(
+        BatchDataset(source_of("a"), 7), BatchDataset(source_of("b", 30), 7)
+    ),
     "blend": lambda: BatchDataset(shares(source_of("a"), source_of("b", 30)), 5),
     "limit": lambda: ConcatDataset(LimitDataset(BatchDataset(source_of("a", 200), 3), 25)),
     "shuffled": lambda: ShuffleBufferDataset(source_of("a", shuffle=False), 7),
-    "skips": lambda: BatchDataset(MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), skip_thirds), 5),
-    "failures": lambda: BatchDataset(MapDataset(shares(source_of("a"), source_of("b", 30)), fail_fifths), 5),
-    "failures in concat": lambda: MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), fail_fifths),
-    "bad records": lambda: BatchDataset(ConcatDataset(source_of("a", bad=range(3, 40, 3)), source_of("b", 30)), 5),
+    "skips": lambda: BatchDataset(
+        MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), skip_thirds), 5
+    ),
+    "failures": lambda: BatchDataset(
+        MapDataset(shares(source_of("a"), source_of("b", 30)), fail_fifths), 5
+    ),
+    "failures in concat": lambda: MapDataset(
+        ConcatDataset(source_of("a"), source_of("b", 30)), fail_fifths
+    ),
+    "bad records": lambda: BatchDataset(
+        ConcatDataset(source_of("a", bad=range(3, 40, 3)), source_of("b", 30)), 5
+    ),
     "filtered children": lambda: shares(
         BatchDataset(FilterDataset(source_of("a", 90), is_odd), 2), source_of("b", 60, range(9))
     ),
-    "several in children": lambda: ConcatDataset(MapDataset(source_of("a"), several), source_of("b", 30)),
-    "several": lambda: BatchDataset(MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), several), 5),
-    "limited filter": lambda: ConcatDataset(LimitDataset(FilterDataset(source_of("a", 200), is_odd), 30)),
-    "packs": lambda: PackingDataset(ConcatDataset(source_of("a", 400), source_of("b", 300)), 10, first_fit, list),
+    "several in children": lambda: ConcatDataset(
+        MapDataset(source_of("a"), several), source_of("b", 30)
+    ),
+    "several": lambda: BatchDataset(
+        MapDataset(ConcatDataset(source_of("a"), source_of("b", 30)), several), 5
+    ),
+    "limited filter": lambda: ConcatDataset(
+        LimitDataset(FilterDataset(source_of("a", 200), is_odd), 30)
+    ),
+    "packs": lambda: PackingDataset(
+        ConcatDataset(source_of("a", 400), source_of("b", 300)), 10, first_fit, list
+    ),
     "groups": lambda: GroupBatchDataset(source_of("a", 200), 4, parity),
 }

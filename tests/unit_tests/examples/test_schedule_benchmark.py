@@ -52,12 +52,17 @@ def test_largest_differencing_is_near_the_best(contenders):
     rng = np.random.default_rng(61)
     ratios = []
     for _ in range(200):
-        num_parts, values = int(rng.integers(1, 4)), rng.integers(1, 50, int(rng.integers(1, 8))).tolist()
+        num_parts, values = (
+            int(rng.integers(1, 4)),
+            rng.integers(1, 50, int(rng.integers(1, 8))).tolist(),
+        )
         best = min(
             max(sums(values, np.array(ways), num_parts))
             for ways in itertools.product(range(num_parts), repeat=len(values))
         )
-        ratios.append(max(sums(values, contenders.largest_differencing(values, num_parts), num_parts)) / best)
+        ratios.append(
+            max(sums(values, contenders.largest_differencing(values, num_parts), num_parts)) / best
+        )
     assert min(ratios) >= 1
     assert np.mean(ratios) < 1.01
 
@@ -68,7 +73,11 @@ def test_all_but_differencing_by_cost_are_valid(cases, contenders, benchmark):
         cases.DISTRIBUTIONS, ((64, 8), (256, 2)), (1, 2), (1, 4)
     ):
         case = cases.Case(
-            distribution=distribution, size=size, num_ranks=num_ranks, capacity_factor=factor, multiple=multiple
+            distribution=distribution,
+            size=size,
+            num_ranks=num_ranks,
+            capacity_factor=factor,
+            multiple=multiple,
         )
         request = benchmark.request_of(case, StepModel(), cases.SEED)
         for name, scheduler in contenders.CONTENDERS.items():

@@ -1,4 +1,4 @@
-"""The data of `make finetune`: what is held out is, and all of it is made anew to the byte."""
+"""The data of `make finetune`: what is held out is, and all of it is made again to the byte."""
 
 import json
 import re
@@ -13,7 +13,13 @@ import pytest
 from examples.tiny_finetune.make_data import ANIMALS
 
 ROOT = Path(__file__).parents[3]
-FILES = ("texts.jsonl", "chats.jsonl", "held_out.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+FILES = (
+    "texts.jsonl",
+    "chats.jsonl",
+    "held_out.jsonl",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+)
 
 
 def make(folder: Path) -> Path:
@@ -50,7 +56,9 @@ def test_held_out_pairs_are_in_no_training_data(data: Path) -> None:
     """The model could have learned its answers by heart, and the example would show nothing."""
     texts = {frozenset(animals_in(sentence)) for sentence in sentences_of(data / "texts.jsonl")}
     chats = {frozenset(animals_in(question)) for question, _ in turns_of(data / "chats.jsonl")}
-    held_out = {frozenset(animals_in(question)) for question, _ in turns_of(data / "held_out.jsonl")}
+    held_out = {
+        frozenset(animals_in(question)) for question, _ in turns_of(data / "held_out.jsonl")
+    }
     assert len(held_out) > 50
     assert not held_out & texts
     assert held_out | texts == {frozenset(pair) for pair in combinations(ANIMALS, 2)}
@@ -66,7 +74,10 @@ def test_what_is_said_is_true(data: Path) -> None:
         animals = animals_in(sentence)
         chosen = pick[kind](animals, key=ANIMALS.index)
         choice = f"The {kind} of the {animals[0]} and the {animals[1]} is the {chosen}."
-        assert sentence in (choice, f"The {chosen} is {kind} than the {next(a for a in animals if a != chosen)}.")
+        assert sentence in (
+            choice,
+            f"The {chosen} is {kind} than the {next(a for a in animals if a != chosen)}.",
+        )
     for question, answer in turns_of(data / "chats.jsonl") | turns_of(data / "held_out.jsonl"):
         kind = "heavier" if "heavier" in question else "lighter"
         assert answer == f"The {pick[kind](animals_in(question), key=ANIMALS.index)} is {kind}."

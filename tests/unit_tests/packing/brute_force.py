@@ -28,8 +28,8 @@ def check_packing(pack, length, capacity, num_packs):
 
 @cache
 def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArray[np.bool_]:
-    """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered sets and packs:
-    bool [ways, num_outer, num_inner, num_sequences].
+    """All ways to put sequences into `num_outer` sets of `num_inner` packs each, but for renumbered
+    sets and packs: bool [ways, num_outer, num_inner, num_sequences].
     """
 
     def extended(way: tuple[tuple[int, int], ...]):
@@ -50,9 +50,12 @@ def assignments(num_sequences: int, num_outer: int, num_inner: int) -> npt.NDArr
 
 def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
     """Of all valid schedules of even packs with that many microbatches; None if there are none."""
-    # Where ranks meet, packs of one microbatch may change ranks; else, those of one rank may change microbatches.
+    # Where ranks meet, packs of one microbatch may change ranks; else, those of one rank may change
+    # microbatches.
     model, shape = asked.model, (asked.num_ranks, num_microbatches)
-    members = assignments(asked.lengths.size, *(shape[::-1] if model.sync_every_microbatch else shape))
+    members = assignments(
+        asked.lengths.size, *(shape[::-1] if model.sync_every_microbatch else shape)
+    )
     members = members[(members @ asked.sorted.length).max(axis=(1, 2)) <= asked.capacity]
     if not len(members):
         return None
@@ -64,22 +67,26 @@ def least_time(asked: ScheduleRequest, num_microbatches: int) -> float | None:
 
 
 def optimum(asked: ScheduleRequest) -> float:
-    """The least time over all numbers of microbatches; more than sequences only add their fixed cost."""
+    """The least time over all numbers of microbatches; more than sequences only add their fixed
+    cost.
+    """
     multiple = asked.microbatch_multiple
     numbers = range(multiple, max(asked.lengths.size, 1) + multiple, multiple)
     return min(time for number in numbers if (time := least_time(asked, number)) is not None)
 
 
 def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleRequest:
-    """Small enough for brute force. Costs are small integers in some, so that they tie. masks: some tokens have no
-    loss and cost less, so that the longest need not be the costliest.
+    """Small enough for brute force. Costs are small integers in some, so that they tie. masks: some
+    tokens have no loss and cost less, so that the longest need not be the costliest.
     """
     longest = int(rng.integers(1, 25))
     lengths = descending(rng, 1, longest + 1, rng.integers(0, 7))
     capacity = int(lengths.max(initial=1) * rng.choice([1, 1, 1.25, 1.5, 2, 3, 10]))
     divisor = 3 if rng.random() < 0.3 else 1
     cost = PackCost(
-        int(rng.integers(1, 4)) / divisor, int(rng.integers(0, 3)) / divisor, float(rng.choice([0, 0, 1, 5, 30, 300]))
+        int(rng.integers(1, 4)) / divisor,
+        int(rng.integers(0, 3)) / divisor,
+        float(rng.choice([0, 0, 1, 5, 30, 300])),
     )
     multiple = int(rng.choice([1, 1, 2, 3])) * model.stage_group
     loss_tokens = None
@@ -99,5 +106,7 @@ def random_request(rng, model: StepModel, masks: bool = False) -> ScheduleReques
 MODES = {
     "ranks": [StepModel()],
     "pipelines": [StepModel(num_stages=stages) for stages in (2, 3, 4)],
-    "ranks that meet": [StepModel(num_stages=stages, sync_every_microbatch=True) for stages in (1, 2, 4)],
+    "ranks that meet": [
+        StepModel(num_stages=stages, sync_every_microbatch=True) for stages in (1, 2, 4)
+    ],
 }

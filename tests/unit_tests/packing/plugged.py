@@ -45,5 +45,12 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
 
 def state_of_megatron_core() -> dict[str, dict[str, int]]:
     """The identity of everything in the modules that the plug-in touches."""
-    modules = {"schedules": schedules, "pipeline_parallel": pipeline_parallel, "data_schedule": data_schedule}
-    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in modules.items()}
+    modules = {
+        "schedules": schedules,
+        "pipeline_parallel": pipeline_parallel,
+        "data_schedule": data_schedule,
+    }
+    return {
+        name: {key: id(value) for key, value in vars(module).items()}
+        for name, module in modules.items()
+    }

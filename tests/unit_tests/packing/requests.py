@@ -24,7 +24,9 @@ DISTRIBUTIONS = {
     "lognormal": lambda rng, n: np.clip(np.exp(rng.normal(8.2, 0.6, n)), 1024, 8192),
     "long tail": lambda rng, n: np.clip(np.exp(rng.normal(6.5, 1.5, n)), 16, 131072),
     "chat and documents": lambda rng, n: np.where(
-        rng.random(n) < 0.9, np.clip(np.exp(rng.normal(6, 0.8, n)), 16, 8192), rng.uniform(16384, 65536, n)
+        rng.random(n) < 0.9,
+        np.clip(np.exp(rng.normal(6, 0.8, n)), 16, 8192),
+        rng.uniform(16384, 65536, n),
     ),
     "uniform": lambda rng, n: rng.integers(1, 8193, n),
     "constant": lambda rng, n: np.full(n, 1000),
@@ -68,7 +70,9 @@ def request(
 
 @st.composite
 def requests(draw, *, models=MODELS[:1], whole_draws_fit=False):
-    """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, any fixed cost."""
+    """Odd ones: no sequence, fewer than ranks, all as long as the capacity, a capacity of 1, any
+    fixed cost.
+    """
     model = draw(st.sampled_from(models))
     capacity = draw(st.integers(1, 60))
     longest = draw(st.integers(1, capacity))

@@ -1,4 +1,6 @@
-"""What stands in for megatron-core's objects where one process is enough, and short ways to write tests' inputs."""
+"""What stands in for megatron-core's objects where one process is enough, and short ways to write
+tests' inputs.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ import pytest
 from megatron.packing.scheduling import compiled
 
 needs_compiled = pytest.mark.skipif(
-    compiled.CORE is None, reason="megatron.packing.scheduling._core is not built (setup.py found no C++ compiler)"
+    compiled.CORE is None,
+    reason="megatron.packing.scheduling._core is not built (setup.py found no C++ compiler)",
 )
 
 

@@ -1,4 +1,6 @@
-"""Megatron-LM's own calls in one process: short forms, microbatches of a script's own, schedulers as classes."""
+"""Megatron-LM's own calls in one process: short forms, microbatches of a script's own, schedulers
+as classes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_short_calls(asked: list[tuple[Any, ...]]) -> None:
-    """A scheduler's name taken for a number of draws, or a default in its place, would pack otherwise than asked."""
+    """A scheduler's name taken for a number of draws, or a default in its place, would pack
+    otherwise than asked.
+    """
     config, data, given = make_config(sequence_packing_scheduler="default"), object(), groups()
     plugin.install(config, megatron_lm_calls=True)
     installed: Any = home
@@ -85,7 +89,9 @@ def test_microbatches_of_a_scripts_own(monkeypatch: pytest.MonkeyPatch, context:
         "cu_seqlens_padded": torch.tensor([0, 4, 8], dtype=torch.int32),
         "max_seqlen": torch.tensor([4], dtype=torch.int32),
     }
-    batch = conventions.get_batch_on_this_rank_for_sequence_packing(iter([microbatch]), pg_collection=groups(context))
+    batch = conventions.get_batch_on_this_rank_for_sequence_packing(
+        iter([microbatch]), pg_collection=groups(context)
+    )
     mine = [0, 1, 2, 3, 4, 5, 6, 7] if context == 1 else [0, 3, 4, 7]
     expected = torch.tensor([11, 12, 13, 0, 21, 22, 0, 0])[mine]
     for field in (batch.tokens, batch.labels, batch.position_ids):
@@ -104,7 +110,9 @@ def test_microbatches_of_a_scripts_own(monkeypatch: pytest.MonkeyPatch, context:
 class LongestFirst(BasePackingScheduler):
     """Deals sequences to ranks in turn, the longest first, a microbatch each."""
 
-    def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: list[tuple[int, int]]
+    ) -> list[list[list[int]]]:
         assert (self.cp_size, self.max_seqlen_per_dp_cp_rank) == (1, 64)
         multiple = self.dp_size * (self.microbatch_group_size_per_vp_stage or 1)
         ids = [i for i, _ in sorted(sample_id_seqlens, key=lambda entry: -entry[1])]
@@ -113,17 +121,23 @@ class LongestFirst(BasePackingScheduler):
 
 
 class Forgetful(LongestFirst):
-    def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: list[tuple[int, int]]
+    ) -> list[list[list[int]]]:
         return super().get_groups_and_subsamples(sample_id_seqlens[1:])
 
 
 class Alone(LongestFirst):
-    def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: list[tuple[int, int]]
+    ) -> list[list[list[int]]]:
         return [[[i for i, _ in sample_id_seqlens]]]
 
 
 def test_a_scheduler_of_megatron_lms_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and microbatches exchanged, or a sequence lost, would train another batch than the scheduler's."""
+    """Ranks and microbatches exchanged, or a sequence lost, would train another batch than the
+    scheduler's.
+    """
     for name in ("longest", "forgetful", "alone"):
         monkeypatch.setitem(SCHEDULERS, name, None)  # type: ignore[arg-type]  # taken out again at the end
         del SCHEDULERS[name]
@@ -144,17 +158,23 @@ def test_a_scheduler_of_megatron_lms_kind(monkeypatch: pytest.MonkeyPatch) -> No
     assert (schedule.num_ranks, schedule.num_microbatches) == (2, 2)
     assert np.array_equal(schedule.rank, [0, 0, 1])
     assert np.array_equal(schedule.microbatch, [1, 0, 0])
-    with pytest.raises(ValueError, match=r"each of 3 samples must be in one pack, but those in packs are \[1 2\]"):
+    with pytest.raises(
+        ValueError, match=r"each of 3 samples must be in one pack, but those in packs are \[1 2\]"
+    ):
         register_scheduler("forgetful", Forgetful)(request)
     with pytest.raises(ValueError, match="a list of ids for each of 2 ranks"):
         register_scheduler("alone", Alone)(request)
-    with pytest.raises(ValueError, match="there is a packing scheduler 'default'; register LongestFirst as another"):
+    with pytest.raises(
+        ValueError, match="there is a packing scheduler 'default'; register LongestFirst as another"
+    ):
         register_scheduler("Default", LongestFirst)
 
 
 @pytest.mark.usefixtures("calls")
 def test_the_plug_in_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them the names that a script imports have other contracts; they must go, too, when it is taken back."""
+    """Without them the names that a script imports have other contracts; they must go, too, when it
+    is taken back.
+    """
     monkeypatch.setattr(conventions, "heard_from_first", lambda value, groups: value)
     stats = SimpleNamespace(microbatches=1, tokens=7, square_sum=25)
     batch = SimpleNamespace(iterators=lambda num_virtual_stages, device: iter([]), stats=stats)

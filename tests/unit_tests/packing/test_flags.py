@@ -77,7 +77,9 @@ def write_yaml(tmp_path):
 
 
 def test_defaults_are_those_of_the_dataclass():
-    """A parser with defaults of its own would train with other numbers than the dataclass documents."""
+    """A parser with defaults of its own would train with other numbers than the dataclass
+    documents.
+    """
     assert parse() == (Engine(num_cylinders=4), Body())
 
 
@@ -102,7 +104,9 @@ def test_defaults_are_those_of_the_dataclass():
     ],
 )
 def test_each_type(arguments, field, expected):
-    """A value of another type (an int that stays text, a Literal that is refused) would fail late, or never."""
+    """A value of another type (an int that stays text, a Literal that is refused) would fail late,
+    or never.
+    """
     engine, body = parse(*arguments)
     value = getattr(engine, field, None) if hasattr(engine, field) else getattr(body, field)
     assert value == expected
@@ -110,7 +114,9 @@ def test_each_type(arguments, field, expected):
 
 
 def test_bore_in_scientific_notation_may_be_negative():
-    """Python before 3.14 takes -1e-3 for an option of its own; it must reach the dataclass, whose message is better."""
+    """Python before 3.14 takes -1e-3 for an option of its own; it must reach the dataclass, whose
+    message is better.
+    """
     assert parse("--bore=-1e-3")[0].bore == -0.001
 
 
@@ -129,7 +135,9 @@ def test_values_of_all_groups_come_back_in_their_order():
 
 
 def test_help_is_the_docstrings(capsys):
-    """A field whose docstring is not found has no help; a percent sign in one breaks --help altogether."""
+    """A field whose docstring is not found has no help; a percent sign in one breaks --help
+    altogether.
+    """
     with pytest.raises(SystemExit) as done:
         parse_flags((Engine, Body), ["--help"], "A car.")
     assert done.value.code == 0
@@ -213,7 +221,9 @@ def test_wrong_value_names_the_flag_and_the_value(arguments, words):
     ],
 )
 def test_unknown_option_names_the_nearest(flag, nearest):
-    """argparse alone would complain of the missing flags first, and of the unknown one without a way out."""
+    """argparse alone would complain of the missing flags first, and of the unknown one without a
+    way out.
+    """
     message = message_of(flag)
     assert flag.split("=")[0] in message
     assert message.endswith(f"did you mean {nearest}?")
@@ -226,7 +236,9 @@ def test_unknown_option_like_no_other_points_to_help():
 
 @pytest.mark.parametrize("flag", ["--num-cyl", "--turb", "--col", "--conf"])
 def test_abbreviations_are_refused(flag):
-    """A script that says --num-cyl would change its meaning when another flag of that beginning is added."""
+    """A script that says --num-cyl would change its meaning when another flag of that beginning is
+    added.
+    """
     assert f"unknown option {flag}" in message_of(*NEEDED, flag, "1")
 
 
@@ -236,8 +248,12 @@ def test_only_booleans_have_a_no():
 
 
 def test_yaml_gives_options_and_flags_win(write_yaml):
-    """A file that wins over the command line makes sweeps over one flag train the same model every time."""
-    path = write_yaml("bore: 9.5\nfuel: diesel\nturbo: true\nnum_doors: 5\ncolors: [red, blue]\nname: x y\n")
+    """A file that wins over the command line makes sweeps over one flag train the same model every
+    time.
+    """
+    path = write_yaml(
+        "bore: 9.5\nfuel: diesel\nturbo: true\nnum_doors: 5\ncolors: [red, blue]\nname: x y\n"
+    )
     engine, body = parse("--config", path)
     assert (engine.bore, engine.fuel, engine.turbo) == (9.5, "diesel", True)
     assert (body.num_doors, list(body.colors), body.name) == (5, ["red", "blue"], "x y")
@@ -247,7 +263,12 @@ def test_yaml_gives_options_and_flags_win(write_yaml):
         ("--bore", "1", f"--config={path}", "--no-turbo", "--colors", "green"),
     ):
         engine, body = parse(*arguments)
-        assert (engine.bore, engine.turbo, list(body.colors), body.num_doors) == (1.0, False, ["green"], 5)
+        assert (engine.bore, engine.turbo, list(body.colors), body.num_doors) == (
+            1.0,
+            False,
+            ["green"],
+            5,
+        )
 
 
 def test_yaml_satisfies_required_flags(write_yaml):
@@ -273,7 +294,9 @@ def test_yaml_satisfies_required_flags(write_yaml):
 def test_yaml_values(write_yaml, text, field, expected):
     """`1e-3` is text to YAML, and null is no value: both are what users write."""
     engine, _ = parse_flags(
-        (Engine, Body), ["--config", write_yaml(("" if "cylinders" in text else "num_cylinders: 4\n") + text)], ""
+        (Engine, Body),
+        ["--config", write_yaml(("" if "cylinders" in text else "num_cylinders: 4\n") + text)],
+        "",
     )
     assert getattr(engine, field) == expected
 
@@ -311,8 +334,14 @@ def test_yaml_text_like_a_flag_is_a_value(write_yaml):
         ("turbo: 1", ": 'turbo' must be true or false, but is 1"),
         ("name: true", ": 'name' must be text, but is True"),
         ("name: {a: 1}", ": 'name' must be text, but is {'a': 1}"),
-        ("colors: [[red], [blue]]", ": 'colors' must be a list of at least one text, but is [['red'], ['blue']]"),
-        ("colors: [red, {a: 1}]", ": 'colors' must be a list of at least one text, but is ['red', {'a': 1}]"),
+        (
+            "colors: [[red], [blue]]",
+            ": 'colors' must be a list of at least one text, but is [['red'], ['blue']]",
+        ),
+        (
+            "colors: [red, {a: 1}]",
+            ": 'colors' must be a list of at least one text, but is ['red', {'a': 1}]",
+        ),
         ("colors: {a: 1}", ": 'colors' must be a list of at least one text, but is {'a': 1}"),
         (
             "colors: []",
@@ -324,7 +353,9 @@ def test_yaml_text_like_a_flag_is_a_value(write_yaml):
     ],
 )
 def test_wrong_yaml_names_file_key_and_value(write_yaml, text, message):
-    """A file of forty lines of which one is wrong must say which; "unrecognized arguments: 3" tells nothing."""
+    """A file of forty lines of which one is wrong must say which; "unrecognized arguments: 3" tells
+    nothing.
+    """
     path = write_yaml(text)
     found = message_of(*NEEDED, "--config", path)
     assert found.startswith(f"--config {path}")
@@ -360,7 +391,10 @@ def test_yaml_that_is_not_utf_8(tmp_path):
 def test_second_config_is_refused(write_yaml):
     """The second file would be ignored without a word."""
     first, second = write_yaml("bore: 1", "first.yaml"), write_yaml("bore: 2", "second.yaml")
-    for arguments in (("--config", first, "--config", second), (f"--config={first}", f"--config={second}")):
+    for arguments in (
+        ("--config", first, "--config", second),
+        (f"--config={first}", f"--config={second}"),
+    ):
         assert message_of(*NEEDED, *arguments) == "--config takes one file; put all options into it"
 
 
@@ -379,7 +413,9 @@ def test_lists_in_yaml(write_yaml, text, expected):
 
 
 def test_tuple_field_is_a_tuple():
-    """A list in a frozen dataclass can be changed, cannot be hashed, and is unequal to the default's tuple."""
+    """A list in a frozen dataclass can be changed, cannot be hashed, and is unequal to the
+    default's tuple.
+    """
     assert parse("--colors", "red")[1] == Body(colors=("red",))
 
 
@@ -388,17 +424,26 @@ def test_what_a_yaml_value_breaks_is_refused_as_on_the_command_line(write_yaml):
     path = write_yaml("num-cylinders: 0")
     with pytest.raises(FlagError, match="--num-cylinders must be at least 1, but is 0"):
         parse_flags((Engine, Body), ["--config", path], "")
-    assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], "") == [Engine(num_cylinders=2)]
+    assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], "") == [
+        Engine(num_cylinders=2)
+    ]
 
 
 def test_the_last_of_repeated_list_flags_counts():
     """As in Megatron: scripts append what shall override."""
-    assert list(parse("--colors", "red", "--colors", "blue", "green")[1].colors) == ["blue", "green"]
+    assert list(parse("--colors", "red", "--colors", "blue", "green")[1].colors) == [
+        "blue",
+        "green",
+    ]
 
 
 def test_repeatable_list_flags_add_up(write_yaml):
     """A scheduler or a step that is silently left out is not missed."""
-    assert list(parse_flags((Trip,), ["--stops", "1", "--stops", "2", "3"], "")[0].stops) == [1, 2, 3]
+    assert list(parse_flags((Trip,), ["--stops", "1", "--stops", "2", "3"], "")[0].stops) == [
+        1,
+        2,
+        3,
+    ]
     arguments = ["--config", write_yaml("stops: [9]\n"), "--stops", "1", "--stops", "2"]
     assert list(parse_flags((Trip,), arguments, "")[0].stops) == [1, 2]
 

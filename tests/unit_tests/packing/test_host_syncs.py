@@ -1,5 +1,6 @@
-"""Nothing that a microbatch does reads a device tensor on the host: tensors on "meta" have no values, so that reading
-one is an error. On a GPU it would be a wait for all work queued so far, at each microbatch or even each layer.
+"""Nothing that a microbatch does reads a device tensor on the host: tensors on "meta" have no
+values, so that reading one is an error. On a GPU it would be a wait for all work queued so far, at
+each microbatch or even each layer.
 """
 
 from typing import Any
@@ -39,7 +40,9 @@ def batch_on_device(context_parallel_size: int, **options: Any) -> Batch:
     microbatch |= {name: microbatch[name].to(DEVICE) for name in FIELDS}
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), Ranks(context_parallel_size, 0), Ranks()
-    return get_batch_on_this_rank_for_sequence_packing(iter([microbatch]), pg_collection=groups, **options)
+    return get_batch_on_this_rank_for_sequence_packing(
+        iter([microbatch]), pg_collection=groups, **options
+    )
 
 
 def test_reading_a_value_is_an_error():
@@ -54,25 +57,41 @@ def test_reading_a_value_is_an_error():
 @pytest.mark.parametrize("mtp_on_this_rank", [False, True])
 def test_batch_and_loss_read_nothing(context_parallel_size, mtp_on_this_rank):
     batch = batch_on_device(context_parallel_size, mtp_on_this_rank=mtp_on_this_rank)
-    for field in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.padding_mask):
+    for field in (
+        batch.tokens,
+        batch.labels,
+        batch.loss_mask,
+        batch.position_ids,
+        batch.padding_mask,
+    ):
         assert field is not None
         assert field.device == DEVICE
     assert batch.loss_mask is not None
-    total, num_tokens, logged = loss_sum(batch.loss_mask, torch.empty_like(batch.loss_mask, dtype=torch.bfloat16))
+    total, num_tokens, logged = loss_sum(
+        batch.loss_mask, torch.empty_like(batch.loss_mask, dtype=torch.bfloat16)
+    )
     assert total.device == num_tokens.device == logged["lm loss"][0].device == DEVICE
 
 
 def test_attention_reads_nothing():
     """Once per layer, and again in its backward."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, num_query_groups=1, attention_dropout=0.0
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_query_groups=1,
+        attention_dropout=0.0,
     )
     groups = ProcessGroupCollection()
     groups.cp = Ranks()
-    attention = PackedDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    attention = PackedDotProductAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=groups
+    )
     batch = batch_on_device(1)
     query = torch.empty(sum(LENGTHS), 2, 4, device=DEVICE, requires_grad=True)
-    key, value = (torch.empty(sum(LENGTHS), 1, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    key, value = (
+        torch.empty(sum(LENGTHS), 1, 4, device=DEVICE, requires_grad=True) for _ in range(2)
+    )
     out = attention(query, key, value, None, packed_seq_params=batch.packed_seq_params)
     assert out.shape == (sum(LENGTHS), 8)
     out.sum().backward()

@@ -20,7 +20,13 @@ from megatron.packing.model.auxiliary_losses import TokenCounts
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.fitted_cost import Fit, write_fitted_cost
 from megatron.packing.step.settings import PackingOptions, model_of
-from tests.unit_tests.packing.plugged import Model, forward_step, make_config, parse, state_of_megatron_core
+from tests.unit_tests.packing.plugged import (
+    Model,
+    forward_step,
+    make_config,
+    parse,
+    state_of_megatron_core,
+)
 
 pytestmark = pytest.mark.usefixtures("taken_back")
 
@@ -32,8 +38,14 @@ def test_add_arguments() -> None:
     none = parse("")
     assert (none.sequence_packing, none.sequence_packing_scheduler) == (False, None)
     assert (none.max_seqlen_per_dp_cp_rank, none.over_length_policy) == (None, "error")
-    some = parse("--sequence-packing --sequence-packing-scheduler empty --max-seqlen-per-dp-cp-rank 8")
-    assert (some.sequence_packing, some.sequence_packing_scheduler, some.max_seqlen_per_dp_cp_rank) == (
+    some = parse(
+        "--sequence-packing --sequence-packing-scheduler empty --max-seqlen-per-dp-cp-rank 8"
+    )
+    assert (
+        some.sequence_packing,
+        some.sequence_packing_scheduler,
+        some.max_seqlen_per_dp_cp_rank,
+    ) == (
         True,
         "empty",
         8,
@@ -41,7 +53,9 @@ def test_add_arguments() -> None:
 
 
 def test_add_arguments_to_a_parser_that_has_some() -> None:
-    """argparse ends the script at its start where an option comes twice, as it would in newer Megatron-LM."""
+    """argparse ends the script at its start where an option comes twice, as it would in newer
+    Megatron-LM.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-seqlen-per-dp-cp-rank", type=int, default=17)
     parser.add_argument("--sequence-packing-scheduler", choices=["dp_balanced"])
@@ -56,7 +70,9 @@ def test_add_arguments_to_a_parser_that_has_some() -> None:
 def test_install_writes_what_the_arguments_say() -> None:
     """An option that does not reach the config is ignored without a word."""
     config = make_config()
-    plugin.install(config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop"))
+    plugin.install(
+        config, parse("--sequence-packing --max-seqlen-per-dp-cp-rank 32 --over-length-policy drop")
+    )
     assert config.sequence_packing_scheduler == "default"
     assert config.max_seqlen_per_dp_cp_rank == 32
     assert config.sequence_packing_options == PackingOptions(over_length_policy="drop")
@@ -74,7 +90,8 @@ def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
     plugin.install(config, parse(f"--sequence-packing --pack-cost {path}"))
     assert config.sequence_packing_options.cost == PackCost(linear=1e-5, quadratic=2e-9, fixed=3e-3)
     with pytest.raises(
-        ValueError, match=r"cost\.json was measured for another model: num_layers is 2 there, but 3 here"
+        ValueError,
+        match=r"cost\.json was measured for another model: num_layers is 2 there, but 3 here",
     ):
         plugin.install(make_config(num_layers=3), parse(f"--sequence-packing --pack-cost {path}"))
     with pytest.raises(ValueError, match="--pack-cost needs --sequence-packing"):
@@ -84,7 +101,9 @@ def test_install_takes_the_measured_cost(tmp_path: Path) -> None:
 def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that is not used saves nothing; one that evaluation uses mixes held-out samples into training."""
+    """A queue that is not used saves nothing; one that evaluation uses mixes held-out samples into
+    training.
+    """
     config = make_config()
     plugin.install(config, parse("--sequence-packing --outlier-delay-steps 3"))
     queue = config.sequence_packing_options.delay_queue
@@ -116,7 +135,9 @@ def test_outliers_wait_in_the_configs_queue_but_not_in_evaluation(
     plain = make_config()
     plugin.install(plain, parse("--sequence-packing"))
     assert plain.sequence_packing_options.delay_queue is None
-    with pytest.raises(ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"):
+    with pytest.raises(
+        ValueError, match="--outlier-delay-steps needs a scheduler that mixes what was drawn"
+    ):
         plugin.install(config, parse("--sequence-packing --sequence-packing-scheduler empty"))
 
 
@@ -129,7 +150,9 @@ def test_install_without_packing_leaves_the_config_alone() -> None:
 
 
 def test_uninstall_leaves_megatron_core_as_it_was() -> None:
-    """One attribute left behind packs the next model of the process, or hides a later megatron-core's own."""
+    """One attribute left behind packs the next model of the process, or hides a later
+    megatron-core's own.
+    """
     plugin.uninstall()
     before = state_of_megatron_core()
     plugin.install(make_config())
@@ -163,13 +186,16 @@ def test_uninstall_refuses_to_drop_somebody_elses_change(monkeypatch: pytest.Mon
     """Putting the original back would silently undo what another extension did on top."""
     with monkeypatch.context() as patch, plugin.install(make_config()):
         patch.setattr(schedules, "forward_backward_no_pipelining", lambda **arguments: [])
-        with pytest.raises(RuntimeError, match="forward_backward_no_pipelining was replaced after install"):
+        with pytest.raises(
+            RuntimeError, match="forward_backward_no_pipelining was replaced after install"
+        ):
             plugin.uninstall()
         patch.undo()
 
 
 def test_names_are_where_megatron_lm_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is there already is megatron-core's own and means something else to its callers."""
+    """A name that is there already is megatron-core's own and means something else to its
+    callers."""
     own = object()
     monkeypatch.setattr(home, "wrap_data_iterator", own, raising=False)
     plugin.install(make_config())
@@ -184,10 +210,16 @@ def test_names_are_where_megatron_lm_has_them(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_models_without_packing_pass_through(calls: list[dict[str, Any]]) -> None:
-    """A reward or reference model beside the packed one would be fed packs that it never asked for."""
+    """A reward or reference model beside the packed one would be fed packs that it never asked
+    for."""
     plugin.install(make_config())
     model, data = Model(make_config()), iter([1])
-    given = {"data_iterator": data, "model": model, "forward_step_func": forward_step, "num_microbatches": 3}
+    given = {
+        "data_iterator": data,
+        "model": model,
+        "forward_step_func": forward_step,
+        "num_microbatches": 3,
+    }
     assert get_forward_backward_func()(**given, forward_only=True) == [(1.0, 2, {"lm loss": 3.0})]
     assert calls == [{**given, "forward_only": True}]
     assert calls[0]["data_iterator"] is data
@@ -195,7 +227,9 @@ def test_models_without_packing_pass_through(calls: list[dict[str, Any]]) -> Non
 
 
 def test_empty_packs_are_balanced_while_a_step_runs(calls: list[dict[str, Any]]) -> None:
-    """An empty pack would make every gradient of a model of experts NaN; another model's router is not ours."""
+    """An empty pack would make every gradient of a model of experts NaN; another model's router is
+    not ours.
+    """
     name, found = "get_tokens_per_expert_and_token_count", []
     plain = getattr(router, name)
 
@@ -215,14 +249,19 @@ def test_empty_packs_are_balanced_while_a_step_runs(calls: list[dict[str, Any]])
     assert getattr(router, name) is plain
 
 
-def test_an_iterator_that_the_script_wrapped_is_not_packed_again(calls: list[dict[str, Any]]) -> None:
+def test_an_iterator_that_the_script_wrapped_is_not_packed_again(
+    calls: list[dict[str, Any]],
+) -> None:
     """Packs would be packed as if they were sequences, with their padding as tokens."""
     config = make_config()
     plugin.install(config)
     packs = PackedIterator([{"tokens": torch.arange(4), "cu_seqlens": torch.tensor([0, 3])}])
     for data in (packs, [packs, packs]):
         get_forward_backward_func()(
-            data_iterator=data, model=Model(config), forward_step_func=forward_step, num_microbatches=1
+            data_iterator=data,
+            model=Model(config),
+            forward_step_func=forward_step,
+            num_microbatches=1,
         )
         assert calls[-1]["data_iterator"] is data
     assert len(list(packs)) == 1, "looking at the iterator must not consume it"

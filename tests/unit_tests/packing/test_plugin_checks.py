@@ -13,7 +13,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.packing import plugin
 from megatron.packing.data_schedule import PackedIterator
-from tests.unit_tests.packing.plugged import Model, forward_step, make_config, state_of_megatron_core
+from tests.unit_tests.packing.plugged import (
+    Model,
+    forward_step,
+    make_config,
+    state_of_megatron_core,
+)
 
 pytestmark = pytest.mark.usefixtures("taken_back")
 
@@ -32,25 +37,47 @@ REFUSED = [
         },
         "overlap_p2p_comm=True and batch_p2p_comm=False",
     ),
-    ({"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"}, 'moe_token_dispatcher_type="alltoall"'),
+    (
+        {"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather"},
+        'moe_token_dispatcher_type="alltoall"',
+    ),
     ({"num_moe_experts": 2, "moe_token_dispatcher_type": "flex"}, '"flex" was not checked'),
     ({"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=None"),
-    ({"num_moe_experts": 2, "moe_router_load_balancing_type": "seq_aux_loss"}, '"aux_loss" or "none"'),
-    ({"num_moe_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, '"aux_loss" or "none"'),
+    (
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "seq_aux_loss"},
+        '"aux_loss" or "none"',
+    ),
+    (
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        '"aux_loss" or "none"',
+    ),
     ({"multi_latent_attention": True}, "multi_latent_attention=False without Transformer Engine"),
-    ({"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0}, "apply_rope_fusion=False with YaRN"),
+    (
+        {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 4.0},
+        "apply_rope_fusion=False with YaRN",
+    ),
     ({"fp8": "hybrid"}, "fp8=None without Transformer Engine"),
     ({"fp4": "e2m1"}, "fp4=None"),
     ({"cuda_graph_impl": "local"}, 'cuda_graph_impl="none"'),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=False"),
-    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff=0"),
-    ({"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01}, "moe_z_loss_coeff=None"),
+    (
+        {"num_moe_experts": 2, "mtp_num_layers": 1, "moe_aux_loss_coeff": 0.01},
+        "moe_aux_loss_coeff=0",
+    ),
+    (
+        {"num_moe_experts": 2, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.01},
+        "moe_z_loss_coeff=None",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_refuses_configs_that_cannot_work(calls: list[dict[str, Any]], settings: dict[str, Any], words: str) -> None:
-    """Each of these trains wrongly or hangs without another word, also where the config changes after install."""
+def test_refuses_configs_that_cannot_work(
+    calls: list[dict[str, Any]], settings: dict[str, Any], words: str
+) -> None:
+    """Each of these trains wrongly or hangs without another word, also where the config changes
+    after install.
+    """
     before = state_of_megatron_core()
     with pytest.raises(ValueError, match=words):
         plugin.install(make_config(**settings))
@@ -61,13 +88,18 @@ def test_refuses_configs_that_cannot_work(calls: list[dict[str, Any]], settings:
         setattr(config, name, value)
     with pytest.raises(ValueError, match=words):
         get_forward_backward_func()(
-            data_iterator=None, model=Model(config), forward_step_func=forward_step, num_microbatches=1
+            data_iterator=None,
+            model=Model(config),
+            forward_step_func=forward_step,
+            num_microbatches=1,
         )
     assert calls == []
 
 
 def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> None:
-    """It would end in an assertion inside the first layer, which names a module that the user cannot install."""
+    """It would end in an assertion inside the first layer, which names a module that the user
+    cannot install.
+    """
     config = make_config()
     plugin.install(config)
     model = Model(config)
@@ -82,7 +114,9 @@ def test_refuses_attention_that_takes_no_packs(calls: list[dict[str, Any]]) -> N
 
 
 def test_refuses_a_loss_that_is_a_mean(calls: list[dict[str, Any]]) -> None:
-    """megatron-core takes a mean per microbatch too, and would weight tokens by the pack they are in."""
+    """megatron-core takes a mean per microbatch too, and would weight tokens by the pack they are
+    in.
+    """
     config = make_config()
     plugin.install(config)
 
@@ -100,7 +134,9 @@ def test_refuses_a_loss_that_is_a_mean(calls: list[dict[str, Any]]) -> None:
 
 
 def test_refuses_a_collection_without_the_groups_it_needs(calls: list[dict[str, Any]]) -> None:
-    """megatron-core asks for fewer groups; the missing one would be an AttributeError somewhere inside."""
+    """megatron-core asks for fewer groups; the missing one would be an AttributeError somewhere
+    inside.
+    """
     config = make_config()
     plugin.install(config)
     groups = argparse.Namespace(tp=1, cp=1, pp=1, dp_cp=1, mp=None)
@@ -115,7 +151,9 @@ def test_refuses_a_collection_without_the_groups_it_needs(calls: list[dict[str, 
 
 
 def test_refuses_to_train_without_a_way_to_finish_gradients(calls: list[dict[str, Any]]) -> None:
-    """megatron-core passes over it, and each rank steps by its own tokens' gradients. Evaluation needs none."""
+    """megatron-core passes over it, and each rank steps by its own tokens' gradients. Evaluation
+    needs none.
+    """
     config = make_config(finalize_model_grads_func=None)
     plugin.install(config)
     arguments: dict[str, Any] = {
@@ -124,7 +162,9 @@ def test_refuses_to_train_without_a_way_to_finish_gradients(calls: list[dict[str
         "forward_step_func": forward_step,
         "num_microbatches": 1,
     }
-    with pytest.raises(ValueError, match=r"set it to megatron\.core\.distributed\.finalize_model_grads"):
+    with pytest.raises(
+        ValueError, match=r"set it to megatron\.core\.distributed\.finalize_model_grads"
+    ):
         get_forward_backward_func()(**arguments)
     assert calls == []
     get_forward_backward_func()(**arguments, forward_only=True)
@@ -144,7 +184,9 @@ class Taking(Attention):
 
 
 def test_refuses_a_step_that_forgets_where_sequences_end(calls: list[dict[str, Any]]) -> None:
-    """All sequences of a pack would be one: its loss falls, too. A call outside of training is the script's own."""
+    """All sequences of a pack would be one: its loss falls, too. A call outside of training is the
+    script's own.
+    """
     config = make_config()
     plugin.install(config)
     model = Model(config)
@@ -157,7 +199,10 @@ def test_refuses_a_step_that_forgets_where_sequences_end(calls: list[dict[str, A
 
     def run() -> None:
         get_forward_backward_func()(
-            data_iterator=PackedIterator([{}]), model=model, forward_step_func=step, num_microbatches=1
+            data_iterator=PackedIterator([{}]),
+            model=model,
+            forward_step_func=step,
+            num_microbatches=1,
         )
 
     with pytest.raises(ValueError, match=r"pass packed_seq_params=batch\.packed_seq_params"):
@@ -170,7 +215,9 @@ def test_refuses_a_step_that_forgets_where_sequences_end(calls: list[dict[str, A
 
 def test_refuses_latent_attention_with_context_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine is there for it, but the two have not been tried together."""
-    monkeypatch.setattr("megatron.packing.model.get_batch.transformer_engine_installed", lambda: True)
+    monkeypatch.setattr(
+        "megatron.packing.model.get_batch.transformer_engine_installed", lambda: True
+    )
     plugin.install(make_config(multi_latent_attention=True))
     with pytest.raises(ValueError, match="context_parallel_size=1 with multi_latent"):
         plugin.install(make_config(multi_latent_attention=True, context_parallel_size=2))

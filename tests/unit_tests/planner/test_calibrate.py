@@ -19,13 +19,16 @@ pytestmark = [
 ]
 
 MODEL = (
-    "--num-layers 6 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --position-embedding-type rope".split()
-)
+    "--num-layers 6 --hidden-size 16 --num-attention-heads 2 --seq-length 256 "
+    "--position-embedding-type rope"
+).split()
 CPU = torch.device("cpu")
 
 
 def test_measured_cost_is_read_by_training(tmp_path, capsys):
-    """All else about the file is tested with made-up times; here a model runs, and its file says what it was."""
+    """All else about the file is tested with made-up times; here a model runs, and its file says
+    what it was.
+    """
     path = tmp_path / "cost.json"
     wide = (
         "--hidden-size 64 --seq-length 512 --swiglu --vocab-size 100 --repeats 3".split()
@@ -33,7 +36,11 @@ def test_measured_cost_is_read_by_training(tmp_path, capsys):
     calibrate.main([*MODEL, *wide, "--output", str(path)])
     fitted = read_fitted_cost(path)
     assert fitted.cost.linear > 0
-    assert (fitted.model["num_layers"], fitted.model["vocab_size"], fitted.model["dtype"]) == (6, 128, "float32")
+    assert (fitted.model["num_layers"], fitted.model["vocab_size"], fitted.model["dtype"]) == (
+        6,
+        128,
+        "float32",
+    )
     content = json.loads(path.read_text())
     assert len(content["points"]) >= 6
     assert all(0 < point["seconds"] < 10 for point in content["points"])
@@ -46,22 +53,30 @@ def test_measured_cost_is_read_by_training(tmp_path, capsys):
     "arguments",
     [
         "",
-        "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention --num-query-groups 1 --bf16",
+        "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention "
+        "--num-query-groups 1 --bf16",
         "--ffn-hidden-size 24 --kv-channels 4 --qk-layernorm",
-        "--disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 8",
+        "--disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax "
+        "--moe-ffn-hidden-size 8",
         "--mtp-num-layers 1 --recompute-granularity full",
     ],
 )
 def test_model_is_the_one_that_training_builds(arguments):
-    """A default that differs between the two would make training refuse the file of its own options."""
+    """A default that differs between the two would make training refuse the file of its own
+    options.
+    """
     from megatron.sft.model.build import build_transformer_config
     from megatron.sft.model.build import padded_vocab_size as padded_in_training
     from megatron.sft.options.config import parse_config
 
     known = [*MODEL, *arguments.split()]
-    run = parse_config([*known, *"--train-iters 1 --global-batch-size 1 --lr 1 --mock-data".split()], world_size=1)
+    run = parse_config(
+        [*known, *"--train-iters 1 --global-batch-size 1 --lr 1 --mock-data".split()], world_size=1
+    )
     options = parse_arguments([*known, "--vocab-size", "200"])
-    mine = model_of(calibrate.transformer_config(options, options.num_layers, CPU), options.padded_vocab_size)
+    mine = model_of(
+        calibrate.transformer_config(options, options.num_layers, CPU), options.padded_vocab_size
+    )
     assert mine == model_of(build_transformer_config(run, CPU), padded_in_training(200, run))
 
 
@@ -87,7 +102,9 @@ def test_refusals_are_one_line(monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "cost.json").exists()
 
 
-NEEDED = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --vocab-size 130".split()
+NEEDED = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 256 --vocab-size 130"
+).split()
 
 
 def test_options():
@@ -102,11 +119,17 @@ def test_yaml_of_a_training_run(tmp_path):
     """The user would copy options by hand, and one of them wrong."""
     path = tmp_path / "run.yaml"
     path.write_text(
-        "num-layers: 4\nhidden_size: 32\nnum-attention-heads: 2\nseq-length: 512\nswiglu: true\nbf16: false\n"
+        "num-layers: 4\nhidden_size: 32\nnum-attention-heads: 2\nseq-length: 512\nswiglu: "
+        "true\nbf16: false\n"
         "lr: 1.0e-3\ndata-path: [a.jsonl]\nkv-channels:\n"
     )
     options = parse_arguments(["--config", str(path), "--vocab-size", "256", "--num-layers", "8"])
-    assert (options.num_layers, options.hidden_size, options.seq_length, options.vocab_size) == (8, 32, 512, 256)
+    assert (options.num_layers, options.hidden_size, options.seq_length, options.vocab_size) == (
+        8,
+        32,
+        512,
+        256,
+    )
     assert (options.swiglu, options.bf16, options.kv_channels) == (True, False, None)
 
 
@@ -116,10 +139,19 @@ def test_yaml_of_a_training_run(tmp_path):
         (NEEDED[:-2], "required: --vocab-size"),
         ([*NEEDED, "--num-layers", "0"], "--num-layers must be at least 1, but is 0"),
         ([*NEEDED, "--repeats", "0"], "--repeats must be at least 1, but is 0"),
-        ([*NEEDED, "--tensor-model-parallel-size", "2"], "unknown option --tensor-model-parallel-size"),
+        (
+            [*NEEDED, "--tensor-model-parallel-size", "2"],
+            "unknown option --tensor-model-parallel-size",
+        ),
         ([*NEEDED, "--config", "absent.yaml"], "--config absent.yaml: "),
-        ([*NEEDED, "--output", "no/such/folder/x.json"], "--output no/such/folder/x.json must be a file that can be"),
-        ([*NEEDED, "--output", "."], "--output . must be a file that can be written to; give another place"),
+        (
+            [*NEEDED, "--output", "no/such/folder/x.json"],
+            "--output no/such/folder/x.json must be a file that can be",
+        ),
+        (
+            [*NEEDED, "--output", "."],
+            "--output . must be a file that can be written to; give another place",
+        ),
     ],
 )
 def test_wrong_options_are_named(arguments, words):
@@ -130,7 +162,10 @@ def test_wrong_options_are_named(arguments, words):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("[1]", "must map options to values"), ("num-layers: x", "'num-layers' must be a whole number")],
+    [
+        ("[1]", "must map options to values"),
+        ("num-layers: x", "'num-layers' must be a whole number"),
+    ],
 )
 def test_wrong_yaml_is_named(tmp_path, content, words):
     """The same from a file."""

@@ -20,7 +20,9 @@ from megatron.planner.compare import (
 )
 from megatron.planner.step_record import StepLayout
 
-LAYOUT = StepLayout(num_ranks=2, capacity=8, alignment=Alignment(), cost=PackCost(1.0, 0.0, 1.0), model=StepModel())
+LAYOUT = StepLayout(
+    num_ranks=2, capacity=8, alignment=Alignment(), cost=PackCost(1.0, 0.0, 1.0), model=StepModel()
+)
 BATCH = np.array([8, 2, 2, 2, 4, 1])  # drawn by rank 0: 8 2 2, by rank 1: 2 4 1
 
 
@@ -49,7 +51,9 @@ def test_padding_per_microbatch():
 
 
 def test_packed_schedulers():
-    """19 tokens on two ranks of two packs: 10 and 9, each with 2 of fixed cost; arrival order is no better."""
+    """19 tokens on two ranks of two packs: 10 and 9, each with 2 of fixed cost; arrival order is no
+    better.
+    """
     found, comparison = outcomes()
     assert found["default"].step_cost == pytest.approx(12)
     assert found["default"].balance == pytest.approx(12 / 11.5)  # the bound is the mean over ranks
@@ -69,7 +73,8 @@ def test_several_batches_are_averaged():
 
 
 def test_a_picture_says_which_batch_it_shows():
-    """Its figures are of one batch, those of the table are means: they look like a contradiction."""
+    """Its figures are of one batch, those of the table are means: they look like a
+    contradiction."""
     titles = [record.title for record in outcomes(batches=(BATCH, BATCH))[1].records]
     assert titles == ["batch 1 of 2, 6 sequences"] * len(SCHEDULERS)
     assert outcomes()[1].records[0].title == "6 sequences"
@@ -91,7 +96,12 @@ def overfull(request):
 def test_failing_schedulers_are_named():
     """A user's scheduler that is wrong must cost a line, not the table of the others."""
     found, comparison = outcomes(
-        schedulers={"mine": broken, "full": overfull, "exits": exiting, "default": SCHEDULERS["default"]}
+        schedulers={
+            "mine": broken,
+            "full": overfull,
+            "exits": exiting,
+            "default": SCHEDULERS["default"],
+        }
     )
     assert "default" in found
     assert [failed.name for failed in comparison.failed] == ["mine", "full", "exits"]
@@ -103,7 +113,9 @@ def test_failing_schedulers_are_named():
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (8, 1), (2, 2), (4, 3)])
 @pytest.mark.parametrize("more", [1, 5])
 def test_steady_state_is_what_simulation_says(stages, chunks, more):
-    """The baseline of thousands of equal microbatches is not simulated: the short way must be exact."""
+    """The baseline of thousands of equal microbatches is not simulated: the short way must be
+    exact.
+    """
     multiple = stages if chunks > 1 else 1
     model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=multiple)
     layout = replace(LAYOUT, microbatch_multiple=multiple, model=model)
@@ -114,4 +126,7 @@ def test_steady_state_is_what_simulation_says(stages, chunks, more):
 def test_modelled_cost_is_that_of_the_table():
     """Advice compares its own figures with one another: they must be those of the table."""
     layout = replace(LAYOUT, model=StepModel(num_stages=2))
-    assert modelled_cost((BATCH,), layout, SCHEDULERS["default"]) == outcomes(layout)[0]["default"].step_cost
+    assert (
+        modelled_cost((BATCH,), layout, SCHEDULERS["default"])
+        == outcomes(layout)[0]["default"].step_cost
+    )

@@ -36,7 +36,11 @@ def lengths(tmp_path):
 
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 8".split()
-COST = {"linear": 1, "quadratic": 0, "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None}}
+COST = {
+    "linear": 1,
+    "quadratic": 0,
+    "model": {"num_layers": 6, "num_attention_heads": 4, "num_experts": None},
+}
 EMPTY = "megatron.packing.scheduling.registry:empty"
 
 
@@ -46,7 +50,10 @@ QUIET = ["-W", "ignore:scheduling is slower"]
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, *QUIET, "-c", RUN, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *QUIET, "-c", RUN, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -54,7 +61,21 @@ def test_whole_command_without_torch(lengths, tmp_path):
     """Seconds on a laptop: torch alone takes as many to import, and isn't there on many."""
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     png = ["--png", picture] if find_spec("matplotlib") else []
-    done = run(lengths, "--dp", 4, "--pp", 2, "--cp", 2, "--tp", 2, "--sequence-parallel", "--html", page, *png)
+    done = run(
+        lengths,
+        "--dp",
+        4,
+        "--pp",
+        2,
+        "--cp",
+        2,
+        "--tp",
+        2,
+        "--sequence-parallel",
+        "--html",
+        page,
+        *png,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert all(any(line.startswith(f"{name} ") for line in lines) for name in SCHEDULERS)
@@ -69,16 +90,22 @@ def test_whole_command_without_torch(lengths, tmp_path):
     assert not png or picture.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.skipif(compiled.CORE is None, reason="the document shows what the compiled loops schedule")
+@pytest.mark.skipif(
+    compiled.CORE is None, reason="the document shows what the compiled loops schedule"
+)
 def test_the_document_shows_what_is_printed(capsys):
-    """Whoever plans with the same lengths gets other figures, and looks for what is wrong. Time to schedule varies."""
+    """Whoever plans with the same lengths gets other figures, and looks for what is wrong. Time to
+    schedule varies.
+    """
     text = (ROOT / "docs" / "planning.md").read_text()
     command, shown = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
     (lengths,) = re.findall(r"For the lengths of `(.*?)`", text)
     _, _, _, _, *options = command.split()
     plan([lengths, *options[: options.index("--html")]], lengths_from)
     printed = {re.sub(r" +\S+ ms$", "", line) for line in capsys.readouterr().out.splitlines()}
-    assert [line for line in shown.splitlines() if re.sub(r" +\S+ ms$", "", line) not in printed] == []
+    assert [
+        line for line in shown.splitlines() if re.sub(r" +\S+ ms$", "", line) not in printed
+    ] == []
 
 
 def test_schedulers_may_be_repeated_and_be_the_users(lengths, capsys):
@@ -91,14 +118,17 @@ def test_schedulers_may_be_repeated_and_be_the_users(lengths, capsys):
 def test_failing_scheduler_costs_a_line(lengths, capsys):
     plan([lengths, "--scheduler", "default", "--scheduler", "math:sqrt"], lengths_from)
     assert "math:sqrt gave no valid schedule: TypeError" in capsys.readouterr().out
-    plan([lengths, "--scheduler", "math:sqrt"], lengths_from)  # nothing valid at all, still no traceback
+    plan(
+        [lengths, "--scheduler", "math:sqrt"], lengths_from
+    )  # nothing valid at all, still no traceback
     assert "padding, to the longest" in capsys.readouterr().out
 
 
 def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
     record = {
         "kind": "schedule", "title": "step 12", "scheduler": "empty", "capacity": 9,
-        "alignment": {"sequence": 1, "pack": 1}, "cost": {"linear": 1.0, "quadratic": 0.0, "fixed": 0.0},
+        "alignment": {"sequence": 1, "pack": 1}, "cost": {"linear": 1.0, "quadratic": 0.0,
+        "fixed": 0.0},
         "microbatch_multiple": 1, "model": {"num_stages": 1}, "packs": [[[9], [1]], [[1], [1]]],
     }  # fmt: skip
     path, page = tmp_path / "schedule_12.json", tmp_path / "x.html"
@@ -108,12 +138,26 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
     assert "as it ran (empty)" in printed
     assert "step 12, scheduled by empty" in printed
     assert "as it ran (empty): step 12" in page.read_text()
-    with pytest.raises(ValueError, match=r"--vocab-size, --dp, --max-seqlen-per-dp-cp-rank cannot change .*leave out"):
+    with pytest.raises(
+        ValueError,
+        match=r"--vocab-size, --dp, --max-seqlen-per-dp-cp-rank cannot change .*leave out",
+    ):
         plan(
-            [str(path), "--dp=4", "--max-seqlen-per-dp-cp-rank", "5000", "--vocab-size", "8", "--scheduler", "empty"],
+            [
+                str(path),
+                "--dp=4",
+                "--max-seqlen-per-dp-cp-rank",
+                "5000",
+                "--vocab-size",
+                "8",
+                "--scheduler",
+                "empty",
+            ],
             lengths_from,
         )
-    with pytest.raises(ValueError, match="--dp cannot change"):  # though it is what is there without it
+    with pytest.raises(
+        ValueError, match="--dp cannot change"
+    ):  # though it is what is there without it
         plan([str(path), "--dp", "1"], lengths_from)
 
 
@@ -141,27 +185,48 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
             ["LENGTHS", *SHAPE, "--num-query-groups", "4", "--tp", "8", "--ffn-hidden-size", "36"],
             "--ffn-hidden-size 36",
         ),
-        (["LENGTHS", "--num-experts", "4", "--moe-layer-freq", "0", "1"], "each of --num-layers 32"),
+        (
+            ["LENGTHS", "--num-experts", "4", "--moe-layer-freq", "0", "1"],
+            "each of --num-layers 32",
+        ),
         (["LENGTHS", *SHAPE, "--tp", "3"], "--num-attention-heads 8"),
         (["LENGTHS", "--tp", "2", "--num-experts", "4"], "--sequence-parallel"),
         (["LENGTHS", "--num-layers", "2"], "also needs --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--swiglu"], "also needs --num-layers, --hidden-size, --num-attention-heads"),
         (["LENGTHS", "--scheduler", "defualt"], "error: --scheduler must be one of"),
         (["LENGTHS", "--scheduler", "defualt"], "did you mean default?"),
-        (["LENGTHS", "--scheduler", "no.such:thing"], "--scheduler 'no.such:thing' can't be imported"),
-        (["LENGTHS", "--scheduler", "EXITS:f"], "EXITS:f' can't be imported: its module raises SystemExit(4)"),
-        (["HUGE"], "huge.csv:1: length must be 1 to 16777216, the most that is believed, but is 16777217"),
+        (
+            ["LENGTHS", "--scheduler", "no.such:thing"],
+            "--scheduler 'no.such:thing' can't be imported",
+        ),
+        (
+            ["LENGTHS", "--scheduler", "EXITS:f"],
+            "EXITS:f' can't be imported: its module raises SystemExit(4)",
+        ),
+        (
+            ["HUGE"],
+            "huge.csv:1: length must be 1 to 16777216, the most that is believed, but is 16777217",
+        ),
         (
             ["CHATS", "--tokenizer-model", "absent"],
             "--tokenizer-model must be the directory of a Hugging Face tokenizer",
         ),
-        (["CHATS", "--tokenizer-model", "x", "--tokenizer-type", "NullTokenizer"], "x is not read by NullTokenizer"),
+        (
+            ["CHATS", "--tokenizer-model", "x", "--tokenizer-type", "NullTokenizer"],
+            "x is not read by NullTokenizer",
+        ),
         (["LENGTHS", "--png", "x.txt"], "--png x.txt: must end in .png, .pdf, .svg or .jpg"),
         (["LENGTHS", "--png", "x"], "--png x: must end in .png"),
         (["LENGTHS", "--html", "."], "--html .: is a folder; name a file in it"),
         (["LENGTHS", "--max-seqlen-per-dp-cp-rank", "100"], "the longest 400"),
-        (["LENGTHS", "--cp", "4", "--max-seqlen-per-dp-cp-rank", "1"], "--max-seqlen-per-dp-cp-rank"),
-        (["LENGTHS", "--html", "no/such/folder/x.html"], "--html no/such/folder/x.html: no such folder"),
+        (
+            ["LENGTHS", "--cp", "4", "--max-seqlen-per-dp-cp-rank", "1"],
+            "--max-seqlen-per-dp-cp-rank",
+        ),
+        (
+            ["LENGTHS", "--html", "no/such/folder/x.html"],
+            "--html no/such/folder/x.html: no such folder",
+        ),
         (["LENGTHS", "--pack-cost", "absent.json"], "--pack-cost absent.json: No such file"),
         (["LENGTHS", "--pack-cost", "LENGTHS"], "--pack-cost"),
         (["LENGTHS", "--tflops-per-device", "nan"], "--tflops-per-device must be at least 0.001"),
@@ -178,7 +243,11 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "EXITS.py").write_text("raise SystemExit(4)")
     monkeypatch.syspath_prepend(tmp_path)
-    paths = {"LENGTHS": lengths, "COST": str(tmp_path / "cost.json"), "HUGE": str(tmp_path / "huge.csv")}
+    paths = {
+        "LENGTHS": lengths,
+        "COST": str(tmp_path / "cost.json"),
+        "HUGE": str(tmp_path / "huge.csv"),
+    }
     paths["CHATS"] = str(tmp_path / "chats.jsonl")
     monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
@@ -200,7 +269,9 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
     ],
 )
 def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments):
-    """What a cost written by hand doesn't say of its model is the user's matter. No advice that would be refused."""
+    """What a cost written by hand doesn't say of its model is the user's matter. No advice that
+    would be refused.
+    """
     cost = tmp_path / "cost.json"
     cost.write_text('{"linear": 1, "quadratic": 0}')
     given = [lengths, "--scheduler", "default", "--global-batch-size", "32"]
@@ -211,9 +282,15 @@ def test_layouts_that_can_exist_are_planned(lengths, tmp_path, capsys, arguments
 
 
 def test_over_length_policies(lengths, capsys):
-    plan([lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "truncate"], lengths_from)
+    plan(
+        [lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "truncate"],
+        lengths_from,
+    )
     assert "cut to 100 tokens: 225 sequences" in capsys.readouterr().out
-    plan([lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "drop"], lengths_from)
+    plan(
+        [lengths, "--max-seqlen-per-dp-cp-rank", "100", "--over-length-policy", "drop"],
+        lengths_from,
+    )
     assert "dropped, as they are longer than 100 tokens: 225 sequences" in capsys.readouterr().out
     Path(lengths).write_text("5\n6\n")
     with pytest.raises(ValueError, match="all sequences are longer than 4 tokens"):
@@ -221,8 +298,12 @@ def test_over_length_policies(lengths, capsys):
 
 
 @pytest.mark.parametrize("cost", [None, {"linear": 4e-5, "quadratic": 2e-9, "fixed": 0.1}])
-def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(lengths, tmp_path, capsys, cost):
-    """The advice and the table would each have their own idea of what a microbatch costs a context-parallel rank."""
+def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(
+    lengths, tmp_path, capsys, cost
+):
+    """The advice and the table would each have their own idea of what a microbatch costs a
+    context-parallel rank.
+    """
     measured = tmp_path / "cost.json"
     measured.write_text(json.dumps(cost))
     given = [lengths, "--scheduler", "default", "--pp", "2", "--global-batch-size", "64"]
@@ -243,10 +324,14 @@ def test_what_is_advised_is_what_the_advised_layout_is_shown_to_take(lengths, tm
 
 
 def test_batches_are_drawn_without_replacement():
-    """Drawing with replacement would show fewer of the longest sequences together than an epoch has."""
+    """Drawing with replacement would show fewer of the longest sequences together than an epoch
+    has.
+    """
     lengths = np.arange(1, 11)
     batches = drawn(lengths, 4, 5, seed=3)
-    assert sorted(np.concatenate(batches[:2]).tolist() + batches[2][:2].tolist()) == lengths.tolist()
+    assert (
+        sorted(np.concatenate(batches[:2]).tolist() + batches[2][:2].tolist()) == lengths.tolist()
+    )
     assert [batch.size for batch in batches] == [4] * 5
     assert np.array_equal(np.concatenate(drawn(lengths, 4, 5, 3)), np.concatenate(batches))
 
@@ -256,7 +341,11 @@ def test_layout_asks_what_training_asks():
     layout = LayoutOptions(dp=4, pp=2, vpp=2, cp=2, ep=4, tp=1)
     step = layout.step_layout(layout.capacity(1001), PackCost(1.0, 0.0), None)
     assert (step.capacity, step.alignment.sequence, step.microbatch_multiple) == (1004, 4, 2)
-    assert (step.model.num_stages, step.model.num_virtual_stages, step.model.stage_group) == (2, 2, 2)
+    assert (step.model.num_stages, step.model.num_virtual_stages, step.model.stage_group) == (
+        2,
+        2,
+        2,
+    )
     assert step.model.sync_every_microbatch
     assert layout.batch_size == 64
 
@@ -305,10 +394,17 @@ def test_model_costs(tmp_path):
 
 
 def test_fitted_cost_is_shared_by_the_layout(lengths, tmp_path, capsys):
-    """Seconds of one device: 100 tokens by 0.01 s on four devices, and the weights' half a second on two of them."""
+    """Seconds of one device: 100 tokens by 0.01 s on four devices, and the weights' half a second
+    on two of them.
+    """
     path = tmp_path / "cost.json"
     path.write_text('{"linear": 0.01, "quadratic": 0, "fixed": 0.5}')
     Path(lengths).write_text("100\n")
-    plan([lengths, "--pack-cost", str(path), "--tp", "2", "--cp", "2", "--global-batch-size", "1"], lengths_from)
-    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("default"))
+    plan(
+        [lengths, "--pack-cost", str(path), "--tp", "2", "--cp", "2", "--global-batch-size", "1"],
+        lengths_from,
+    )
+    row = next(
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("default")
+    )
     assert row[6] == "500.0"  # ms: 1 / 4 + 0.5 / 2

@@ -1,4 +1,6 @@
-"""A run is planned with the model and the layout that it had: another's would be advice for another run."""
+"""A run is planned with the model and the layout that it had: another's would be advice for another
+run.
+"""
 
 import json
 
@@ -52,7 +54,10 @@ def test_model_and_layout_of_a_run(tmp_path):
         global_batch_size=16,
         max_seqlen_per_dp_cp_rank=128,
     )
-    assert remarks == [f"run       model and layout of {tmp_path / 'options.json'}; flags of either replace all of it"]
+    assert remarks == [
+        f"run       model and layout of {tmp_path / 'options.json'}; flags of either replace all "
+        "of it"
+    ]
 
 
 def test_flags_win(tmp_path):
@@ -78,21 +83,32 @@ def test_measured_cost_of_a_run(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"packing": {"pack_cost": null}}'])
 def test_what_are_no_options_is_refused_with_a_way_out(tmp_path, text):
     (tmp_path / "options.json").write_text(text)
-    with pytest.raises(ValueError, match=r"options.json: not the options of a run: .*; give model and layout by flags"):
+    with pytest.raises(
+        ValueError,
+        match=r"options.json: not the options of a run: .*; give model and layout by flags",
+    ):
         as_in_run(RunSource(folder=tmp_path, num_ranks=1, capacity=None), *NONE_GIVEN, [])
 
 
 def test_planning_a_folder(tmp_path, capsys):
     """The whole command: no word of the 8B model, unless the run's options are missing."""
-    write_jsonl(tmp_path / "packs.jsonl", [{"iteration": 1, "capacity": 256, "packs": [[[3, 4]], [[5]]]}])
+    write_jsonl(
+        tmp_path / "packs.jsonl", [{"iteration": 1, "capacity": 256, "packs": [[[3, 4]], [[5]]]}]
+    )
     run_of(tmp_path, PIPELINE)
     plan([str(tmp_path), "--scheduler", "default"], lengths_from)
     printed = capsys.readouterr().out
     assert "model     8 layers, hidden 64, 8 heads" in printed
     assert "leave the vocabulary to its data: no output layer in the cost" in printed
-    assert "layout    dp 2, pp 2, vpp 2 = 4 devices; 256 tokens per rank and pack; 8 global batches of 16" in printed
+    assert (
+        "layout    dp 2, pp 2, vpp 2 = 4 devices; 256 tokens per rank and pack; 8 global batches "
+        "of 16" in printed
+    )
     (tmp_path / "options.json").unlink()
     plan([str(tmp_path / "packs.jsonl"), "--scheduler", "default"], lengths_from)
     printed = capsys.readouterr().out
     assert "8B (32 layers" in printed
-    assert f"note      there is no {tmp_path / 'options.json'}: model and layout are those of the flags" in printed
+    assert (
+        f"note      there is no {tmp_path / 'options.json'}: model and layout are those of the "
+        "flags" in printed
+    )

@@ -1,4 +1,5 @@
-"""A picture that is wrong is believed all the same: its shapes against a step worked out by hand."""
+"""A picture that is wrong is believed all the same: its shapes against a step worked out by
+hand."""
 
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ COST = PackCost(1.0, 0.0, 0.0)
 
 def record(packs, **model):
     layout = StepLayout(
-        num_ranks=len(packs), capacity=10, alignment=Alignment(), cost=COST, model=StepModel(**model)
+        num_ranks=len(packs), capacity=10, alignment=Alignment(), cost=COST,
+        model=StepModel(**model)
     )  # fmt: skip
     return StepRecord(title="step", scheduler="default", layout=layout, packs=packs)
 
@@ -55,35 +57,48 @@ def test_ranks_that_meet_wait_at_every_microbatch():
 
 
 def test_pipeline_stages_show_bubbles():
-    """Two equal packs in two stages: forward 1, backward 2, the last stage runs them one after the other."""
+    """Two equal packs in two stages: forward 1, backward 2, the last stage runs them one after the
+    other.
+    """
     picture = picture_of(record([[[3], [3]]], num_stages=2))
     ninth = [round(place / 9, 3) for place in range(10)]
     assert [line.name for line in picture.stages] == ["stage 0", "stage 1"]
     assert times(picture.stages[0]) == [
         (ninth[0], ninth[1]), (ninth[1], ninth[2]), (ninth[4], ninth[6]), (ninth[7], ninth[9]),
     ]  # fmt: skip
-    assert [block.kind for block in picture.stages[0].blocks] == ["forward", "forward", "backward", "backward"]
+    assert [block.kind for block in picture.stages[0].blocks] == [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+    ]
     assert times(picture.ranks[0]) == [(ninth[1], ninth[4]), (ninth[4], ninth[7])]
     assert picture.busy.mean() == pytest.approx(12 / 18, abs=0.001)
 
 
 @pytest.mark.parametrize(
-    ("stages", "name", "said"), [(1, "lower bound", "of the bound, "), (2, "bound of even packs", "of even packs, ")]
+    ("stages", "name", "said"),
+    [(1, "lower bound", "of the bound, "), (2, "bound of even packs", "of even packs, ")],
 )
 def test_the_bound_has_the_name_that_the_log_gives_it(stages, name, said):
-    """Pipelines may end before it: a lower bound to the left of the end would be a contradiction."""
+    """Pipelines may end before it: a lower bound to the left of the end would be a
+    contradiction."""
     picture = picture_of(record([[[3], [3]]], num_stages=stages))
     assert picture.bound_name == name
     assert said in picture.facts
 
 
 def test_many_ranks_are_thinned_out_and_told():
-    """4096 lines of a pixel's fraction show nothing; those left must hold the slowest and the quickest."""
+    """4096 lines of a pixel's fraction show nothing; those left must hold the slowest and the
+    quickest.
+    """
     picture = picture_of(record([[[1 + rank % 10]] for rank in range(500)]))
     assert len(picture.ranks) == MAX_LINES
     assert picture.ranks[0].blocks[0].end == 1
     assert picture.ranks[-1].blocks[0].end == pytest.approx(0.1)
-    assert picture.notes == ["48 of 500 ranks are drawn, from the slowest to the quickest at even distances"]
+    assert picture.notes == [
+        "48 of 500 ranks are drawn, from the slowest to the quickest at even distances"
+    ]
 
 
 def test_thin_blocks_are_put_together():

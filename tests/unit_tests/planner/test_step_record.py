@@ -41,7 +41,9 @@ def test_json_gives_the_same_step():
 def test_a_former_name_is_read():
     """Records outlive releases: those of runs before the renaming could not be looked at."""
     values = json.loads(RECORD.to_json())
-    now = StepRecord.from_dict({**values, "model": {**values["model"], "sync_every_microbatch": True}})
+    now = StepRecord.from_dict(
+        {**values, "model": {**values["model"], "sync_every_microbatch": True}}
+    )
     del values["model"]["sync_every_microbatch"]
     former = StepRecord.from_dict({**values, "model": {**values["model"], "ranks_meet": True}})
     assert former == now
@@ -52,7 +54,13 @@ def test_record_of_a_schedule():
     """The real lengths are kept, not those rounded up to the alignment."""
     lengths = np.array([5, 1, 16, 7, 3])
     record = StepRecord.of("x", "default", LAYOUT, lengths, default(LAYOUT.request(lengths)))
-    assert sorted(length for rank in record.packs for pack in rank for length in pack) == [1, 3, 5, 7, 16]
+    assert sorted(length for rank in record.packs for pack in rank for length in pack) == [
+        1,
+        3,
+        5,
+        7,
+        16,
+    ]
     assert len({len(rank) for rank in record.packs}) == 1
     assert record.num_microbatches % 2 == 0
 

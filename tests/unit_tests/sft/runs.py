@@ -43,8 +43,8 @@ SOURCE = SourceMetrics(sequences=3, tokens=40, num_loss_tokens=30, loss=1.25)
 
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
-    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256; without packing four
-    times their tokens.
+    """8 sequences of 250 tokens on 2 ranks x 2 microbatches of 1000 tokens, each padded to 256;
+    without packing four times their tokens.
     """
     values: dict[str, Any] = {
         "iteration": iteration,

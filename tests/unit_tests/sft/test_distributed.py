@@ -23,16 +23,25 @@ def test_timeout_reaches_every_group():
     try:
         make_groups(parse("--distributed-timeout-minutes 2.5"))
         groups = list(dist.distributed_c10d._world.pg_map)
-        found = {group.group_desc: group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+        found = {
+            group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
+            for group in groups
+        }
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    assert {"TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP_GLOO"} <= set(found)
+    assert {
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        "DATA_PARALLEL_GROUP",
+        "EXPERT_DATA_PARALLEL_GROUP_GLOO",
+    } <= set(found)
     assert set(found.values()) == {timeout}, found
 
 
 def test_deterministic_kernels_are_asked_of_all_libraries(monkeypatch):
-    """On a GPU two equal runs would differ in the last bits, and a continued one from what it continues."""
+    """On a GPU two equal runs would differ in the last bits, and a continued one from what it
+    continues.
+    """
     from megatron.sft.distributed import use_deterministic_kernels
 
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):

@@ -12,22 +12,33 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import pretrain_sft
 from megatron.packing.scheduling.registry import SCHEDULERS
-from megatron.sft.environment import exit_with
+from megatron.sft.environment import fail
 
 ROOT = Path(__file__).parents[3]
-GOOD = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 --global-batch-size 2"
+GOOD = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 1 "
+    "--global-batch-size 2"
+)
 GOOD_ARGUMENTS = [*GOOD.split(), "--lr", "1e-3", "--mock-data"]
 
 
 def run(command):
     """Run in the repository's root as a process that no launcher started."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=ours, capture_output=True, text=True, timeout=60)
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ours, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.fixture
 def main(monkeypatch, capsys):
-    """Return a function that runs `pretrain_sft.main` here; status, stdout and stderr, as of a process of its own."""
+    """Return a function that runs `pretrain_sft.main` here; status, stdout and stderr, as of a
+    process of its own.
+    """
     monkeypatch.setattr("faulthandler.register", lambda number: None)
 
     def run_main(*arguments, **environment):
@@ -55,7 +66,9 @@ def main(monkeypatch, capsys):
     ],
 )
 def test_wrong_options_end_with_one_line_and_status_two(arguments, words, main):
-    """A traceback hides the message; status 0 lets a script go on to evaluate a model that was never trained."""
+    """A traceback hides the message; status 0 lets a script go on to evaluate a model that was
+    never trained.
+    """
     status, out, err = main(*arguments)
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
@@ -71,17 +84,24 @@ def test_wrong_options_end_with_one_line_and_status_two(arguments, words, main):
     ],
 )
 def test_installed_commands_are_the_same_and_go_by_their_own_names(command, name):
-    """A way to start it that only a checkout has, or a message in the name of a file that the user does not have."""
+    """A way to start it that only a checkout has, or a message in the name of a file that the user
+    does not have.
+    """
     done = run([*command, *GOOD_ARGUMENTS, "--num-layer", "2"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{name}: error: unknown option --num-layer; did you mean --num-layers?\n"
 
 
 def test_versions_are_those_installed():
-    """A report of a fault without them, or with others, sends its reader looking in the wrong place."""
+    """A report of a fault without them, or with others, sends its reader looking in the wrong
+    place.
+    """
     done = run(["-m", "megatron.sft", "--version"])
     names = ("megatron-sft", "megatron-core", "torch")
-    assert (done.returncode, done.stdout) == (0, ", ".join(f"{name} {version(name)}" for name in names) + "\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        ", ".join(f"{name} {version(name)}" for name in names) + "\n",
+    )
 
 
 def test_a_process_ends_so():
@@ -94,14 +114,21 @@ def test_a_process_ends_so():
 
 
 def test_only_rank_zero_speaks_under_torchrun(main, tmp_path):
-    """Eight ranks printing at once make the one line unreadable; without torchrun nobody else would tell of one."""
+    """Eight ranks printing at once make the one line unreadable; without torchrun nobody else would
+    tell of one.
+    """
     of_rank = {"RANK": "1", "WORLD_SIZE": "2"}
-    assert main("--nonsense", **of_rank, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")) == (2, "", "")
+    assert main("--nonsense", **of_rank, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")) == (
+        2,
+        "",
+        "",
+    )
     assert "error: rank 1: unknown option --nonsense" in main("--nonsense", **of_rank)[2]
 
 
 def test_world_size_of_the_launcher_counts(main):
-    """Options that do not fit the number of processes would hang at the first collective instead."""
+    """Options that do not fit the number of processes would hang at the first collective
+    instead."""
     status, _, err = main(*GOOD_ARGUMENTS, RANK="0", WORLD_SIZE="3")
     assert status == 2
     assert "--global-batch-size 2" in err
@@ -120,7 +147,8 @@ def test_help_ends_with_status_zero(main):
 def test_wrong_options_import_neither_torch_nor_megatron_core():
     """A typing mistake would be answered after seconds of imports, on every rank."""
     snippet = (
-        "import sys; from megatron.sft.__main__ import main; sys.argv = ['pretrain_sft.py', '--num-layer', '2']\n"
+        "import sys; from megatron.sft.__main__ import main; sys.argv = ['pretrain_sft.py', "
+        "'--num-layer', '2']\n"
         "try: main()\n"
         "except SystemExit as done: print(done.code)\n"
         "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
@@ -131,8 +159,8 @@ def test_wrong_options_import_neither_torch_nor_megatron_core():
 
 @pytest.mark.parametrize("has_torchrun", [True, False])
 def test_exit_is_one_line_with_status_two(capsys, monkeypatch, tmp_path, has_torchrun):
-    """Every rank printing would bury the message under as many copies, but where torchrun does not tell of those that
-    fail alone; status 0 would let a script go on.
+    """Every rank printing would bury the message under as many copies, but where torchrun does not
+    tell of those that fail alone; status 0 would let a script go on.
     """
     monkeypatch.setattr(sys, "argv", ["somewhere/pretrain_sft.py"])
     monkeypatch.setenv("RANK", "1")
@@ -141,7 +169,7 @@ def test_exit_is_one_line_with_status_two(capsys, monkeypatch, tmp_path, has_tor
     of_other = "" if has_torchrun else "pretrain_sft.py: error: rank 1: bore is wide\n"
     for rank, shown in ((1, of_other), (0, "pretrain_sft.py: error: bore is wide\n")):
         with pytest.raises(SystemExit) as done:
-            exit_with("bore is wide", rank)
+            fail("bore is wide", rank)
         assert done.value.code == 2
         assert capsys.readouterr().err == shown
 
@@ -150,6 +178,8 @@ def test_any_rank_tells_torchrun(tmp_path, monkeypatch):
     """Where a file is missing on one machine only, rank 0 has nothing to say."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
-        exit_with("bore is wide", 3)
-    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+        fail("bore is wide", 3)
+    failure = ProcessFailure(
+        local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json")
+    )
     assert ": error: bore is wide" in ChildFailedError("run", {3: failure}).format_msg()

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.sft.environment import compiling_when_called
+from megatron.sft.environment import lazy_compile
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_compiling_waits_for_the_first_call(monkeypatch):
-    """Importing torch's compiler is a quarter of what a start takes, for functions that most runs never call."""
+    """Importing torch's compiler is a quarter of what a start takes, for functions that most runs
+    never call.
+    """
     compiled = []
 
     def compile_now(function, **options):
@@ -22,7 +24,7 @@ def test_compiling_waits_for_the_first_call(monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", compile_now)
-    with compiling_when_called():
+    with lazy_compile():
 
         @torch.compile(dynamic=True)
         def twice(x):
@@ -43,9 +45,13 @@ def test_compiling_waits_for_the_first_call(monkeypatch):
 def test_output_that_nobody_takes(where):
     """A closed terminal or a full disk behind a log would end a run of days at its next line."""
     code = (
-        "from megatron.sft.environment import outlive_output; outlive_output(); import sys, time; time.sleep(0.1);"
-        "[print('x' * 1000, flush=True) for _ in range(200)]; print('left'); print('done', file=sys.stderr)"
+        "from megatron.sft.environment import outlive_output; outlive_output(); import sys, time; "
+        "time.sleep(0.1);"
+        "[print('x' * 1000, flush=True) for _ in range(200)]; print('left'); print('done', "
+        "file=sys.stderr)"
     )
     command = f"set -o pipefail; {sys.executable} -c {shlex.quote(code)} {where}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "done\n")

@@ -18,7 +18,9 @@ def checked(loss, by_source=()):
 
     sources = np.array([by_source, [1] * len(by_source)], np.float64)
     losses = [{"lm loss": (torch.tensor(each), torch.tensor(1))} for each in (1.0, loss)]
-    check_loss(Reduced(1.0 + loss, 2, False, Counts.none(1), sources), losses, ["a", "b", "c"], "step 3")
+    check_loss(
+        Reduced(1.0 + loss, 2, False, Counts.none(1), sources), losses, ["a", "b", "c"], "step 3"
+    )
 
 
 def test_a_finite_loss_asks_nobody():
@@ -32,15 +34,20 @@ def test_loss_that_is_not_finite(one_rank, loss):
     """It would be trained on, and saved over the last good checkpoint."""
     from megatron.sft.finite import NonFiniteError
 
-    with pytest.raises(NonFiniteError, match=rf"^step 3: the loss is {loss} on rank 0; nothing was saved of it; "):
+    with pytest.raises(
+        NonFiniteError, match=rf"^step 3: the loss is {loss} on rank 0; nothing was saved of it; "
+    ):
         checked(loss)
-    with pytest.raises(NonFiniteError, match=rf"^step 3: the loss is {loss} on rank 0, source b; nothing was"):
+    with pytest.raises(
+        NonFiniteError, match=rf"^step 3: the loss is {loss} on rank 0, source b; nothing was"
+    ):
         checked(loss, [2.0, loss, 1.0])
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 2.0])
 def test_norm_that_is_not_finite(one_rank, norm):
-    """megatron-core's chained optimizer, whose step asks for the norm before it changes anything."""
+    """megatron-core's chained optimizer, whose step asks for the norm before it changes
+    anything."""
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 
     from megatron.sft.finite import NonFiniteError, guard_step
@@ -69,6 +76,8 @@ def test_norm_that_is_not_finite(one_rank, norm):
         assert optimizer.step()[:2] == (True, norm)
         assert stepped
         return
-    with pytest.raises(NonFiniteError, match=rf"^step 7: the gradient norm is {norm}, first in 1.bias of rank 0; "):
+    with pytest.raises(
+        NonFiniteError, match=rf"^step 7: the gradient norm is {norm}, first in 1.bias of rank 0; "
+    ):
         optimizer.step()
     assert not stepped

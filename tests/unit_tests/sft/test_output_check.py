@@ -18,8 +18,13 @@ def room(monkeypatch, megabytes, num_blocks=1):
 
 
 def test_what_cannot_fit_is_refused_and_what_may_not_is_noted(tmp_path, monkeypatch):
-    """A disk that is full at the end loses the training; one that is refused though it would do, a night."""
-    planned = [Planned("--save", tmp_path, 30 * MEGABYTE, 4), Planned("--save-hf", tmp_path, 10 * MEGABYTE)]
+    """A disk that is full at the end loses the training; one that is refused though it would do, a
+    night.
+    """
+    planned = [
+        Planned("--save", tmp_path, 30 * MEGABYTE, 4),
+        Planned("--save-hf", tmp_path, 10 * MEGABYTE),
+    ]
     room(monkeypatch, 130)
     assert check_room(planned) == []
     room(monkeypatch, 40)
@@ -28,7 +33,10 @@ def test_what_cannot_fit_is_refused_and_what_may_not_is_noted(tmp_path, monkeypa
         f"note: --save-hf {tmp_path} has 40.0 MB free, but the run will keep at least 130.0 MB",
     ]
     room(monkeypatch, 39)
-    with pytest.raises(ValueError, match=r"--save-hf .* has 39.0 MB free, but the run writes at least 40.0 MB there"):
+    with pytest.raises(
+        ValueError,
+        match=r"--save-hf .* has 39.0 MB free, but the run writes at least 40.0 MB there",
+    ):
         check_room(planned)
     room(monkeypatch, 0, num_blocks=0)  # such a file system does not tell
     assert check_room(planned) == []
@@ -42,7 +50,9 @@ def test_checkpoints_that_are_still_to_come(tmp_path, interval, done, expected):
     if done:
         (tmp_path / f"iter_{done:07d}").mkdir()
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(done))
-    saved = f"--save {tmp_path} --load {tmp_path}" + f" --save-interval {interval}" * (interval is not None)
+    saved = f"--save {tmp_path} --load {tmp_path}" + f" --save-interval {interval}" * (
+        interval is not None
+    )
     assert _num_saves(parse(saved)) == expected  # of 10 steps
 
 
@@ -50,5 +60,7 @@ def test_a_mounted_disk_is_not_replaced(tmp_path, monkeypatch):
     """A finished model could not take its place."""
     check_target(tmp_path)
     monkeypatch.setattr("pathlib.PosixPath.is_mount", lambda self: True)
-    with pytest.raises(ValueError, match="is where a disk is mounted, and cannot be replaced; give a folder in it"):
+    with pytest.raises(
+        ValueError, match="is where a disk is mounted, and cannot be replaced; give a folder in it"
+    ):
         check_target(tmp_path)

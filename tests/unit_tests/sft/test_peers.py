@@ -15,12 +15,16 @@ from megatron.sft.distributed import AgreedError
 
 @pytest.fixture
 def ends(monkeypatch, tmp_path):
-    """The first of two ranks, whose other does not answer; calls return (status, what torchrun is told)."""
+    """The first of two ranks, whose other does not answer; calls return (status, what torchrun is
+    told).
+    """
     monkeypatch.setattr("sys.argv", ["pretrain_sft.py"])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
     store = dist.HashStore()
-    rank: Any = SimpleNamespace(_rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock())
+    rank: Any = SimpleNamespace(
+        _rank=0, _world_size=2, _store=store, store=store, _ending=threading.Lock()
+    )
     rank._missing = lambda call: peers.Peers._missing(rank, call)
     rank._end = lambda cause: peers.Peers._end(rank, cause)
 
@@ -30,14 +34,18 @@ def ends(monkeypatch, tmp_path):
 
         monkeypatch.setattr(os, "_exit", leave)
         with pytest.raises(SystemExit) as done:
-            peers.Peers.end_after(rank, failure)
-        return done.value.code, json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+            peers.Peers.abort(rank, failure)
+        return done.value.code, json.loads((tmp_path / "error.json").read_text())["message"][
+            "message"
+        ]
 
     return rank, end
 
 
 def test_a_failure_of_its_own_is_told_with_its_rank(ends, capsys):
-    """Which of a hundred ranks failed, and of what, is lost among a hundred tracebacks of those that lost it."""
+    """Which of a hundred ranks failed, and of what, is lost among a hundred tracebacks of those
+    that lost it.
+    """
     rank, end = ends
     told = "pretrain_sft.py: error: rank 0: MemoryError: no room"
     assert end(MemoryError("no room")) == (1, told)
@@ -46,7 +54,9 @@ def test_a_failure_of_its_own_is_told_with_its_rank(ends, capsys):
 
 
 def test_what_another_rank_told_comes_first(ends, capsys):
-    """A connection that was closed is the effect; the cause is what the other rank said before it left."""
+    """A connection that was closed is the effect; the cause is what the other rank said before it
+    left.
+    """
     rank, end = ends
     rank.store.set("cause", "1 rank 1: MemoryError: no room")
     told = "pretrain_sft.py: error: rank 1: MemoryError: no room"
@@ -80,7 +90,7 @@ def test_before_there_are_peers_the_rank_and_kind_are_told(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as done:
-        peers.end_after(OSError("no such disk"), None)
+        peers.abort(OSError("no such disk"), None)
     assert done.value.code == 2
     assert "error: rank 3: OSError: no such disk" in capsys.readouterr().err
 
@@ -97,7 +107,7 @@ def test_what_all_ranks_have_is_told_once(rank, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     with pytest.raises(SystemExit) as done:
-        peers.end_after(AgreedError("bore is wide"), None)
+        peers.abort(AgreedError("bore is wide"), None)
     assert done.value.code == 2
     assert slept == [1] * rank
     assert ("error: bore is wide" in capsys.readouterr().err) == (rank == 0)

@@ -45,7 +45,9 @@ def test_differences_name_what_is_other_where():
 
 
 def test_what_is_continued_is_compared(tmp_path, write_lines):
-    """A tracker with another step on one machine mixes two checkpoints; checksums of another save pass each its own."""
+    """A tracker with another step on one machine mixes two checkpoints; checksums of another save
+    pass each its own.
+    """
     data = write_lines("a.jsonl", *[text_line(f"text {number}") for number in range(10)])
     options = f"--data-path 1 {data} 2 {data} --load {tmp_path} --save {tmp_path}"
 
@@ -67,7 +69,10 @@ def test_what_is_continued_is_compared(tmp_path, write_lines):
     assert not [name for name in ten if "common.pt" in name]  # it has a checksum
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     changes = differences([ten, found()])
-    assert f"{tmp_path}/latest_checkpointed_iteration.txt is step 20 on rank 1, but step 10 on rank 0" in changes
+    assert (
+        f"{tmp_path}/latest_checkpointed_iteration.txt is step 20 on rank 1, but step 10 on rank 0"
+        in changes
+    )
     (tmp_path / "iter_0000020" / "checksums.json").unlink()
     assert found()[str(tmp_path / "iter_0000020" / "common.pt")].startswith("1 bytes (")
     told = "the blend is 1/4 of a, 3/4 of a#2 on rank 1, but 1/3 of a, 2/3 of a#2 on rank 0"

@@ -24,7 +24,15 @@ RECORDS = [CHAT, {"text": "x" * 300}, {"messages": CHAT["messages"][:1]}]
 def options(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return [*BASE.split(), "--data-path", str(path), "--split", "1", "--over-length-policy", "truncate"]
+    return [
+        *BASE.split(),
+        "--data-path",
+        str(path),
+        "--split",
+        "1",
+        "--over-length-policy",
+        "truncate",
+    ]
 
 
 def test_shows_samples_and_shares(options, capsys):
@@ -33,7 +41,8 @@ def test_shows_samples_and_shares(options, capsys):
     blocks = capsys.readouterr().out.split("\n\n")
     *samples, summary = blocks
     assert sorted(samples) == [
-        "--- chats: 11 tokens, 2 trained\n<user>q<end><assistant>⟦0.5 x a<end>⟧<user>q<end><assistant>b<end>",
+        "--- chats: 11 tokens, 2 trained\n<user>q<end><assistant>⟦0.5 x "
+        "a<end>⟧<user>q<end><assistant>b<end>",
         f"--- chats: 128 tokens, 128 trained\nx⟦{'x' * 128}⟧",
     ]
     rows = [line.split() for line in summary.splitlines()]
@@ -50,7 +59,10 @@ def test_counts_no_more_than_asked(options, capsys):
 
 @pytest.mark.parametrize(
     ("more", "fault"),
-    [(["--no-such-flag"], "unknown option --no-such-flag"), (["--mock-data"], "pass either --data-path FILE or")],
+    [
+        (["--no-such-flag"], "unknown option --no-such-flag"),
+        (["--mock-data"], "pass either --data-path FILE or"),
+    ],
 )
 def test_wrong_options_are_one_line(options, more, fault, capsys):
     """A traceback hides which option is wrong."""
@@ -64,6 +76,9 @@ def test_wrong_options_are_one_line(options, more, fault, capsys):
 
 def test_needs_no_torch(options):
     """It is for machines without GPUs, and for an answer at once."""
-    command = "import sys; from megatron.sft.show import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = (
+        "import sys; from megatron.sft.show import main; main(sys.argv[1:]); assert 'torch' "
+        "not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", command, *options], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,7 +11,9 @@ from megatron.sft.stop import StopSignals
 
 @pytest.fixture
 def handlers():
-    """Handlers of this test's own, so that nothing that it does reaches pytest's; returns what they saw."""
+    """Handlers of this test's own, so that nothing that it does reaches pytest's; returns what they
+    saw.
+    """
     seen: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in numbers}
@@ -22,7 +24,9 @@ def handlers():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_only_sets_the_flag(handlers, number):
-    """A step cut off in the middle leaves the other ranks hanging in a collective, and saves nothing."""
+    """A step cut off in the middle leaves the other ranks hanging in a collective, and saves
+    nothing.
+    """
     with StopSignals() as signals:
         assert not signals.requested
         signal.raise_signal(number)
@@ -32,7 +36,9 @@ def test_a_signal_only_sets_the_flag(handlers, number):
 
 
 def test_sigterm_is_told_to_a_thread_once(handlers):
-    """The main thread may wait for a rank that has died, and would hear of it when the launcher loses its patience."""
+    """The main thread may wait for a rank that has died, and would hear of it when the launcher
+    loses its patience.
+    """
     told: list[int] = []
     with StopSignals(lambda agreed: told.append(threading.get_ident())):
         signal.raise_signal(signal.SIGINT)
@@ -54,7 +60,9 @@ def test_second_interrupt_interrupts(handlers):
 
 
 def test_second_sigterm_is_as_the_first(handlers):
-    """Launchers send SIGTERM more than once; the checkpoint that the first one asked for must be written."""
+    """Launchers send SIGTERM more than once; the checkpoint that the first one asked for must be
+    written.
+    """
     with StopSignals() as signals:
         try:
             for _ in range(3):
@@ -65,7 +73,9 @@ def test_second_sigterm_is_as_the_first(handlers):
 
 
 def test_one_interrupt_after_sigterm_does_not_interrupt(handlers):
-    """A launcher's SIGTERM followed by the user's first Ctrl-C would lose the checkpoint; the second may."""
+    """A launcher's SIGTERM followed by the user's first Ctrl-C would lose the checkpoint; the
+    second may.
+    """
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
         try:
@@ -80,12 +90,16 @@ def test_one_interrupt_after_sigterm_does_not_interrupt(handlers):
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_handlers_are_restored(handlers, how):
-    """Else Ctrl-C does nothing for the rest of the process, such as the report or a user's notebook."""
+    """Else Ctrl-C does nothing for the rest of the process, such as the report or a user's
+    notebook.
+    """
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     def enter():
         with StopSignals():
-            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] != before
+            assert [
+                signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+            ] != before
             if how == "raises":
                 raise ZeroDivisionError
 
@@ -107,9 +121,13 @@ def test_flag_is_of_one_object_only(handlers):
         assert not signals.requested
 
 
-@pytest.mark.parametrize(("handled", "stops"), [(None, False), ("SIGTERM,SIGINT", False), ("SIGTERM,SIGHUP", True)])
+@pytest.mark.parametrize(
+    ("handled", "stops"), [(None, False), ("SIGTERM,SIGINT", False), ("SIGTERM,SIGHUP", True)]
+)
 def test_a_hangup_that_is_ignored(handlers, monkeypatch, handled, stops):
-    """Under nohup a run outlives its terminal; but torchrun passes SIGHUP on, and kills its ranks after it."""
+    """Under nohup a run outlives its terminal; but torchrun passes SIGHUP on, and kills its ranks
+    after it.
+    """
     monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
     if handled is not None:
         monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)

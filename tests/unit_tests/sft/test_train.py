@@ -21,7 +21,8 @@ def model_options(arguments=""):
     "arguments",
     [
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
-        "--sequence-packing --max-seqlen-per-dp-cp-rank 256 --train-iters 20 --lr 1e-4 --seed 5 --bf16",
+        "--sequence-packing --max-seqlen-per-dp-cp-rank 256 --train-iters 20 --lr 1e-4 --seed 5 "
+        "--bf16",
         "--hidden-dropout 0.1 --recompute-granularity full",
     ],
 )
@@ -43,7 +44,8 @@ def test_a_checkpoint_loads_in_another_layout(arguments):
     ],
 )
 def test_a_checkpoint_of_another_model_is_told_apart(arguments):
-    """Weights of another shape end in megatron-core's words; of the same shape, in another model."""
+    """Weights of another shape end in megatron-core's words; of the same shape, in another
+    model."""
     assert model_options(arguments) != model_options()
 
 

@@ -1,6 +1,8 @@
-"""tensor. An AVDecoder decodes video and audio on demand, as far as a sample needs it. It needs PyAV.
+"""tensor. An AVDecoder decodes video and audio on demand, as far as a sample needs it. It needs
+PyAV.
 
-Frames are uint8 of shape [frames, 3, height, width], audio is [channels, samples] in the type that it is stored in.
+Frames are uint8 of shape [frames, 3, height, width], audio is [channels, samples] in the type that
+it is stored in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class AVData:
 
 
 class AVDecoder:
-    """It opens its file anew for each call, without threads of its own: it may be used in forked workers."""
+    """It opens its file again for each call, without threads of its own: it may be used in forked
+    workers.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         import_module("av")
@@ -49,11 +53,14 @@ class AVDecoder:
         return self.get_clips(video_clip_ranges=_EVERYTHING, audio_clip_ranges=_EVERYTHING)
 
     def get_frames(self, video_decode_audio: bool = False) -> AVData:
-        """Decode all of the video, with its audio if asked to; of a file without video, the audio."""
+        """Decode all of the video, with its audio if asked to; of a file without video, the
+        audio."""
         with self._open() as container:
             has_video, has_audio = bool(container.streams.video), bool(container.streams.audio)
         wants_audio = has_audio and (video_decode_audio or not has_video)
-        return self.get_clips(_EVERYTHING if has_video else None, _EVERYTHING if wants_audio else None)
+        return self.get_clips(
+            _EVERYTHING if has_video else None, _EVERYTHING if wants_audio else None
+        )
 
     def get_clips(
         self,
@@ -78,7 +85,8 @@ class AVDecoder:
         video_unit: str = "seconds",
         video_out_frame_size: tuple[int, int] | None = None,
     ) -> Clips:
-        """Decode the frames that are shown at any time from start to end, both included, or of these numbers.
+        """Decode the frames that are shown at any time from start to end, both included, or of
+        these numbers.
 
         `video_unit`: "seconds" or "frames"; `video_out_frame_size`: (width, height).
         """
@@ -94,11 +102,19 @@ class AVDecoder:
                 if not frames:
                     raise ValueError(f"no frame is shown from {begin:.3f} to {end:.3f} seconds")
                 times.append((frames[0].time, frames[-1].time + _seconds(frames[-1], stream)))
-                clips.append(torch.from_numpy(np.stack([_pixels(frame, video_out_frame_size) for frame in frames])))
+                clips.append(
+                    torch.from_numpy(
+                        np.stack([_pixels(frame, video_out_frame_size) for frame in frames])
+                    )
+                )
         return clips, times
 
-    def get_audio_clips(self, audio_clip_ranges: Sequence[Range], audio_unit: str = "seconds") -> Clips:
-        """Decode the samples from start to end, the end not included. `audio_unit`: "seconds" or "samples"."""
+    def get_audio_clips(
+        self, audio_clip_ranges: Sequence[Range], audio_unit: str = "seconds"
+    ) -> Clips:
+        """Decode the samples from start to end, the end not included. `audio_unit`: "seconds" or
+        "samples".
+        """
         clips, times = [], []
         for first, last in audio_clip_ranges:
             with self._open() as container:
@@ -139,7 +155,8 @@ def _numbers_per_second(unit: str, counted: str, rate: float) -> float:
 
 
 def _frames_shown(container: Any, stream: Any, begin: float, end: float) -> Iterator[Any]:
-    """Yield the frames of a stream that are shown at any time from `begin` to `end`, both included."""
+    """Yield the frames of a stream that are shown at any time from `begin` to `end`, both
+    included."""
     if begin > 0:
         container.seek(int(begin / stream.time_base), stream=stream, backward=True)
     for frame in container.decode(stream):
@@ -152,7 +169,11 @@ def _frames_shown(container: Any, stream: Any, begin: float, end: float) -> Iter
 def _seconds(frame: Any, stream: Any) -> float:
     if hasattr(frame, "samples"):
         return frame.samples / frame.sample_rate
-    return float(frame.duration * frame.time_base) if frame.duration else float(1 / stream.average_rate)
+    return (
+        float(frame.duration * frame.time_base)
+        if frame.duration
+        else float(1 / stream.average_rate)
+    )
 
 
 def _pixels(frame: Any, size: tuple[int, int] | None) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""pure. This decodes images to tensors, arrays or PIL images. It needs Pillow, and torch for tensors."""
+"""pure. This decodes images to tensors, arrays or PIL images. It needs Pillow, and torch for
+tensors.
+"""
 
 import io
 from importlib import import_module
@@ -20,7 +22,9 @@ IMAGE_MODES: dict[str, tuple[str, bool, str]] = {
 
 
 def decode_image(content: bytes, mode: str) -> object:
-    """Decode as one of IMAGE_MODES: "torchrgb" is a float32 tensor of shape [3, height, width] in [0, 1]."""
+    """Decode as one of IMAGE_MODES: "torchrgb" is a float32 tensor of shape [3, height, width] in
+    [0, 1].
+    """
     kind, is_float, channels = IMAGE_MODES[mode]
     with import_module("PIL.Image").open(io.BytesIO(content)) as image:
         converted = image.convert(channels)

@@ -1,4 +1,5 @@
-"""pure. This expands names with braces, as shells do: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar", "s_02.tar"]`.
+"""pure. This expands names with braces, as shells do: `"s_{00..02}.tar" -> ["s_00.tar", "s_01.tar",
+"s_02.tar"]`.
 
 Invariant: `expand_braces` undoes `collapse_numbers`: together they keep the names and their order.
 """
@@ -12,18 +13,23 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
 _NUMBER = re.compile(r"[0-9]+")
 _OPEN, _CLOSE = "{", "}"
-_MOST_BRACES, _MOST_CHARACTERS, _MOST_NAMES = 100, 4000, 1_000_000
+_MAX_BRACES, _MAX_CHARACTERS, _MAX_NAMES = 100, 4000, 1_000_000
 _WIDE = 10_000
 """A number of more than a hundred digits counts as too many names."""
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last brace fastest.
+    """Expand lists `{a,b}` and ranges `{00..15}`, `{0..10..2}`, `{a..e}`, also nested, the last
+    brace fastest.
 
-    Braces that hold neither stand for themselves. ValueError for more than a million names, or a hundred braces.
+    Braces that hold neither stand for themselves. ValueError for more than a million names, or a
+    hundred braces.
     """
-    if pattern.count(_OPEN) > _MOST_BRACES or len(pattern) > _MOST_CHARACTERS:
-        raise ValueError(f"{pattern[:40]!r}... has more than {_MOST_BRACES} braces or {_MOST_CHARACTERS:,} characters")
+    if pattern.count(_OPEN) > _MAX_BRACES or len(pattern) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"{pattern[:40]!r}... has more than {_MAX_BRACES} braces or {_MAX_CHARACTERS:,} "
+            "characters"
+        )
     start = pattern.find(_OPEN)
     if start < 0:
         return [pattern]
@@ -37,7 +43,9 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
-    """Return where the brace at `start` closes and what it offers; None if it is not closed or offers nothing."""
+    """Return where the brace at `start` closes and what it offers; None if it is not closed or
+    offers nothing.
+    """
     depth, cuts = 0, [start]
     for at in range(start, len(pattern)):
         if pattern[at] == _OPEN:
@@ -52,27 +60,37 @@ def _pieces(pattern: str, start: int) -> tuple[int, list[str]] | None:
     else:
         return None
     inside = [pattern[a + 1 : b] for a, b in itertools.pairwise(cuts)]
-    choices = _range(inside[0]) if len(inside) == 1 else [name for item in inside for name in expand_braces(item)]
+    choices = (
+        _range(inside[0])
+        if len(inside) == 1
+        else [name for item in inside for name in expand_braces(item)]
+    )
     return None if choices is None else (cuts[-1], choices)
 
 
 def _check_number(count: int, pattern: str) -> None:
-    if count > _MOST_NAMES:
-        raise ValueError(f"{pattern[:40]!r} stands for more than {_MOST_NAMES:,} names")
+    if count > _MAX_NAMES:
+        raise ValueError(f"{pattern[:40]!r} stands for more than {_MAX_NAMES:,} names")
 
 
 def _range(text: str) -> list[str] | None:
     if match := _RANGE.fullmatch(text):
         first, last, step = match.groups()
         start, end, by = int(first), int(last), abs(int(step or 1)) or 1
-        is_padded = any(len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0") for number in (first, last))
+        is_padded = any(
+            len(number.lstrip("-")) > 1 and number.lstrip("-").startswith("0")
+            for number in (first, last)
+        )
         width = max(len(first), len(last)) if is_padded else 0
         numbers = range(start, end + 1, by) if start <= end else range(start, end - 1, -by)
         _check_number(max(abs(end - start) // by, width * _WIDE), text)
         return [f"{number:0{width}d}" for number in numbers]
     if match := _LETTERS.fullmatch(text):
         start, end = ord(match[1]), ord(match[2])
-        return [chr(code) for code in (range(start, end + 1) if start <= end else range(start, end - 1, -1))]
+        return [
+            chr(code)
+            for code in (range(start, end + 1) if start <= end else range(start, end - 1, -1))
+        ]
     return None
 
 
@@ -86,7 +104,8 @@ class _Run(NamedTuple):
 
 
 def collapse_numbers(names: Iterable[str]) -> list[str]:
-    """Write runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] -> ["a{1..2}", "b"]`.
+    """Write runs of names that count up in one of their numbers as a range: `["a1", "a2", "b"] ->
+    ["a{1..2}", "b"]`.
 
     Order is kept. Names that hold braces or commas stay as they are.
     """
@@ -98,7 +117,9 @@ def collapse_numbers(names: Iterable[str]) -> list[str]:
         else:
             entries[-1] = longer
     return [
-        entry if isinstance(entry, str) else f"{entry.prefix}{{{entry.first}..{entry.last}}}{entry.suffix}"
+        entry
+        if isinstance(entry, str)
+        else f"{entry.prefix}{{{entry.first}..{entry.last}}}{entry.suffix}"
         for entry in entries
     ]
 
@@ -110,7 +131,9 @@ def _joined(entry: str | _Run, name: str) -> _Run | None:
         return None
     is_padded = len(run.first) > 1 and run.first.startswith("0")
     following = f"{int(run.last) + 1:0{len(run.first) if is_padded else 0}d}"
-    if name != run.prefix + following + run.suffix or (is_padded and len(following) != len(run.first)):
+    if name != run.prefix + following + run.suffix or (
+        is_padded and len(following) != len(run.first)
+    ):
         return None
     return run._replace(last=following)
 

@@ -1,7 +1,8 @@
-"""pure. A FieldMap says where the fields of a sample come from: `{"text": "txt", "label": "json[classes][0],cls"}`.
+"""pure. A FieldMap says where the fields of a sample come from: `{"text": "txt", "label":
+"json[classes][0],cls"}`.
 
-A part, or what stands in it under keys and list positions; alternatives by comma, of which the first that is there is
-taken. A part is decoded once, and only if a field asks for it.
+A part, or what stands in it under keys and list positions; alternatives by comma, of which the
+first that is there is taken. A part is decoded once, and only if a field asks for it.
 """
 
 import re
@@ -24,7 +25,9 @@ class _Option(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """This is what a field would come from and is not there: a part of the record, or a key in what a part holds."""
+    """This is what a field would come from and is not there: a part of the record, or a key in what
+    a part holds.
+    """
 
     name: str
     within: str
@@ -36,19 +39,25 @@ class Missing(NamedTuple):
 
 
 class FieldMap:
-    """`FieldMap({"text": "txt"})(record, decode_part) -> {"text": "..."}`. DecodeError if a field is not there."""
+    """`FieldMap({"text": "txt"})(record, decode_part) -> {"text": "..."}`. DecodeError if a field
+    is not there.
+    """
 
     def __init__(self, fields: Mapping[str, str], where: str = "field_map") -> None:
         for name in fields:
             if str(name).startswith("__"):
                 raise ValueError(
-                    f"{where}: {name} must be a field of the sample's own, but is filled in anyway; remove it"
+                    f"{where}: {name} must be a field of the sample's own, but is filled in "
+                    "anyway; remove it"
                 )
         self._texts = dict(fields)
         self._fields = [(name, _parse(text, f"{where}: {name}")) for name, text in fields.items()]
-        # The common case, in which nothing is to be chosen and nothing decoded twice: each field a part of its own.
+        # The common case, in which nothing is to be chosen and nothing decoded twice: each field a
+        # part of its own.
         self._parts_alone = [(name, options[0].part) for name, options in self._fields]
-        if any(len(options) > 1 or options[0].keys for _, options in self._fields) or len(self.parts) < len(fields):
+        if any(len(options) > 1 or options[0].keys for _, options in self._fields) or len(
+            self.parts
+        ) < len(fields):
             self._parts_alone = []
 
     @property
@@ -57,10 +66,12 @@ class FieldMap:
         return {option.part for _, options in self._fields for option in options}
 
     def missing(self, record: Record, decode: Decode) -> dict[str, Missing]:
-        """Return for each field that is not there in a record what is missing: of alternatives, a key before a part.
+        """Return for each field that is not there in a record what is missing: of alternatives, a
+        key before a part.
 
-        Keys are sought in JSON, text, numbers and arrays, as other parts may be dear to decode; a list that is too
-        short, and null, are taken to be longer in other records. Raises what `decode` raises.
+        Keys are sought in JSON, text, numbers and arrays, as other parts may be dear to decode; a
+        list that is too short, and null, are taken to be longer in other records. Raises what
+        `decode` raises.
         """
         decoded: dict[str, Any] = {}
         missing = {}
@@ -95,7 +106,8 @@ class FieldMap:
             else:
                 parts = ", ".join(key for key in record if not key.startswith("__")) or "none"
                 raise DecodeError(
-                    f"field {name!r} must come from {self._texts[name]}, which is not there; parts: {parts}"
+                    f"field {name!r} must come from {self._texts[name]}, which is not there; "
+                    f"parts: {parts}"
                 )
         return values
 
@@ -105,12 +117,17 @@ def _parse(text: str, where: str) -> tuple[_Option, ...]:
     for option in text.split(","):
         match = _OPTION.fullmatch(option.strip())
         if match is None:
-            raise ValueError(f"{where} must be like txt or json[caption][0], alternatives by comma, but is {text!r}")
+            raise ValueError(
+                f"{where} must be like txt or json[caption][0], alternatives by comma, but is "
+                f"{text!r}"
+            )
         options.append(_Option(match[1], tuple(_KEY.findall(match[2]))))
     return tuple(options)
 
 
-def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str, Any]) -> Missing | None:
+def _missing(
+    option: _Option, record: Record, decode: Decode, decoded: dict[str, Any]
+) -> Missing | None:
     part, keys = option
     if part not in record:
         return Missing(part, "", tuple(name for name in record if not name.startswith("__")), "")
@@ -125,7 +142,11 @@ def _missing(option: _Option, record: Record, decode: Decode, decoded: dict[str,
             if isinstance(value, dict):
                 return Missing(key, within, tuple(map(str, value)), "")
             is_position = isinstance(value, list) and key.lstrip("-").isdecimal()
-            return None if value is None or is_position else Missing(key, within, (), type(value).__name__)
+            return (
+                None
+                if value is None or is_position
+                else Missing(key, within, (), type(value).__name__)
+            )
         value, within = inner, f"{within}[{key}]"
     return None
 
@@ -134,7 +155,11 @@ def _value_at(value: object, keys: tuple[str, ...]) -> object:
     for key in keys:
         if isinstance(value, dict):
             value = value.get(key, _MISSING)
-        elif isinstance(value, list) and key.lstrip("-").isdecimal() and -len(value) <= int(key) < len(value):
+        elif (
+            isinstance(value, list)
+            and key.lstrip("-").isdecimal()
+            and -len(value) <= int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return _MISSING

@@ -1,10 +1,12 @@
-"""pure. The folder `.nv-meta` says which shards there are, how they are split, and what a sample is.
+"""pure. The folder `.nv-meta` says which shards there are, how they are split, and what a sample
+is.
 
 .info.json, or .info.yaml   shards and their numbers of samples
 split.yaml, or split.json   the shards of each part, and what is left out
 dataset.yaml                the kind of sample and where its fields come from
 
-Written by `python -m megatron.blending prepare` and by energon. Nothing that a file names is imported or executed here.
+Written by `python -m megatron.blending prepare` and by energon. Nothing that a file names is
+imported or executed here.
 """
 
 import re
@@ -23,19 +25,22 @@ FOLDER = ".nv-meta"
 SQLITE = "index.sqlite"
 CRUDE = "CrudeWebdataset"
 
-_MOST_VALUES = 1_000_000
-_MOST_SAMPLES = 1 << 48
+_MAX_VALUES = 1_000_000
+_MAX_SAMPLES = 1 << 48
 
 _OUR_MODULES = re.compile(r"megatron\.(energon|blending)(\..*)?")
 _LEGACY_CLASS = re.compile(r"(\w+)Webdataset")
 _DATASET_KEYS = (
-    "__module__ __class__ sample_type field_map sample_loader part_filter subflavors subflavor split_config".split()
-)
+    "__module__ __class__ sample_type field_map sample_loader part_filter subflavors "
+    "subflavor split_config"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleType:
-    """What the samples of a data set are: `name` is the class, and exactly one of what follows says how to make it."""
+    """What the samples of a data set are: `name` is the class, and exactly one of what follows says
+    how to make it.
+    """
 
     module: str
     name: str
@@ -54,7 +59,9 @@ class SampleType:
 
 @dataclass(frozen=True)
 class SplitPart:
-    """One part of a data set: its shards in order with their numbers of samples, and what of them is left out."""
+    """One part of a data set: its shards in order with their numbers of samples, and what of them
+    is left out.
+    """
 
     shards: tuple[tuple[str, int], ...]
     excluded: tuple[tuple[str, str], ...]
@@ -63,28 +70,40 @@ class SplitPart:
 
 
 def read_info(root: str) -> dict[str, int]:
-    """Return the number of samples of each shard, in the order of their ids in the index; ValueError if unprepared."""
+    """Return the number of samples of each shard, in the order of their ids in the index;
+    ValueError if unprepared.
+    """
     path = join_location(root, f"{FOLDER}/.info.json")
     if is_file(path):
         content = _read_json(path)
     else:
         path = join_location(root, f"{FOLDER}/.info.yaml")
         if not is_file(path):
-            raise ValueError(f"{root}: is not prepared; run python -m megatron.blending prepare {root}")
+            raise ValueError(
+                f"{root}: is not prepared; run python -m megatron.blending prepare {root}"
+            )
         content = read_yaml(path, read_text(path))
     counts = content.get("shard_counts") if isinstance(content, dict) else None
-    if not isinstance(counts, dict) or not all(type(n) is int and 0 <= n < _MOST_SAMPLES for n in counts.values()):
-        raise ValueError(f"{path}: shard_counts must map shards to numbers of samples; prepare the data set again")
+    if not isinstance(counts, dict) or not all(
+        type(n) is int and 0 <= n < _MAX_SAMPLES for n in counts.values()
+    ):
+        raise ValueError(
+            f"{path}: shard_counts must map shards to numbers of samples; prepare the data set "
+            "again"
+        )
     return dict(counts)
 
 
 def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> SplitPart:
-    """Return part `part` of the data set; ValueError naming file and key if there is no such part."""
+    """Return part `part` of the data set; ValueError naming file and key if there is no such
+    part."""
     counts = read_info(root)
     path, content = _read_splits(root, split_config)
     parts = content["split_parts"]
     if part not in parts:
-        raise ValueError(f"{path}: split_parts has no {part!r}; {nearest(part, parts, 'the parts')}")
+        raise ValueError(
+            f"{path}: split_parts has no {part!r}; {nearest(part, parts, 'the parts')}"
+        )
     shards = _expanded(parts[part], f"{path}: split_parts.{part}")
     excluded = set(_expanded(content.get("exclude"), f"{path}: exclude"))
     for shard in shards:
@@ -103,7 +122,11 @@ def read_split_part(root: str, part: str, split_config: str = "split.yaml") -> S
 
 def read_split_names(root: str, split_config: str = "split.yaml") -> list[str]:
     """Return the parts of the data set that have shards."""
-    return [part for part, shards in _read_splits(root, split_config)[1]["split_parts"].items() if shards]
+    return [
+        part
+        for part, shards in _read_splits(root, split_config)[1]["split_parts"].items()
+        if shards
+    ]
 
 
 def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
@@ -112,14 +135,20 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
     if split_config == "split.yaml" and not is_file(path):
         path = join_location(root, f"{FOLDER}/split.json")
     if not is_file(path):
-        raise ValueError(f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set again")
+        raise ValueError(
+            f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set "
+            "again"
+        )
     content = _read_json(path) if path.endswith(".json") else read_yaml(path, read_text(path))
     if not isinstance(content, dict) or not isinstance(content.get("split_parts"), dict):
-        raise ValueError(f"{path}: split_parts must map names of parts to lists of shards; fix the file")
+        raise ValueError(
+            f"{path}: split_parts must map names of parts to lists of shards; fix the file"
+        )
     for key in content:
         if key not in ("split_parts", "exclude"):
             raise ValueError(
-                f"{path}: unknown key {key!r:.100}; {nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
+                f"{path}: unknown key {key!r:.100}; "
+                f"{nearest(key, ('split_parts', 'exclude'), 'the keys here')}"
             )
     return path, content
 
@@ -145,21 +174,30 @@ def _expanded(patterns: object, where: str) -> list[str]:
         raise ValueError(f"{where}: {error}; fix the file") from None
 
 
-def read_dataset_config(root: str, dataset_config: str = "dataset.yaml") -> tuple[SampleType, dict[str, Any]]:
+def read_dataset_config(
+    root: str, dataset_config: str = "dataset.yaml"
+) -> tuple[SampleType, dict[str, Any]]:
     """Return the kind of sample and the subflavors; ValueError naming file, line and key."""
     path = join_location(root, f"{FOLDER}/{dataset_config}")
     if not is_file(path):
         read_info(root)  # which says so of a folder that is not prepared at all
         raise ValueError(
-            f"{path}: no such file; write one, or run python -m megatron.blending prepare with --sample-type and "
+            f"{path}: no such file; write one, or run python -m megatron.blending prepare with "
+            "--sample-type and "
             "--field-map"
         )
     content = read_yaml(path, read_text(path))
     place = Place(path, 1, "")
     table = place.table(content)
     place.check_keys(table, _DATASET_KEYS)
-    subflavors = dict(place.at("subflavors", table).table(table["subflavors"])) if table.get("subflavors") else {}
-    return replace(_sample_type(table, place), split_config=place.text(table, "split_config")), subflavors
+    subflavors = (
+        dict(place.at("subflavors", table).table(table["subflavors"]))
+        if table.get("subflavors")
+        else {}
+    )
+    return replace(
+        _sample_type(table, place), split_config=place.text(table, "split_config")
+    ), subflavors
 
 
 def _sample_type(table: Table, place: Place) -> SampleType:
@@ -170,28 +208,43 @@ def _sample_type(table: Table, place: Place) -> SampleType:
         for key in ("sample_type", "field_map", "sample_loader"):
             if key in table:
                 raise place.at(key, table).error(f"has no meaning for a {CRUDE}; remove it")
-        return SampleType(module=module, name=name, is_crude=True, part_filter=part_filter, where=where)
+        return SampleType(
+            module=module, name=name, is_crude=True, part_filter=part_filter, where=where
+        )
     loader = place.text(table, "sample_loader")
     if ("field_map" in table) == (loader is not None):
         raise place.error("exactly one of field_map and sample_loader must be there")
     if loader is not None:
-        return SampleType(module=module, name=name, sample_loader=loader, part_filter=part_filter, where=where)
+        return SampleType(
+            module=module, name=name, sample_loader=loader, part_filter=part_filter, where=where
+        )
     field_map = place.at("field_map", table).table(table["field_map"])
     if not field_map:
-        raise place.at("field_map", table).error("must say where fields come from, but is empty; write text: txt")
+        raise place.at("field_map", table).error(
+            "must say where fields come from, but is empty; write text: txt"
+        )
     for key, source in field_map.items():
         if not isinstance(source, str):
-            raise place.at("field_map", table).error(f"{key} must be the name of a part, but is {described(source)}")
-    return SampleType(module=module, name=name, field_map=dict(field_map), part_filter=part_filter, where=where)
+            raise place.at("field_map", table).error(
+                f"{key} must be the name of a part, but is {described(source)}"
+            )
+    return SampleType(
+        module=module, name=name, field_map=dict(field_map), part_filter=part_filter, where=where
+    )
 
 
 def _class_of(table: Table, place: Place) -> tuple[str, str]:
-    """Return module and name of the sample class, of the crude data set, or of what a legacy data set class holds."""
+    """Return module and name of the sample class, of the crude data set, or of what a legacy data
+    set class holds.
+    """
     if "sample_type" in table:
         place = place.at("sample_type", table)
         table = place.table(table["sample_type"])
         place.check_keys(table, ("__module__", "__class__"))
-    module, name = place.text(table, "__module__") or "megatron.energon", place.text(table, "__class__")
+    module, name = (
+        place.text(table, "__module__") or "megatron.energon",
+        place.text(table, "__class__"),
+    )
     if name is None:
         raise place.error("__class__ is missing; name the class of the samples, such as TextSample")
     legacy = _LEGACY_CLASS.fullmatch(name)
@@ -205,12 +258,16 @@ def _part_filter(table: Table, place: Place) -> str | tuple[str, ...] | None:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, Items) or not all(isinstance(part, str) for part in given):
-        raise place.at("part_filter", table).error("must be file.py:function, or a list of names of parts")
+        raise place.at("part_filter", table).error(
+            "must be file.py:function, or a list of names of parts"
+        )
     return tuple(given)
 
 
 def _read_json(path: str) -> Any:
     text = read_text(path)
-    if sum(map(text.count, "[{,")) > _MOST_VALUES:
-        raise ValueError(f"{path}: has more than {_MOST_VALUES:,} values; prepare the data set again")
+    if sum(map(text.count, "[{,")) > _MAX_VALUES:
+        raise ValueError(
+            f"{path}: has more than {_MAX_VALUES:,} values; prepare the data set again"
+        )
     return parse_json(path, text)

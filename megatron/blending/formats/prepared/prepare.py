@@ -1,9 +1,11 @@
-"""pure. This writes the index files that reading by index needs, so that energon 7 can read them too.
+"""pure. This writes the index files that reading by index needs, so that energon 7 can read them
+too.
 
-A folder of tar shards gets `X.tar.idx` beside each shard and a `.nv-meta` folder; a JSONL file gets `FILE.jsonl.idx`.
+A folder of tar shards gets `X.tar.idx` beside each shard and a `.nv-meta` folder; a JSONL file gets
+`FILE.jsonl.idx`.
 
-Invariant: each file is put in its place as a whole, and what makes a folder look prepared comes last: a failure on the
-way leaves a folder that is as prepared as it was.
+Invariant: each file is put in its place as a whole, and what makes a folder look prepared comes
+last: a failure on the way leaves a folder that is as prepared as it was.
 """
 
 import json
@@ -30,7 +32,8 @@ from megatron.blending.formats.prepared.sample_index import DuplicateKeyError, S
 from megatron.blending.formats.prepared.tar import TarError, TarScan, scan_tar
 
 SAMPLE_TYPES = (
-    "CaptioningSample ImageClassificationSample ImageSample InterleavedSample MultiChoiceVQASample OCRSample "
+    "CaptioningSample ImageClassificationSample ImageSample InterleavedSample MultiChoiceVQASample "
+    "OCRSample "
     "SimilarityInterleavedSample TextSample VQASample VidQASample"
 ).split()
 
@@ -51,7 +54,9 @@ class Preparation:
     shards: Sequence[str] = ()
     """Names, with braces; none: all below the folder."""
     split_parts: Sequence[str] = ()
-    """`train:train/.*`: part, regular expression from the start of a shard's name, with braces; instead of shares."""
+    """`train:train/.*`: part, regular expression from the start of a shard's name, with braces;
+    instead of shares.
+    """
     exclude: str | None = None
     """Regular expression; a shard in whose name it is found is left out."""
     shuffle_tars: bool = False
@@ -62,14 +67,20 @@ class Preparation:
     field_map: Mapping[str, str] = field(default_factory=dict)
     dataset_yaml_name: str = "dataset.yaml"
     tar_index_only: bool = False
-    """Write X.tar.idx and index.sqlite of a prepared folder anew, and leave the rest."""
+    """Write X.tar.idx and index.sqlite of a prepared folder again, and leave the rest."""
     force_overwrite: bool = False
     num_workers: int = 1
 
     def __post_init__(self) -> None:
         num_parts = len(self.split_names)
-        if len(self.split_ratio) != num_parts or min(self.split_ratio) < 0 or sum(self.split_ratio) <= 0:
-            raise ValueError(f"--split-ratio must be {num_parts} shares like 8,1,1, but is {self.split_ratio}")
+        if (
+            len(self.split_ratio) != num_parts
+            or min(self.split_ratio) < 0
+            or sum(self.split_ratio) <= 0
+        ):
+            raise ValueError(
+                f"--split-ratio must be {num_parts} shares like 8,1,1, but is {self.split_ratio}"
+            )
         for part in self.split_parts:
             if ":" not in part:
                 raise ValueError(f"--split-parts must be like 'train:train/.*', but is {part!r}")
@@ -103,7 +114,8 @@ def prepare_jsonl(path: str, progress: Progress = unseen) -> int:
 
 
 def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = unseen) -> Prepared:
-    """Prepare a folder of tar shards; ValueError if it cannot be, naming shard and byte, or the key of two samples.
+    """Prepare a folder of tar shards; ValueError if it cannot be, naming shard and byte, or the key
+    of two samples.
 
     Reads all headers, and no contents, at about 10 microseconds per sample.
     """
@@ -120,7 +132,10 @@ def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = uns
             _add(index, shard, scan, counts)
             part_names.update((part.name, None) for sample in scan.samples for part in sample.parts)
         if not counts:
-            raise ValueError(f"{folder}: none of its {len(shards)} tar files has a sample; check the names in them")
+            raise ValueError(
+                f"{folder}: none of its {len(shards)} tar files has a sample; check the names in "
+                "them"
+            )
         if asked.tar_index_only:
             _check_counts(folder, counts)
     _put_text(folder, "index.uuid", str(uuid.uuid4()))
@@ -131,25 +146,41 @@ def prepare_webdataset(folder: str, asked: Preparation, progress: Progress = uns
 
 
 def _find_shards(folder: str, asked: Preparation) -> list[str]:
-    is_prepared = any(os.path.isfile(os.path.join(folder, FOLDER, name)) for name in (".info.json", ".info.yaml"))
+    is_prepared = any(
+        os.path.isfile(os.path.join(folder, FOLDER, name)) for name in (".info.json", ".info.yaml")
+    )
     if asked.tar_index_only:
         return list(read_info(folder))
     if is_prepared and not asked.force_overwrite:
-        raise ValueError(f"{folder}: is prepared already; pass --force-overwrite to prepare it anew")
+        raise ValueError(
+            f"{folder}: is prepared already; pass --force-overwrite to prepare it again"
+        )
     if asked.shards:
         return [name for pattern in asked.shards for name in expand_braces(pattern)]
-    names = [name for pattern in ("*.tar", "*.tgz", "*.tar.gz") for name in list_names(folder, f"**/{pattern}")]
+    names = [
+        name
+        for pattern in ("*.tar", "*.tgz", "*.tar.gz")
+        for name in list_names(folder, f"**/{pattern}")
+    ]
     shards = [name for name in names if not (asked.exclude and re.search(asked.exclude, name))]
     for name in shards:
         if not name.endswith(".tar"):
-            raise ValueError(f"{folder}: {name} is compressed, which allows no random access; gunzip or --exclude it")
+            raise ValueError(
+                f"{folder}: {name} is compressed, which allows no random access; gunzip or "
+                "--exclude it"
+            )
     if not shards:
-        raise ValueError(f"{folder}: no .tar file is below it" + (", or all are excluded" if asked.exclude else ""))
+        raise ValueError(
+            f"{folder}: no .tar file is below it"
+            + (", or all are excluded" if asked.exclude else "")
+        )
     return shards
 
 
 def _scans(folder: str, shards: Sequence[str], num_workers: int) -> Iterator[tuple[str, TarScan]]:
-    """Scan the shards in order, by several processes; few are held at a time, however slow their reader is."""
+    """Scan the shards in order, by several processes; few are held at a time, however slow their
+    reader is.
+    """
     if num_workers < 2 or len(shards) < 2:
         for shard in shards:
             yield shard, _index_shard(folder, shard)
@@ -174,7 +205,10 @@ def _index_shard(folder: str, shard: str) -> TarScan:
         scan = scan_tar(open_file(path))
     except TarError as error:
         raise ValueError(f"{path}: {error}; write the shard again, or pass --exclude") from None
-    _put(path + ".idx", np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).tobytes())
+    _put(
+        path + ".idx",
+        np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).tobytes(),
+    )
     return scan
 
 
@@ -188,7 +222,8 @@ def _add(index: SampleIndexWriter, shard: str, scan: TarScan, counts: dict[str, 
         first, second = (list(counts)[shard_id] for shard_id in error.shard_ids)
         place = f"twice in {first}" if first == second else f"in {first} and in {second}"
         raise ValueError(
-            f"key {error.key!r} is {place}; keys must be unique in a data set, and members of one sample stand "
+            f"key {error.key!r} is {place}; keys must be unique in a data set, and members of one "
+            "sample stand "
             "together: rename the files, for instance into a folder per shard"
         ) from None
 
@@ -198,23 +233,34 @@ def _check_counts(folder: str, counts: Mapping[str, int]) -> None:
     for shard, count in recorded.items():
         if counts.get(shard, 0) != count:
             raise ValueError(
-                f"{folder}: {shard} has {counts.get(shard, 0)} samples, but {count} when it was prepared; prepare "
-                "all of it anew, with --force-overwrite"
+                f"{folder}: {shard} has {counts.get(shard, 0)} samples, but {count} when it was "
+                "prepared; prepare "
+                "all of it again, with --force-overwrite"
             )
 
 
 def _deal(shards: list[str], asked: Preparation) -> dict[str, list[str]]:
-    """Deal the shards to the parts: by expression, or cut in order where the shares, rounded down, end."""
+    """Deal the shards to the parts: by expression, or cut in order where the shares, rounded down,
+    end.
+    """
     if asked.split_parts:
         expressions = dict(part.split(":", 1) for part in asked.split_parts)
         return {
-            part: [shard for shard in shards if any(re.match(option, shard) for option in expand_braces(expression))]
+            part: [
+                shard
+                for shard in shards
+                if any(re.match(option, shard) for option in expand_braces(expression))
+            ]
             for part, expression in expressions.items()
         }
     if asked.shuffle_tars:
         random.Random(asked.shuffle_seed).shuffle(shards)
-    ends = [int(len(shards) * share) for share in np.cumsum(asked.split_ratio) / sum(asked.split_ratio)]
-    return {part: shards[start:end] for part, start, end in zip(asked.split_names, [0, *ends], ends)}
+    ends = [
+        int(len(shards) * share) for share in np.cumsum(asked.split_ratio) / sum(asked.split_ratio)
+    ]
+    return {
+        part: shards[start:end] for part, start, end in zip(asked.split_names, [0, *ends], ends)
+    }
 
 
 def _dataset_config(folder: str, asked: Preparation) -> dict[str, Any] | None:
@@ -246,7 +292,11 @@ def _write_config(
     collapsed = {part: collapse_numbers(shards) for part, shards in split_parts.items()}
     split = {"split_parts": collapsed, "exclude": []}
     is_json = asked.split_config.endswith(".json")
-    text = json.dumps(split, indent=2) if is_json else yaml.safe_dump(split, sort_keys=False, allow_unicode=True)
+    text = (
+        json.dumps(split, indent=2)
+        if is_json
+        else yaml.safe_dump(split, sort_keys=False, allow_unicode=True)
+    )
     _put_text(folder, asked.split_config, text)
     info = {"energon_version": _ENERGON_VERSION, "shard_counts": counts}
     legacy = os.path.join(folder, FOLDER, ".info.yaml")

@@ -21,8 +21,10 @@ _TABLES = (
 )
 _INDEXES = (
     "CREATE INDEX idx_samples_by_tar_and_idx ON samples(tar_file_id, sample_index)",
-    "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, content_byte_offset)",
-    "CREATE INDEX idx_sample_parts_full ON sample_parts(tar_file_id, sample_index, part_name, content_byte_offset, "
+    "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, "
+    "content_byte_offset)",
+    "CREATE INDEX idx_sample_parts_full ON sample_parts(tar_file_id, sample_index, part_name, "
+    "content_byte_offset, "
     "content_byte_size)",
 )
 _KEYS_PER_QUERY = 500
@@ -52,7 +54,12 @@ class SampleIndexWriter:
             os.remove(self._temporary)
         # What is half written when the power fails is thrown away: no journal, no syncing.
         self._connection = sqlite3.connect(self._temporary, isolation_level=None)
-        for statement in ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", *_TABLES, "BEGIN"):
+        for statement in (
+            "PRAGMA journal_mode = OFF",
+            "PRAGMA synchronous = OFF",
+            *_TABLES,
+            "BEGIN",
+        ):
             self._connection.execute(statement)
         return self
 
@@ -98,25 +105,34 @@ class SampleIndexWriter:
 
 
 def find_samples(root: str, keys: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return (number of the shard in .info.json, number of the sample in it) of each key that the index has.
+    """Return (number of the shard in .info.json, number of the sample in it) of each key that the
+    index has.
 
     About 10 microseconds per key. ValueError if there is no index.
     """
     path = local_path(join_location(root, f"{FOLDER}/{SQLITE}"))
     if path is None or not os.path.isfile(path):
-        raise ValueError(f"{root}: samples cannot be found by key without a local {FOLDER}/{SQLITE}; prepare it here")
+        raise ValueError(
+            f"{root}: samples cannot be found by key without a local {FOLDER}/{SQLITE}; prepare it "
+            "here"
+        )
     found: dict[str, tuple[int, int]] = {}
     # A connection for each call: they must not be carried over to a forked process.
     try:
         with closing(sqlite3.connect(f"file:{_quoted(path)}?mode=ro", uri=True)) as connection:
             for some in _portions(keys):
                 marks = _marks(some)
-                query = f"SELECT sample_key, tar_file_id, sample_index FROM samples WHERE sample_key IN ({marks})"
+                query = (
+                    "SELECT sample_key, tar_file_id, sample_index FROM samples WHERE "
+                    f"sample_key IN ({marks})"
+                )
                 originals = {_storable(key): key for key in some}
                 for key, shard_id, number in connection.execute(query, list(originals)):
                     found[originals[key]] = (int(shard_id), int(number))
     except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: damaged: {type(error).__name__}: {error}; prepare the data set again") from error
+        raise ValueError(
+            f"{path}: damaged: {type(error).__name__}: {error}; prepare the data set again"
+        ) from error
     return found
 
 

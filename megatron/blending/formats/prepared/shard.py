@@ -1,4 +1,6 @@
-"""pure. A shard of a prepared folder is an archive, and where in it each sample starts, by its `.tar.idx`."""
+"""pure. A shard of a prepared folder is an archive, and where in it each sample starts, by its
+`.tar.idx`.
+"""
 
 import warnings
 from functools import lru_cache
@@ -10,7 +12,8 @@ import numpy.typing as npt
 from megatron.blending.formats.files import File, LocalFile, is_file, open_file
 from megatron.blending.formats.prepared.tar import BLOCK, Buffer, TarError, scan_tar
 
-# A process may have 65,530 memory maps; a shard takes two, and costs 30 microseconds to be mapped again.
+# A process may have 65,530 memory maps; a shard takes two, and costs 30 microseconds to be mapped
+# again.
 _MAPPED_SHARDS = 8192
 # Of a remote shard the offsets are in memory, 8 bytes per sample.
 _REMOTE_SHARDS = 512
@@ -27,7 +30,8 @@ class Shard(NamedTuple):
 
 
 def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shard:
-    """Open shard `name`, by its index file or else by reading it through; ValueError if it is not as it was prepared.
+    """Open shard `name`, by its index file or else by reading it through; ValueError if it is not
+    as it was prepared.
 
     `opened_at`: when the data set was opened. What is cached is for those that were opened then.
     """
@@ -41,7 +45,8 @@ def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shar
         if not fault:
             return Shard(file, content, offsets.data)
     warnings.warn(
-        f"{location}.idx: {fault}; the archive is read through instead. Prepare the data set again", stacklevel=2
+        f"{location}.idx: {fault}; the archive is read through instead. Prepare the data set again",
+        stacklevel=2,
     )
     try:
         scan = scan_tar(file if isinstance(file, LocalFile) else Buffer(file.read(0, file.size)))
@@ -52,11 +57,17 @@ def open_shard(prefix: str, name: str, num_samples: int, opened_at: int) -> Shar
             f"{location}: has {len(scan.samples)} samples, but {num_samples} when it was prepared; "
             "prepare the data set again"
         )
-    return Shard(file, content, np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).data)
+    return Shard(
+        file,
+        content,
+        np.array([*(sample.start for sample in scan.samples), scan.end], np.uint64).data,
+    )
 
 
 def _fault_of_offsets(offsets: npt.NDArray[np.uint64], file: File, num_samples: int) -> str:
-    """Say why offsets are not those of the archive, "" if they are: where they end, the archive must end."""
+    """Say why offsets are not those of the archive, "" if they are: where they end, the archive
+    must end.
+    """
     if len(offsets) != num_samples + 1:
         return f"has {len(offsets) - 1} samples instead of {num_samples}"
     end = int(offsets[-1])

@@ -1,10 +1,12 @@
-"""pure. This reads tar archives as samples: members that stand together and share a name up to the first dot.
+"""pure. This reads tar archives as samples: members that stand together and share a name up to the
+first dot.
 
-`a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key "a/y" with part "txt".
-Members that are no regular files, have no dot in the last part of their name, or stand in a folder like `__meta__/`,
-are none.
+`a/x.txt, a/x.seg.json, a/y.txt` are two samples: key "a/x" with parts "txt" and "seg.json", key
+"a/y" with part "txt". Members that are no regular files, have no dot in the last part of their
+name, or stand in a folder like `__meta__/`, are none.
 
-Reads POSIX (ustar, pax) and GNU archives, long names and large sizes included; not compressed or sparse ones.
+Reads POSIX (ustar, pax) and GNU archives, long names and large sizes included; not compressed or
+sparse ones.
 """
 
 import re
@@ -12,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 BLOCK = 512
-# The header of the usual member, a regular file whose name is not cut in two: key and part in the name, and the size.
+# The header of the usual member, a regular file whose name is not cut in two: key and part in the
+# name, and the size.
 _PLAIN_HEADER = re.compile(
-    rb"(?s)(?=(?!__)((?:[^\0/]*/)*[^/.\0]+)\.([^/\0]*)\0)" + rb".{124}([0-7]{11})[\0 ].{20}[0\0].{188}\0"
+    rb"(?s)(?=(?!__)((?:[^\0/]*/)*[^/.\0]+)\.([^/\0]*)\0)"
+    + rb".{124}([0-7]{11})[\0 ].{20}[0\0].{188}\0"
 ).match
 _MAX_PLAIN_NAME = 98
 _REGULAR = (b"0", b"\0", b"7")
@@ -68,7 +72,9 @@ class TarScan(NamedTuple):
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" -> ("a/b", "c.txt")`."""
+    """Return key and part of a member's name, None if it belongs to no sample: `"a/b.c.txt" ->
+    ("a/b", "c.txt")`.
+    """
     after_folder = name.rfind("/") + 1
     dot = name.find(".", after_folder)
     if dot <= after_folder or (name.startswith("__") and _META.match(name)):
@@ -77,7 +83,8 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def scan_tar(file: Readable) -> TarScan:
-    """Find the samples of an archive by its headers, whose checksums are verified; TarError if it is damaged.
+    """Find the samples of an archive by its headers, whose checksums are verified; TarError if it
+    is damaged.
 
     About 5 microseconds per member; contents are not read.
     """
@@ -95,10 +102,12 @@ def scan_tar(file: Readable) -> TarScan:
 
 
 def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> str:
-    """Put the parts of the one sample that stands in `content[start:end]` into `parts`, and return its key.
+    """Put the parts of the one sample that stands in `content[start:end]` into `parts`, and return
+    its key.
 
-    `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is copied. TarError if
-    there is no sample, or a piece of one. About 1 microsecond per member. Of parts of one name the last is kept.
+    `content` is bytes, or mapped memory that gives bytes when sliced: only what is in the parts is
+    copied. TarError if there is no sample, or a piece of one. About 1 microsecond per member. Of
+    parts of one name the last is kept.
     """
     key = None
     at = start
@@ -109,7 +118,11 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
         base, part, octal = match.groups()
         data = at + BLOCK
         stop = data + int(octal, 8)
-        if stop > end or len(base) + len(part) > _MAX_PLAIN_NAME or (key is not None and base != key):
+        if (
+            stop > end
+            or len(base) + len(part) > _MAX_PLAIN_NAME
+            or (key is not None and base != key)
+        ):
             return _parse_by_walking(content[start:end], parts)
         key = base
         try:
@@ -123,7 +136,8 @@ def parse_sample(content: Any, start: int, end: int, parts: dict[str, Any]) -> s
 
 
 def header_key(header: bytes) -> str | None:
-    """Return the key that a sample's first header says, None if other blocks must be read for it."""
+    """Return the key that a sample's first header says, None if other blocks must be read for
+    it."""
     match = _PLAIN_HEADER(header)
     if match is None or len(match[1]) + len(match[2]) > _MAX_PLAIN_NAME:
         return None
@@ -150,7 +164,8 @@ class Buffer:
 
 
 def walk_tar(file: Readable) -> Iterator[Member]:
-    """Yield the members of an archive, those that are no regular files too. Checksums are verified."""
+    """Yield the members of an archive, those that are no regular files too. Checksums are
+    verified."""
     at = start = 0
     name: str | None = None
     size: int | None = None
@@ -165,14 +180,17 @@ def walk_tar(file: Readable) -> Iterator[Member]:
         at = data if kind in _WITHOUT_CONTENT else data + (num_bytes + BLOCK - 1) // BLOCK * BLOCK
         if at != data and data + num_bytes > file.size:
             raise TarError(
-                f"the member at byte {start} goes to byte {data + num_bytes} of {file.size}; the file is cut"
+                f"the member at byte {start} goes to byte {data + num_bytes} of {file.size}; the "
+                "file is cut"
             )
         if kind == _GNU_NAME:
             name = _text(file.read(data, data + num_bytes))
         elif kind in _PAX:
             name, size = _read_pax(file.read(data, data + num_bytes), name, start)
         elif kind == _GNU_SPARSE:
-            raise TarError(f"the member at byte {start} is sparse; write the archive without --sparse")
+            raise TarError(
+                f"the member at byte {start} is sparse; write the archive without --sparse"
+            )
         if is_extension:
             continue
         if kind != _PAX_GLOBAL:
@@ -181,13 +199,19 @@ def walk_tar(file: Readable) -> Iterator[Member]:
             yield Member(name, start, data, num_bytes, at, is_regular)
         name, size, start = None, None, at
     if at != file.size:
-        raise TarError(f"a member, or the end, should stand at byte {at} of {file.size}; the file is cut")
+        raise TarError(
+            f"a member, or the end, should stand at byte {at} of {file.size}; the file is cut"
+        )
 
 
 def _name_field(header: bytes) -> str:
     name = _text(header[:100])
     # Only POSIX archives have a prefix there; GNU's have times.
-    return f"{_text(header[345:500])}/{name}" if header[257:263] == b"ustar\0" and header[345] else name
+    return (
+        f"{_text(header[345:500])}/{name}"
+        if header[257:263] == b"ustar\0" and header[345]
+        else name
+    )
 
 
 def _text(field: bytes) -> str:
@@ -200,7 +224,8 @@ def _size_field(header: bytes, at: int) -> int:
         # As if the checksum's own field held eight spaces.
         if expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             raise ValueError
-        # Sizes that are too large for octal digits are big-endian numbers, marked by their first bit.
+        # Sizes that are too large for octal digits are big-endian numbers, marked by their first
+        # bit.
         if header[124] & 0x80:
             return int.from_bytes(bytes([header[124] & 0x7F]) + header[125:136], "big")
         return int(header[124:136].strip(b" \0") or b"0", 8)
@@ -209,7 +234,9 @@ def _size_field(header: bytes, at: int) -> int:
 
 
 def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None, int | None]:
-    """Return name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt", None)`."""
+    """Return name and size as an extended header has them: `b"16 path=a/b.txt\\n" -> ("a/b.txt",
+    None)`.
+    """
     size = None
     at = 0
     while record := _PAX_RECORD.match(content, at):
@@ -220,6 +247,8 @@ def _read_pax(content: bytes, name: str | None, start: int) -> tuple[str | None,
         elif record[2] == b"size":
             size = int(value)
         elif record[2].startswith(b"GNU.sparse."):
-            raise TarError(f"the member at byte {start} is sparse; write the archive without --sparse")
+            raise TarError(
+                f"the member at byte {start} is sparse; write the archive without --sparse"
+            )
         at = max(end, record.end())
     return name, size

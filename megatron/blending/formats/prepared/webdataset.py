@@ -1,8 +1,10 @@
-"""pure. A WebDataset reads any sample of the tar shards of a prepared folder by index, or finds it by key.
+"""pure. A WebDataset reads any sample of the tar shards of a prepared folder by index, or finds it
+by key.
 
-Opening reads `.nv-meta` only: the numbers of samples there give every index its shard. A shard is mapped when a sample
-of it is first asked for, with its `.tar.idx`, which says where each sample starts; the sample's own headers, which
-stand in the bytes that are read anyway, say the rest. So nothing grows with the number of samples.
+Opening reads `.nv-meta` only: the numbers of samples there give every index its shard. A shard is
+mapped when a sample of it is first asked for, with its `.tar.idx`, which says where each sample
+starts; the sample's own headers, which stand in the bytes that are read anyway, say the rest. So
+nothing grows with the number of samples.
 
 Invariant: with and without index files, local or remote, the records are the same.
 """
@@ -20,7 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.blending.formats.decode import Decode, decode_part
-from megatron.blending.formats.files import LocalFile, is_file, join_location, local_path, read_ranges
+from megatron.blending.formats.files import (
+    LocalFile,
+    is_file,
+    join_location,
+    local_path,
+    read_ranges,
+)
 from megatron.blending.formats.prepared.field_map import FieldMap
 from megatron.blending.formats.prepared.nv_meta import (
     FOLDER,
@@ -33,7 +41,13 @@ from megatron.blending.formats.prepared.nv_meta import (
 from megatron.blending.formats.prepared.sample_index import find_samples
 from megatron.blending.formats.prepared.shard import Shard, open_local_shard, open_remote_shard
 from megatron.blending.formats.prepared.tar import BLOCK, TarError, header_key, parse_sample
-from megatron.blending.formats.record import Record, RecordError, RecordSource, check_index, fingerprint_file
+from megatron.blending.formats.record import (
+    Record,
+    RecordError,
+    RecordSource,
+    check_index,
+    fingerprint_file,
+)
 
 _FINGERPRINT_SHARDS = 8
 _META = ("__key__", "__shard__")
@@ -48,10 +62,11 @@ def open_webdataset(
     split_config: str = "split.yaml",
     allow_code: bool = False,
 ) -> "WebDataset":
-    """Open one part of a prepared folder, local or a URL; ValueError naming file and key if it cannot be.
+    """Open one part of a prepared folder, local or a URL; ValueError naming file and key if it
+    cannot be.
 
-    Milliseconds, for thousands of shards too: no shard is opened. `allow_code`: run the Python files that dataset.yaml
-    may name; else such a data set is refused.
+    Milliseconds, for thousands of shards too: no shard is opened. `allow_code`: run the Python
+    files that dataset.yaml may name; else such a data set is refused.
     """
     path = path.rstrip("/") or path
     sample_type, subflavors = read_dataset_config(path, dataset_config)
@@ -60,10 +75,11 @@ def open_webdataset(
 
 
 class WebDataset(RecordSource):
-    """It is one part of a prepared folder. A record is {"__key__": str, "__shard__": str, part name: bytes, ...}.
+    """It is one part of a prepared folder. A record is {"__key__": str, "__shard__": str, part
+    name: bytes, ...}.
 
-    Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds per part over the
-    copy of its bytes.
+    Excluded samples are not there: they have no index. In bulk, a sample costs 1 to 2 microseconds
+    per part over the copy of its bytes.
     """
 
     def __init__(
@@ -83,7 +99,8 @@ class WebDataset(RecordSource):
         self._is_local = local_path(path) is not None
         self._prefix = join_location(path, "")
         self._ends = np.cumsum([count for _, count in part.shards], dtype=np.int64)
-        # What this object has mapped is not for one that opens the folder later: files may have changed.
+        # What this object has mapped is not for one that opens the folder later: files may have
+        # changed.
         self._opened_at = time.time_ns()
         self._starts = np.append(0, self._ends[:-1])
         self._skipped = self._find_skipped(part.excluded)
@@ -91,14 +108,18 @@ class WebDataset(RecordSource):
         self._samples_of_file: list[range] | None = None
         self._prepare_parts()
         if len(self) == 0:
-            raise ValueError(f"{path}: split {part.name!r} has no samples; name another, or leave it out")
+            raise ValueError(
+                f"{path}: split {part.name!r} has no samples; name another, or leave it out"
+            )
 
     def __len__(self) -> int:
         return (int(self._ends[-1]) if len(self._ends) else 0) - len(self._skipped)
 
     def read(self, indices: Sequence[int]) -> list[Record | RecordError]:
         places = self._places(indices)
-        pieces = [self._mapped(*place) for place in places] if self._is_local else self._fetched(places)
+        pieces = (
+            [self._mapped(*place) for place in places] if self._is_local else self._fetched(places)
+        )
         records: list[Record | RecordError] = []
         for (number, sample), (content, start, end) in zip(places, pieces):
             record = {"__key__": "", "__shard__": self._shards[number][0]}
@@ -106,7 +127,11 @@ class WebDataset(RecordSource):
                 record["__key__"] = parse_sample(content, start, end, record)
             except TarError as error:
                 where = self._describe(number, sample)
-                records.append(RecordError(f"{where}: {error}; write the shard again, and prepare the data set"))
+                records.append(
+                    RecordError(
+                        f"{where}: {error}; write the shard again, and prepare the data set"
+                    )
+                )
                 continue
             records.append(record if self._is_read is None else self._filtered(record))
         return records
@@ -121,16 +146,24 @@ class WebDataset(RecordSource):
 
     def _fetched(self, places: Sequence[tuple[int, int]]) -> "list[Piece]":
         shards = [self._shard(number) for number, _ in places]
-        offsets = [(shard.offsets[sample], shard.offsets[sample + 1]) for shard, (_, sample) in zip(shards, places)]
-        raws = read_ranges([(shard.file, start, end) for shard, (start, end) in zip(shards, offsets)])
+        offsets = [
+            (shard.offsets[sample], shard.offsets[sample + 1])
+            for shard, (_, sample) in zip(shards, places)
+        ]
+        raws = read_ranges(
+            [(shard.file, start, end) for shard, (start, end) in zip(shards, offsets)]
+        )
         return [(raw, 0, len(raw)) for raw in raws]
 
     def _filtered(self, record: Record) -> Record:
         assert self._is_read is not None
-        return {name: value for name, value in record.items() if name in _META or self._is_read(name)}
+        return {
+            name: value for name, value in record.items() if name in _META or self._is_read(name)
+        }
 
     def fields(self, record: Record, decode: Decode = decode_part) -> dict[str, Any]:
-        """Return the fields of the sample that a record makes, as dataset.yaml says; ValueError if it makes none.
+        """Return the fields of the sample that a record makes, as dataset.yaml says; ValueError if
+        it makes none.
 
         Of a crude data set, all parts decoded. Parts that no field needs are not decoded.
         """
@@ -139,14 +172,16 @@ class WebDataset(RecordSource):
             fields["__key__"] = record["__key__"]
             return fields
         decoded = {
-            name: decode(name, content) if isinstance(content, bytes) else content for name, content in record.items()
+            name: decode(name, content) if isinstance(content, bytes) else content
+            for name, content in record.items()
         }
         if self._sample_loader is not None:
             return {"__key__": record["__key__"], **self._sample_loader(decoded)}
         return decoded
 
     def num_bytes(self, records: range) -> int | None:
-        """Return the bytes that consecutive records take in their archives, headers and all; None of remote ones.
+        """Return the bytes that consecutive records take in their archives, headers and all; None
+        of remote ones.
 
         Of many shards it opens each, in about 30 microseconds.
         """
@@ -161,13 +196,22 @@ class WebDataset(RecordSource):
         return total
 
     def find(self, keys: Iterable[str]) -> dict[str, int]:
-        """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there is none."""
+        """Return the index of each key that is in this part, by `index.sqlite`; ValueError if there
+        is none.
+        """
         if self._samples_of_file is None:
-            ranges = {shard: range(int(end) - count, int(end)) for (shard, count), end in zip(self._shards, self._ends)}
+            ranges = {
+                shard: range(int(end) - count, int(end))
+                for (shard, count), end in zip(self._shards, self._ends)
+            }
             self._samples_of_file = [ranges.get(shard, range(0)) for shard in read_info(self.path)]
         found = {}
         for key, (file_id, sample) in find_samples(self.path, keys).items():
-            samples = self._samples_of_file[file_id] if 0 <= file_id < len(self._samples_of_file) else range(0)
+            samples = (
+                self._samples_of_file[file_id]
+                if 0 <= file_id < len(self._samples_of_file)
+                else range(0)
+            )
             if 0 <= sample < len(samples) and (at := samples[sample]) not in self._skipped:
                 found[key] = at - int(np.searchsorted(self._skipped, at))
         return found
@@ -179,15 +223,21 @@ class WebDataset(RecordSource):
         return f"{self._prefix}{self._shards[number][0]} sample {sample}"
 
     def fingerprint(self) -> str:
-        """It is made of names, numbers and exclusions, of the files of 8 evenly spread shards, and of what dataset.yaml
-        makes of their parts.
+        """It is made of names, numbers and exclusions, of the files of 8 evenly spread shards, and
+        of what dataset.yaml makes of their parts.
         """
         kind = replace(self.sample_type, where="")
-        digest = hashlib.blake2b(repr((self._shards, self._skipped.tolist(), kind)).encode(), digest_size=16)
+        digest = hashlib.blake2b(
+            repr((self._shards, self._skipped.tolist(), kind)).encode(), digest_size=16
+        )
         last = len(self._shards) - 1
-        for number in sorted({probe * last // (_FINGERPRINT_SHARDS - 1) for probe in range(_FINGERPRINT_SHARDS)}):
+        for number in sorted(
+            {probe * last // (_FINGERPRINT_SHARDS - 1) for probe in range(_FINGERPRINT_SHARDS)}
+        ):
             digest.update(
-                fingerprint_file(self._shard(number).file, self._shards[number][1], _FINGERPRINT_PROBES).encode()
+                fingerprint_file(
+                    self._shard(number).file, self._shards[number][1], _FINGERPRINT_PROBES
+                ).encode()
             )
         return digest.hexdigest()
 
@@ -219,12 +269,17 @@ class WebDataset(RecordSource):
             start = int(self._ends[number]) - self._shards[number][1]
             found = [sample for sample, key in enumerate(self._keys(number)) if key in keys]
             if len(found) < len(keys):
-                warnings.warn(f"{self.path}: {len(keys) - len(found)} excluded samples are not in {name}", stacklevel=4)
+                warnings.warn(
+                    f"{self.path}: {len(keys) - len(found)} excluded samples are not in {name}",
+                    stacklevel=4,
+                )
             skipped += [start + sample for sample in found]
         return np.array(sorted(skipped), np.int64)
 
     def _keys(self, number: int) -> list[str]:
-        """Return the keys of a shard's samples, from the first header of each. About 2 microseconds per sample."""
+        """Return the keys of a shard's samples, from the first header of each. About 2 microseconds
+        per sample.
+        """
         shard = self._shard(number)
         file, offsets = shard.file, shard.offsets
         headers = read_ranges([(file, start, start + BLOCK) for start in offsets[:-1]])
@@ -239,10 +294,16 @@ class WebDataset(RecordSource):
         folder = join_location(self.path, FOLDER)
 
         def function(reference: str, name: str) -> Callable[..., Any]:
-            return _load_function(reference, name, folder, allow_code=self._allow_code, where=kind.where)
+            return _load_function(
+                reference, name, folder, allow_code=self._allow_code, where=kind.where
+            )
 
-        self._field_map = FieldMap(kind.field_map, f"{kind.where}: field_map") if kind.field_map else None
-        self._sample_loader = function(kind.sample_loader, "sample_loader") if kind.sample_loader else None
+        self._field_map = (
+            FieldMap(kind.field_map, f"{kind.where}: field_map") if kind.field_map else None
+        )
+        self._sample_loader = (
+            function(kind.sample_loader, "sample_loader") if kind.sample_loader else None
+        )
         if isinstance(kind.part_filter, str):
             self._is_read: Callable[[str], bool] | None = function(kind.part_filter, "part_filter")
         else:
@@ -264,7 +325,8 @@ Piece = tuple[Any, int, int]
 def _load_function(
     reference: str, default_name: str, folder: str, *, allow_code: bool, where: str
 ) -> Callable[..., Any]:
-    """Return the function that `reference`, "file.py:name" or "file.py", names in `folder`, by running the file.
+    """Return the function that `reference`, "file.py:name" or "file.py", names in `folder`, by
+    running the file.
 
     ValueError, starting with `where`, if `allow_code` is not given, or there is no such function.
     """
@@ -272,12 +334,17 @@ def _load_function(
     name = name or default_name
     if not allow_code:
         raise ValueError(
-            f"{where}: names Python code, {reference}, which is not run; read it, then pass allow_code=True"
+            f"{where}: names Python code, {reference}, which is not run; read it, then pass "
+            "allow_code=True"
         )
     location = local_path(join_location(folder, path))
     if location is None or not path.endswith(".py") or not is_file(location):
-        raise ValueError(f"{where}: {reference}: must be file.py:function, a local file in {folder}")
-    spec = importlib.util.spec_from_file_location(f"megatron_blending_user_code_{abs(hash(location))}", location)
+        raise ValueError(
+            f"{where}: {reference}: must be file.py:function, a local file in {folder}"
+        )
+    spec = importlib.util.spec_from_file_location(
+        f"megatron_blending_user_code_{abs(hash(location))}", location
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

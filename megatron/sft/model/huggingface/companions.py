@@ -1,4 +1,6 @@
-"""pure. The files of a HuggingFace folder beside its weights: config.json, tokenizer, template, generation config."""
+"""pure. The files of a HuggingFace folder beside its weights: config.json, tokenizer, template,
+generation config.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,20 @@ COMPANIONS = "huggingface"
 _GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *(
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
 )
 _MORE_TEMPLATES = "additional_chat_templates"
 _BYTE_LEVEL_TEMPLATE = (
     "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content ~ '<end>' }}{% endgeneration %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content ~ '<end>' }}{% "
+    "endgeneration %}"
     "{% else %}{{ message.content ~ '<end>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
@@ -49,12 +59,18 @@ class Companions(NamedTuple):
     """Of the weights, where no source folder says another."""
 
     def model_config(self) -> dict[str, Any]:
-        """What config.json says; ValueError where no HuggingFace family computes what the options say."""
+        """What config.json says; ValueError where no HuggingFace family computes what the options
+        say.
+        """
         source = self.config.output.huggingface_source
         if source is None:
             found = config_of(self.config.model, self.vocab_size)
             if self.tokenizer is not None:
-                found |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eod, "pad_token_id": self.tokenizer.pad}
+                found |= {
+                    "bos_token_id": None,
+                    "eos_token_id": self.tokenizer.eod,
+                    "pad_token_id": self.tokenizer.pad,
+                }
         else:
             found = read_config(source)
             found.pop("_name_or_path", None)
@@ -83,7 +99,8 @@ class Companions(NamedTuple):
         return dtype_of(self.model_config())
 
     def write(self, folder: Path) -> str:
-        """Write all files but the weights; returns the type that config.json says the weights have."""
+        """Write all files but the weights; returns the type that config.json says the weights
+        have."""
         model_config, source = self.model_config(), self.config.output.huggingface_source
         _write(folder / "config.json", model_config)
         generation = {} if source is None else _read(Path(source) / _GENERATION)
@@ -95,7 +112,9 @@ class Companions(NamedTuple):
         return dtype_of(model_config)
 
     def write_beside_adapter(self, weights: AdapterWeights, folder: Path) -> None:
-        """Write what a PEFT folder has beside weights: its config, and the tokenizer with the template trained with."""
+        """Write what a PEFT folder has beside weights: its config, and the tokenizer with the
+        template trained with.
+        """
         base = self.config.output.pretrained_checkpoint
         assert base is not None
         write_adapter_config(folder, self.config.lora, weights, base)
@@ -104,22 +123,28 @@ class Companions(NamedTuple):
 
 
 def copy_companions(source: Path, target: Path) -> str:
-    """Copy what `Companions.write` wrote; returns the type that config.json says the weights have."""
+    """Copy what `Companions.write` wrote; returns the type that config.json says the weights
+    have."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     return dtype_of(read_config(source))
 
 
 def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
     """The tensors of a model whose config.json is `model_config`."""
-    return Weights(model, model_config["vocab_size"], is_mixtral=model_config["model_type"] == "mixtral")
+    return Weights(
+        model, model_config["vocab_size"], is_mixtral=model_config["model_type"] == "mixtral"
+    )
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:
-    """The type of the weights that a config.json tells, by torch's name; ValueError where none can be written in it."""
+    """The type of the weights that a config.json tells, by torch's name; ValueError where none can
+    be written in it.
+    """
     dtype = model_config.get("dtype") or model_config["torch_dtype"]
     if dtype not in DTYPES.values():
         raise ValueError(
-            f"config.json has dtype {shown(dtype)}, but must have {' or '.join(DTYPES.values())}; correct it"
+            f"config.json has dtype {shown(dtype)}, but must have {' or '.join(DTYPES.values())}; "
+            "correct it"
         )
     return dtype
 
@@ -127,19 +152,27 @@ def dtype_of(model_config: Mapping[str, Any]) -> str:
 def _with_end_of_turn(
     generation: dict[str, Any], model_config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The generation config, in which what the model was trained to end a turn with ends generation too."""
+    """The generation config, in which what the model was trained to end a turn with ends generation
+    too.
+    """
     end = end_of_turn(tokenizer)
     known = generation.get("eos_token_id", model_config.get("eos_token_id"))
     ends = [known] if isinstance(known, int) else list(known or [])
-    return generation if end is None or end in ends else {**generation, "eos_token_id": [*ends, end]}
+    return (
+        generation if end is None or end in ends else {**generation, "eos_token_id": [*ends, end]}
+    )
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token that the assistant is trained to end a turn with; None without a template, or if it trains none."""
+    """The token that the assistant is trained to end a turn with; None without a template, or if it
+    trains none.
+    """
     lasts = set()
     for answer in ("yes", "no"):
         try:
-            tokens = tokenizer.encode_chat(Conversation([Message("user", "?"), Message("assistant", answer)]))
+            tokens = tokenizer.encode_chat(
+                Conversation([Message("user", "?"), Message("assistant", answer)])
+            )
         except ValueError:
             return None
         trained = tokens.ids[tokens.weights > 0]
@@ -159,13 +192,16 @@ def _write_tokenizer(folder: Path, config: SFTConfig, tokenizer: Tokenizer) -> N
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
         if tokenizer.chat_template is not None:
-            _write_template(folder, _read(source / "tokenizer_config.json"), tokenizer.chat_template)
+            _write_template(
+                folder, _read(source / "tokenizer_config.json"), tokenizer.chat_template
+            )
 
 
 def _write_template(folder: Path, settings: dict[str, Any], template: str) -> None:
     """Put the template that was trained with wherever the copied tokenizer files have one.
 
-    settings: what tokenizer_config.json holds. Of several templates by name, which it may have, `default` is that one.
+    settings: what tokenizer_config.json holds. Of several templates by name, which it may have,
+    `default` is that one.
     """
     held, file = settings.get("chat_template"), folder / "chat_template.jinja"
     renewed: Any = template
@@ -179,9 +215,15 @@ def _write_template(folder: Path, settings: dict[str, Any], template: str) -> No
 
 
 def _write_byte_level(folder: Path) -> None:
-    """The byte-level tokenizer as transformers reads it. Special tokens in a text are taken for special there."""
+    """The byte-level tokenizer as transformers reads it. Special tokens in a text are taken for
+    special there.
+    """
     # The printable stand-ins for bytes of GPT-2's byte-level vocabulary.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = iter(range(256, 512))
     vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     special = [
@@ -189,7 +231,12 @@ def _write_byte_level(folder: Path) -> None:
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for number, token in enumerate(BYTE_LEVEL_SPECIAL_TOKENS)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     _write(
         folder / "tokenizer.json",
         {

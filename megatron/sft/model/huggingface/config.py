@@ -1,6 +1,8 @@
-"""pure. A HuggingFace config.json <-> the options of the same model; what cannot be computed exactly is refused.
+"""pure. A HuggingFace config.json <-> the options of the same model; what cannot be computed
+exactly is refused.
 
-Keys that a file leaves out have the family's defaults, as in transformers' own classes. Both spellings of a key are
+Keys that a file leaves out have the family's defaults, as in transformers' own classes. Both
+spellings of a key are
 read: those of transformers 4 and of 5.
 """
 
@@ -34,16 +36,29 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", window=4096, has_window_switch=True, options={"add_qkv_bias": True}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", window=4096, has_window_switch=True, options={"add_qkv_bias": True}
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", window=4096, has_window_switch=True, head_dim=128, options={"qk_layernorm": True}
+        "Qwen3ForCausalLM",
+        window=4096,
+        has_window_switch=True,
+        head_dim=128,
+        options={"qk_layernorm": True},
     ),
     "gemma": Family(
         "GemmaForCausalLM",
         head_dim=256,
-        options={"swiglu": False, "geglu": True, "apply_layernorm_1p": True, "scale_embeddings": True},
+        options={
+            "swiglu": False,
+            "geglu": True,
+            "apply_layernorm_1p": True,
+            "scale_embeddings": True,
+        },
     ),
-    "mixtral": Family("MixtralForCausalLM", norm_epsilon=1e-5, rope_theta=1e6, num_experts_key="num_local_experts"),
+    "mixtral": Family(
+        "MixtralForCausalLM", norm_epsilon=1e-5, rope_theta=1e6, num_experts_key="num_local_experts"
+    ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         window=4096,
@@ -77,11 +92,12 @@ _COMMON: dict[str, Any] = {
     "mtp_num_layers": None,
 }
 _MOST = 1 << 24
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """The fields of `ModelConfig` that a config.json decides, all that say what is computed, and `vocab_size`.
+    """The fields of `ModelConfig` that a config.json decides, all that say what is computed, and
+    `vocab_size`.
 
     ValueError, naming `where`, for other families and for what cannot be computed exactly.
     """
@@ -104,7 +120,9 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
         "norm_epsilon": float(family.norm_epsilon if epsilon is None else epsilon),
         "rotary_base": base,
         "rope_scaling": scaling,
-        "untie_embeddings_and_output_weights": not (config["model_type"] == "gemma" if tied is None else tied),
+        "untie_embeddings_and_output_weights": not (
+            config["model_type"] == "gemma" if tied is None else tied
+        ),
         "disable_bias_linear": not _has_biases(config, where),
         "vocab_size": _number(config, "vocab_size", where),
         **family.options,
@@ -115,18 +133,23 @@ def options_of(config: Mapping[str, Any], where: str = "config.json") -> dict[st
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"{where} has model_type {shown(kind)}, but only {', '.join(FAMILIES)} are supported")
+        raise ValueError(
+            f"{where} has model_type {shown(kind)}, but only {', '.join(FAMILIES)} are supported"
+        )
     return FAMILIES[kind]
 
 
 def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
     if config.get("quantization_config"):
-        raise ValueError(f"{where} has a quantization_config; give the folder of the model before quantization")
+        raise ValueError(
+            f"{where} has a quantization_config; give the folder of the model before quantization"
+        )
     wanted = "gelu_pytorch_tanh" if family.options.get("geglu") else "silu"
     activation = config.get("hidden_activation") or config.get("hidden_act", wanted)
     if activation != wanted:
         raise ValueError(
-            f"{where} has hidden_act {shown(activation)}, but only {wanted!r} is supported for this model_type"
+            f"{where} has hidden_act {shown(activation)}, but only {wanted!r} is supported for "
+            "this model_type"
         )
     if family is not FAMILIES["llama"] and "num_key_value_heads" not in config:
         raise ValueError(f"{where} lacks num_key_value_heads; add it")
@@ -137,8 +160,12 @@ def _refuse(config: Mapping[str, Any], family: Family, where: str) -> None:
 
 def _number(config: Mapping[str, Any], name: str, where: str) -> int:
     value = config.get(name)
-    if type(value) is not int or not 1 <= value <= (_MOST_LAYERS if name == "num_hidden_layers" else _MOST):
-        raise ValueError(f"{where} must have {name}, a whole number of at least 1, but has {shown(value)}")
+    if type(value) is not int or not 1 <= value <= (
+        _MAX_LAYERS if name == "num_hidden_layers" else _MOST
+    ):
+        raise ValueError(
+            f"{where} must have {name}, a whole number of at least 1, but has {shown(value)}"
+        )
     return value
 
 
@@ -149,7 +176,9 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
     if not is_positive(base):
         raise ValueError(f"{where} has rope_theta {shown(base)}, but it must be a number above 0")
     if (fields.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
-        raise ValueError(f"{where} has a partial_rotary_factor, which is not supported for this model_type")
+        raise ValueError(
+            f"{where} has a partial_rotary_factor, which is not supported for this model_type"
+        )
     if fields.get("rope_type", fields.get("type")) in ("llama3", "yarn"):
         # As transformers fills it in.
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -158,11 +187,16 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float,
 
 
 def _has_biases(config: Mapping[str, Any], where: str) -> bool:
-    """Whether all linear layers have biases; megatron-core has no switch for those of attention or MLP alone."""
+    """Whether all linear layers have biases; megatron-core has no switch for those of attention or
+    MLP alone.
+    """
     attention = bool(config.get("attention_bias"))
     mlp = bool(config.get("mlp_bias")) if config["model_type"] == "llama" else False
     if attention != mlp:
-        raise ValueError(f"{where} has biases in attention or MLP alone; attention_bias and mlp_bias must be equal")
+        raise ValueError(
+            f"{where} has biases in attention or MLP alone; attention_bias and mlp_bias must be "
+            "equal"
+        )
     return attention
 
 
@@ -170,18 +204,27 @@ def _experts(config: Mapping[str, Any], family: Family, where: str) -> dict[str,
     if family.num_experts_key is None:
         return {}
     # transformers 5 writes the one name for what it reads under the other.
-    key = next((name for name in ("num_experts", "num_local_experts") if name in config), family.num_experts_key)
+    key = next(
+        (name for name in ("num_experts", "num_local_experts") if name in config),
+        family.num_experts_key,
+    )
     found: dict[str, Any] = {
         "num_experts": _number(config, key, where),
         "moe_router_topk": _number(config, "num_experts_per_tok", where),
     }
     if family is FAMILIES["mixtral"]:
-        return {**found, "moe_router_pre_softmax": False, "moe_ffn_hidden_size": config["intermediate_size"]}
+        return {
+            **found,
+            "moe_router_pre_softmax": False,
+            "moe_ffn_hidden_size": config["intermediate_size"],
+        }
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     layers = range(_number(config, "num_hidden_layers", where))
     has_experts = tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
     if not any(has_experts):
-        raise ValueError(f"{where} leaves no layer with experts; check decoder_sparse_step and mlp_only_layers")
+        raise ValueError(
+            f"{where} leaves no layer with experts; check decoder_sparse_step and mlp_only_layers"
+        )
     found |= {
         # Renormalised, the chosen shares of a softmax over all are a softmax over the chosen.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
@@ -189,7 +232,9 @@ def _experts(config: Mapping[str, Any], family: Family, where: str) -> dict[str,
         "moe_layer_freq": () if all(has_experts) else has_experts,
     }
     if family is FAMILIES["qwen2_moe"]:
-        found["moe_shared_expert_intermediate_size"] = _number(config, "shared_expert_intermediate_size", where)
+        found["moe_shared_expert_intermediate_size"] = _number(
+            config, "shared_expert_intermediate_size", where
+        )
         found["add_qkv_bias"] = config.get("qkv_bias", True)
     return found
 
@@ -206,7 +251,9 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 
 
 def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The options of a model as `options_of` would tell them, defaults resolved: equal for equal models."""
+    """The options of a model as `options_of` would tell them, defaults resolved: equal for equal
+    models.
+    """
     options = {name: getattr(model, name) for name in _COMMON}
     groups = model.num_query_groups
     if model.num_experts is not None:
@@ -226,7 +273,9 @@ def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "ffn_hidden_size": model.resolved_ffn_hidden_size,
         "norm_epsilon": model.norm_epsilon,
         "rotary_base": model.rotary_base,
-        "rope_scaling": None if model.rope_scaling is None else parse_rope_scaling(model.rope_scaling).to_json(),
+        "rope_scaling": None
+        if model.rope_scaling is None
+        else parse_rope_scaling(model.rope_scaling).to_json(),
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "disable_bias_linear": model.disable_bias_linear,
         "vocab_size": vocab_size,
@@ -234,7 +283,8 @@ def identity_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The config.json of a model that was trained from nothing: of the first family that computes the same.
+    """The config.json of a model that was trained from nothing: of the first family that computes
+    the same.
 
     ValueError where no family does.
     """
@@ -245,10 +295,13 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         found = options_of(config)
         if found == wanted:
             return config
-        differing[kind] = [f"--{name.replace('_', '-')}" for name in wanted if found.get(name) != wanted[name]]
+        differing[kind] = [
+            f"--{name.replace('_', '-')}" for name in wanted if found.get(name) != wanted[name]
+        ]
     nearest = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(
-        f"no HuggingFace family computes what these options say; the nearest, {nearest}, differs in "
+        f"no HuggingFace family computes what these options say; the nearest, {nearest}, differs "
+        "in "
         f"{', '.join(differing[nearest])}"
     )
 
@@ -282,7 +335,9 @@ def _as_family(kind: str, family: Family, model: ModelConfig, vocab_size: int) -
             "num_experts_per_tok": model.moe_router_topk,
             "moe_intermediate_size": expert_width,
             "norm_topk_prob": not model.moe_router_pre_softmax,
-            "mlp_only_layers": [i for i, has_experts in enumerate(model.moe_layer_freq) if not has_experts],
+            "mlp_only_layers": [
+                i for i, has_experts in enumerate(model.moe_layer_freq) if not has_experts
+            ],
             "decoder_sparse_step": 1,
         }
     if kind == "mixtral":

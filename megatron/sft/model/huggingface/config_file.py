@@ -1,5 +1,5 @@
-"""pure. The config.json of a HuggingFace folder as it is written: an object whose values are of the types that they
-must be. What they mean is in `config`.
+"""pure. The config.json of a HuggingFace folder as it is written: an object whose values are of the
+types that they must be. What they mean is in `config`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{folder} must be the folder of a HuggingFace model, but has no config.json; download it first"
+            f"{folder} must be the folder of a HuggingFace model, but has no config.json; download "
+            "it first"
         )
     try:
         config = read_json(path, any_integer=True)
@@ -39,7 +40,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             value = config.get(name)
             is_number = kind is float and type(value) is int
             if value is not None and type(value) is not kind and not is_number:
-                raise ValueError(f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}")
+                raise ValueError(
+                    f"{path} has {name} {shown(value)}, but it must be of type {kind.__name__}"
+                )
             if type(value) is int and not fits_64_bits(value):
-                raise ValueError(f"{path} has {name} {shown(value)}, but it must fit 64 bits; correct it")
+                raise ValueError(
+                    f"{path} has {name} {shown(value)}, but it must fit 64 bits; correct it"
+                )
     return config

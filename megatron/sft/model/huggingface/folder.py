@@ -1,4 +1,5 @@
-"""pure. The safetensors files of a HuggingFace folder: which tensors they hold, and whether they are those of a model.
+"""pure. The safetensors files of a HuggingFace folder: which tensors they hold, and whether they
+are those of a model.
 
 Only headers are read, so a folder that does not fit is refused before memory is spent.
 """
@@ -48,20 +49,31 @@ class Folder(NamedTuple):
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Read the headers of all files; ValueError, naming the file, for anything that is not whole or not readable."""
+    """Read the headers of all files; ValueError, naming the file, for anything that is not whole or
+    not readable.
+    """
     path = Path(folder)
     tensors = {}
     for file, names in _files(path).items():
         held = read_header(file)
         missing = [name for name in names if name not in held]
         if missing:
-            raise ValueError(f"{file} lacks {_some(missing)}, which {INDEX} says it holds; download it again")
+            raise ValueError(
+                f"{file} lacks {_some(missing)}, which {INDEX} says it holds; download it again"
+            )
         for name, entry in held.items():
-            tensors[name] = Stored(file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            tensors[name] = Stored(
+                file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
+            )
     if not any(name.startswith("model.") for name in tensors):
         # Files of the bare model, without a head.
-        tensors = {name if name.startswith("lm_head.") else f"model.{name}": found for name, found in tensors.items()}
-    return Folder(path, {name: found for name, found in tensors.items() if not name.endswith(_NO_WEIGHT)})
+        tensors = {
+            name if name.startswith("lm_head.") else f"model.{name}": found
+            for name, found in tensors.items()
+        }
+    return Folder(
+        path, {name: found for name, found in tensors.items() if not name.endswith(_NO_WEIGHT)}
+    )
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
@@ -74,32 +86,40 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         missing = sorted(str(file) for file in files if not file.is_file())
         if missing or not files:
             raise ValueError(
-                f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; download again"
+                f"{folder / INDEX} names {_some(missing) or 'no file'}, which must be there; "
+                "download again"
             )
         return files
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: []}
     if any(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            f"{folder} holds its weights as pickles (.bin), which can run any code; convert them: transformers' "
+            f"{folder} holds its weights as pickles (.bin), which can run any code; convert them: "
+            "transformers' "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) writes safetensors"
         )
-    raise ValueError(f"{folder} must hold {SINGLE} or {INDEX}, but has neither; download the weights too")
+    raise ValueError(
+        f"{folder} must hold {SINGLE} or {INDEX}, but has neither; download the weights too"
+    )
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = read_json(path, _LARGEST_HEADER)["weight_map"]
-        if not all(Path(file).name == file and len(file) < _LONGEST_NAME for file in weight_map.values()):
+        if not all(
+            Path(file).name == file and len(file) < _LONGEST_NAME for file in weight_map.values()
+        ):
             raise ValueError("weight_map must name files of this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must hold a weight_map of tensors to files: {error}; download it again") from None
+        raise ValueError(
+            f"{path} must hold a weight_map of tensors to files: {error}; download it again"
+        ) from None
     return weight_map
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Name -> dtype, shape and data_offsets, counted from the file's first byte, of each tensor in a safetensors file;
-    ValueError where it is cut off.
+    """Name -> dtype, shape and data_offsets, counted from the file's first byte, of each tensor in
+    a safetensors file; ValueError where it is cut off.
     """
     with file.open("rb") as stream:
         length = stream.read(8)
@@ -111,10 +131,15 @@ def read_header(file: Path) -> dict[str, Any]:
         if not all(_is_entry(**entry) for entry in header.values()):
             raise TypeError
     except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"{file} must be a safetensors file, but has no header; download it again") from None
+        raise ValueError(
+            f"{file} must be a safetensors file, but has no header; download it again"
+        ) from None
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if file.stat().st_size != 8 + size + end:
-        raise ValueError(f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it again")
+        raise ValueError(
+            f"{file} must have {8 + size + end} bytes, but has {file.stat().st_size}; download it "
+            "again"
+        )
     for entry in header.values():
         entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
     return header
@@ -122,12 +147,16 @@ def read_header(file: Path) -> dict[str, Any]:
 
 def _is_entry(dtype: object, shape: list[Any], data_offsets: list[Any]) -> bool:
     begin, end = data_offsets
-    return isinstance(dtype, str) and 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape)
+    return (
+        isinstance(dtype, str)
+        and 0 <= begin <= end
+        and all(type(size) is int and size >= 0 for size in shape)
+    )
 
 
 def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") -> None:
-    """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says, in types that can be
-    read.
+    """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says,
+    in types that can be read.
     """
     expected = {part.name: part.shape for weight in weights.all() for part in weight.parts}
     tensors = folder.tensors
@@ -135,38 +164,48 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
     if other_types:
         kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
         raise ValueError(
-            f"{folder.path} holds tensors of type {kinds} ({_some(other_types)}): it is quantized; give the folder of "
+            f"{folder.path} holds tensors of type {kinds} ({_some(other_types)}): it is quantized; "
+            "give the folder of "
             "the model before quantization"
         )
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(f"{folder.path} lacks {_some(missing)}, which its {config} asks for; download it again")
+        raise ValueError(
+            f"{folder.path} lacks {_some(missing)}, which its {config} asks for; download it again"
+        )
     leftover = sorted(tensors.keys() - expected.keys() - set(weights.tied or ()))
     if leftover:
         raise ValueError(
-            f"{folder.path} holds {_some(leftover)}, for which its {config} has no place; such a model is not supported"
+            f"{folder.path} holds {_some(leftover)}, for which its {config} has no place; such a "
+            "model is not supported"
         )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ValueError(
-                f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its {config} says "
+                f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its "
+                f"{config} says "
                 f"{list(shape)}; one of the two is of another model"
             )
     if weights.tied is not None and not _are_equal(tensors, *weights.tied):
         raise ValueError(
-            f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but config.json of the model "
+            f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but "
+            "config.json of the model "
             "has tie_word_embeddings; set that to false there, as transformers takes it"
         )
 
 
 def fingerprint(folder: Folder) -> str:
-    """What tells two models of one architecture apart: a hash of each tensor's name and shape, and of a piece of it.
+    """What tells two models of one architecture apart: a hash of each tensor's name and shape, and
+    of a piece of it.
 
     It does not depend on how the tensors are spread over files. 4 kB of each tensor are read.
     """
     digest = hashlib.sha256()
     with ExitStack() as stack:
-        files = {path: stack.enter_context(path.open("rb")) for path in {one.path for one in folder.tensors.values()}}
+        files = {
+            path: stack.enter_context(path.open("rb"))
+            for path in {one.path for one in folder.tensors.values()}
+        }
         for name, stored in sorted(folder.tensors.items()):
             file = files[stored.path]
             file.seek(max(stored.begin, (stored.begin + stored.end - _PIECE) // 2))

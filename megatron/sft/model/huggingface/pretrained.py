@@ -19,16 +19,19 @@ from megatron.sft.options.config import SFTConfig
 
 
 def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | MegatronCheckpoint | None:
-    """The weights that training starts from; None without --pretrained-checkpoint, or where --load has a checkpoint.
+    """The weights that training starts from; None without --pretrained-checkpoint, or where --load
+    has a checkpoint.
 
-    Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be written.
+    Reads headers only. ValueError where they are not the model's, or where --save-hf cannot be
+    written.
     """
     output = config.output
     if output.save_hf is not None:
         check_target(Path(output.save_hf))
     if config.lora.lora and output.pretrained_checkpoint is None:
         raise ValueError(
-            "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a checkpoint, "
+            "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a "
+            "checkpoint, "
             "python -m megatron.sft.export makes such a folder"
         )
     if output.huggingface_source is None and output.save_hf is not None:
@@ -44,7 +47,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     checkpoint = distributed_checkpoint(output.pretrained_checkpoint)
     if checkpoint is not None and config.lora.lora:
         raise ValueError(
-            f"--lora needs a HuggingFace folder to stand beside, but --pretrained-checkpoint {checkpoint} is "
+            "--lora needs a HuggingFace folder to stand beside, but --pretrained-checkpoint "
+            f"{checkpoint} is "
             "megatron-core's; python -m megatron.sft.export makes one of this trainer's"
         )
     if checkpoint is not None:
@@ -55,6 +59,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     check_folder(folder, weights)
     adapter = None
     if config.lora.lora_adapter is not None and not continues:
-        adapter = PretrainedAdapter(open_adapter(config.lora.lora_adapter), AdapterWeights(weights, config.lora))
+        adapter = PretrainedAdapter(
+            open_adapter(config.lora.lora_adapter), AdapterWeights(weights, config.lora)
+        )
         check_folder(*adapter, ADAPTER_CONFIG)
     return Pretrained(folder, weights, adapter)

@@ -1,6 +1,7 @@
 """mcore. Fill a model with the weights of a HuggingFace folder: each rank reads only what it holds.
 
-Of the ranks that hold the same, only one reads; the others receive it when megatron-core broadcasts the initial
+Of the ranks that hold the same, only one reads; the others receive it when megatron-core broadcasts
+the initial
 weights over data parallel. Host memory: one block of one tensor beyond the model.
 """
 
@@ -22,14 +23,16 @@ from megatron.sft.model.huggingface.weights import Copy, Tensors, Weight, Weight
 
 
 class PretrainedAdapter(NamedTuple):
-    """The folder of a PEFT adapter that has passed `check_folder`, and the weights that it holds."""
+    """The folder of a PEFT adapter that has passed `check_folder`, and the weights that it
+    holds."""
 
     folder: Folder
     weights: Tensors
 
 
 class Pretrained(NamedTuple):
-    """A HuggingFace folder that has passed `check_folder`, and the model's weights that it holds."""
+    """A HuggingFace folder that has passed `check_folder`, and the model's weights that it
+    holds."""
 
     folder: Folder
     weights: Weights
@@ -38,7 +41,9 @@ class Pretrained(NamedTuple):
 
 
 class MegatronCheckpoint(NamedTuple):
-    """A checkpoint in megatron-core's format whose weights training starts from (see `checkpoint_weights`)."""
+    """A checkpoint in megatron-core's format whose weights training starts from (see
+    `checkpoint_weights`).
+    """
 
     path: Path
 
@@ -58,7 +63,9 @@ class Placed(NamedTuple):
 
 
 def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
-    """The parameters of a chunk that `weights` concern; RuntimeError for one that no HuggingFace tensor stands for."""
+    """The parameters of a chunk that `weights` concern; RuntimeError for one that no HuggingFace
+    tensor stands for.
+    """
     tensor_parallel = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -69,11 +76,17 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
         name = global_name(local_name, gpt)
         is_repeated = name == "output_layer.weight" and gpt.share_embeddings_and_output_weights
         try:
-            weight = weights.of_parameter("embedding.word_embeddings.weight" if is_repeated else name)
+            weight = weights.of_parameter(
+                "embedding.word_embeddings.weight" if is_repeated else name
+            )
         except KeyError:
-            raise RuntimeError(f"{name} has no place in a HuggingFace model of its family") from None
+            raise RuntimeError(
+                f"{name} has no place in a HuggingFace model of its family"
+            ) from None
         rank, size = (0, 1) if weight.is_expert else tensor_parallel  # experts are never cut
-        if getattr(parameter, "allreduce", True):  # by the same mark megatron-core tells how to broadcast it
+        if getattr(
+            parameter, "allreduce", True
+        ):  # by the same mark megatron-core tells how to broadcast it
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         else:
             replica = parallel_state.get_expert_data_parallel_rank()
@@ -88,7 +101,9 @@ def global_name(name: str, gpt: GPTModel) -> str:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
     if "experts" in parts:
         at = parts.index("experts") + 1
-        size = (gpt.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        size = (
+            gpt.config.num_moe_experts or 0
+        ) // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * size
         if parts[at] == "local_experts":
             parts[at + 1] = str(first + int(parts[at + 1]))
@@ -98,9 +113,18 @@ def global_name(name: str, gpt: GPTModel) -> str:
 
 
 def weights_bar(what: str, num_weights: int) -> tqdm[Any]:
-    """A progress bar over rank 0's part of the weights, on stderr; nothing where it takes a few seconds only."""
+    """A progress bar over rank 0's part of the weights, on stderr; nothing where it takes a few
+    seconds only.
+    """
     is_shown = dist.get_rank() == 0
-    return tqdm(total=num_weights, desc=what, unit=" weights", unit_scale=True, delay=3.0, disable=not is_shown)
+    return tqdm(
+        total=num_weights,
+        desc=what,
+        unit=" weights",
+        unit_scale=True,
+        delay=3.0,
+        disable=not is_shown,
+    )
 
 
 def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -> None:
@@ -109,7 +133,9 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
     `folder` has passed `check_folder`. Rows of the vocabulary's padding become zero.
     """
     all_placed = [placed for chunk in chunks for placed in placed_parameters(chunk, weights)]
-    todo = [(placed, copy) for placed in all_placed if placed.is_first_replica for copy in placed.copies]
+    todo = [
+        (placed, copy) for placed in all_placed if placed.is_first_replica for copy in placed.copies
+    ]
     open_files: dict[Path, Any] = {}
     total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
     with torch.no_grad(), weights_bar(f"reading {folder.path}", total) as bar:

@@ -1,6 +1,8 @@
-"""pure. Which tensors of a HuggingFace model make up which parameter of megatron-core: one table, for both directions.
+"""pure. Which tensors of a HuggingFace model make up which parameter of megatron-core: one table,
+for both directions.
 
-Each parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank holds a part. That
+Each parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank
+holds a part. That
 is said once, by `copies`: reading copies each piece one way, writing the other.
 """
 
@@ -14,8 +16,10 @@ from typing import Literal, NamedTuple, Protocol
 from megatron.sft.options.model import ModelConfig
 
 Layout = Literal["whole", "columns", "rows", "halves", "heads", "vocabulary"]
-"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of each of two halves; rows of
-heads in groups, [queries, key, value] for each group; rows of the vocabulary, padded at its end."""
+"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of each of
+two halves; rows of heads in groups, [queries, key, value] for each group; rows of the vocabulary,
+padded at its end.
+"""
 
 
 class Row(NamedTuple):
@@ -25,29 +29,82 @@ class Row(NamedTuple):
     """Of megatron-core's local layers; see `_ALIASES` for those of Transformer Engine."""
     layout: Layout
     shape: tuple[str, ...]
-    """Of each HuggingFace tensor; names of `Weights._sizes`, the first of which may differ between them."""
+    """Of each HuggingFace tensor; names of `Weights._sizes`, the first of which may differ between
+    them.
+    """
     tensors: tuple[str, ...]
     when: str = "always"
     """Which models and layers have it: see `Weights._conditions`."""
 
 
 _WHOLE_MODEL: tuple[Row, ...] = (
-    Row("embedding.word_embeddings.weight", "vocabulary", ("vocab", "hidden"), ("model.embed_tokens.weight",)),
+    Row(
+        "embedding.word_embeddings.weight",
+        "vocabulary",
+        ("vocab", "hidden"),
+        ("model.embed_tokens.weight",),
+    ),
     Row("output_layer.weight", "vocabulary", ("vocab", "hidden"), ("lm_head.weight",), "untied"),
     Row("decoder.final_layernorm.weight", "whole", ("hidden",), ("model.norm.weight",)),
 )
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 _LAYER: tuple[Row, ...] = (
     Row("input_layernorm.weight", "whole", ("hidden",), ("input_layernorm.weight",)),
-    Row("self_attention.linear_qkv.weight", "heads", ("heads", "hidden"), tuple(f"{name}.weight" for name in _QKV)),
-    Row("self_attention.linear_qkv.bias", "heads", ("heads",), tuple(f"{name}.bias" for name in _QKV), "qkv_bias"),
-    Row("self_attention.q_layernorm.weight", "whole", ("head",), ("self_attn.q_norm.weight",), "norms"),
-    Row("self_attention.k_layernorm.weight", "whole", ("head",), ("self_attn.k_norm.weight",), "norms"),
-    Row("self_attention.linear_proj.weight", "columns", ("hidden", "query"), ("self_attn.o_proj.weight",)),
-    Row("self_attention.linear_proj.bias", "whole", ("hidden",), ("self_attn.o_proj.bias",), "biases"),
+    Row(
+        "self_attention.linear_qkv.weight",
+        "heads",
+        ("heads", "hidden"),
+        tuple(f"{name}.weight" for name in _QKV),
+    ),
+    Row(
+        "self_attention.linear_qkv.bias",
+        "heads",
+        ("heads",),
+        tuple(f"{name}.bias" for name in _QKV),
+        "qkv_bias",
+    ),
+    Row(
+        "self_attention.q_layernorm.weight",
+        "whole",
+        ("head",),
+        ("self_attn.q_norm.weight",),
+        "norms",
+    ),
+    Row(
+        "self_attention.k_layernorm.weight",
+        "whole",
+        ("head",),
+        ("self_attn.k_norm.weight",),
+        "norms",
+    ),
+    Row(
+        "self_attention.linear_proj.weight",
+        "columns",
+        ("hidden", "query"),
+        ("self_attn.o_proj.weight",),
+    ),
+    Row(
+        "self_attention.linear_proj.bias",
+        "whole",
+        ("hidden",),
+        ("self_attn.o_proj.bias",),
+        "biases",
+    ),
     Row("pre_mlp_layernorm.weight", "whole", ("hidden",), ("post_attention_layernorm.weight",)),
-    Row("mlp.linear_fc1.weight", "halves", ("ffn", "hidden"), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "dense"),
-    Row("mlp.linear_fc1.bias", "halves", ("ffn",), ("mlp.gate_proj.bias", "mlp.up_proj.bias"), "dense_bias"),
+    Row(
+        "mlp.linear_fc1.weight",
+        "halves",
+        ("ffn", "hidden"),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "dense",
+    ),
+    Row(
+        "mlp.linear_fc1.bias",
+        "halves",
+        ("ffn",),
+        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        "dense_bias",
+    ),
     Row("mlp.linear_fc2.weight", "columns", ("hidden", "ffn"), ("mlp.down_proj.weight",), "dense"),
     Row("mlp.linear_fc2.bias", "whole", ("hidden",), ("mlp.down_proj.bias",), "dense_bias"),
     Row("mlp.router.weight", "whole", ("experts", "hidden"), ("mlp.gate.weight",), "experts"),
@@ -66,11 +123,20 @@ _LAYER: tuple[Row, ...] = (
         "shared",
     ),
     Row(
-        "mlp.shared_experts.gate_weight", "whole", ("one", "hidden"), ("mlp.shared_expert_gate.weight",), "shared_gate"
+        "mlp.shared_experts.gate_weight",
+        "whole",
+        ("one", "hidden"),
+        ("mlp.shared_expert_gate.weight",),
+        "shared_gate",
     ),
 )
 _EXPERT: tuple[Row, ...] = (
-    Row("linear_fc1.weight", "halves", ("expert_ffn", "hidden"), ("gate_proj.weight", "up_proj.weight")),
+    Row(
+        "linear_fc1.weight",
+        "halves",
+        ("expert_ffn", "hidden"),
+        ("gate_proj.weight", "up_proj.weight"),
+    ),
     Row("linear_fc2.weight", "columns", ("hidden", "expert_ffn"), ("down_proj.weight",)),
 )
 # Norms that Transformer Engine has inside the linear layer behind them, and its grouped experts.
@@ -121,7 +187,8 @@ class Copy(NamedTuple):
 
 
 class Tensors(Protocol):
-    """Which tensors of a folder make up which parameters: those of a model, or those of an adapter."""
+    """Which tensors of a folder make up which parameters: those of a model, or those of an
+    adapter."""
 
     tied: tuple[str, str] | None
     """Two names that stand for the same tensor; a folder may lack the first."""
@@ -130,7 +197,8 @@ class Tensors(Protocol):
         """Whether a parameter's values are in such a folder at all."""
 
     def of_parameter(self, name: str) -> Weight:
-        """The weight behind the name of a parameter that it concerns; KeyError where there is none."""
+        """The weight behind the name of a parameter that it concerns; KeyError where there is
+        none."""
 
     def all(self) -> Iterator[Weight]:
         """Every weight of the folder."""
@@ -142,7 +210,9 @@ def is_of_adapter(name: str) -> bool:
 
 
 class Weights:
-    """The tensors of one model, `is_mixtral` for the names that its experts have in Mixtral's files."""
+    """The tensors of one model, `is_mixtral` for the names that its experts have in Mixtral's
+    files.
+    """
 
     def __init__(self, model: ModelConfig, vocab_size: int, is_mixtral: bool = False) -> None:
         self._model = model
@@ -167,10 +237,13 @@ class Weights:
 
     def has_experts(self, layer: int) -> bool:
         """Whether it is an MoE layer."""
-        return self._model.num_experts is not None and bool((self._model.moe_layer_freq or {layer: 1})[layer])
+        return self._model.num_experts is not None and bool(
+            (self._model.moe_layer_freq or {layer: 1})[layer]
+        )
 
     def of_parameter(self, name: str) -> Weight:
-        """The weight behind a parameter's name, in which layers and experts are numbered over the whole model.
+        """The weight behind a parameter's name, in which layers and experts are numbered over the
+        whole model.
 
         KeyError for a parameter that no HuggingFace tensor stands for.
         """
@@ -180,7 +253,9 @@ class Weights:
                 rest = re.sub(f"^{alias}$", local, rest)
             if expert := _EXPERT_NAME.fullmatch(rest):
                 row = next(row for row in _EXPERT if row.core == expert[2])
-                return self._weight(row, f"model.layers.{layer}.mlp.experts.{expert[1]}.", is_expert=True)
+                return self._weight(
+                    row, f"model.layers.{layer}.mlp.experts.{expert[1]}.", is_expert=True
+                )
             rows, prefix, conditions = _LAYER, f"model.layers.{layer}.", self._conditions(layer)
         else:
             rest, rows, prefix, conditions = name, _WHOLE_MODEL, "", self._conditions(0)
@@ -201,7 +276,10 @@ class Weights:
             conditions, prefix = self._conditions(layer), f"model.layers.{layer}."
             yield from (self._weight(row, prefix) for row in _LAYER if row.when in conditions)
             for expert in range(self._sizes["experts"] if self.has_experts(layer) else 0):
-                yield from (self._weight(row, f"{prefix}mlp.experts.{expert}.", is_expert=True) for row in _EXPERT)
+                yield from (
+                    self._weight(row, f"{prefix}mlp.experts.{expert}.", is_expert=True)
+                    for row in _EXPERT
+                )
 
     def _conditions(self, layer: int) -> set[str]:
         model, has_experts = self._model, self.has_experts(layer)
@@ -227,14 +305,17 @@ class Weights:
             if self._is_mixtral and "mlp." in name:
                 for ours, theirs in _MIXTRAL:
                     name = name.replace(ours, theirs)
-            sizes = [self._heads[number] if size == "heads" else self._sizes[size] for size in row.shape]
+            sizes = [
+                self._heads[number] if size == "heads" else self._sizes[size] for size in row.shape
+            ]
             parts.append(Part(name, tuple(sizes)))
         groups = self._groups if row.layout == "heads" else 1
         return Weight(row.layout, tuple(parts), is_expert, groups, row.core)
 
 
 def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:
-    """What number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter of `num_rows` rows.
+    """What number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter of
+    `num_rows` rows.
 
     Rows that no copy fills are padding of the vocabulary.
     """
@@ -256,12 +337,18 @@ def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy
     for (part, start, _), (first, last) in zip(blocks, pairwise(ends)):
         low, high = max(first, begin), min(last, begin + num_rows)
         if low < high:
-            yield Copy(part, slice(start + low - first, start + high - first), everything, low - begin)
+            yield Copy(
+                part, slice(start + low - first, start + high - first), everything, low - begin
+            )
 
 
 def _blocks(weight: Weight) -> list[tuple[int, int, int]]:
-    """Rows of a fused parameter in order, such as queries, keys and values by group: (part, first row in it, number of
-    rows).
+    """Rows of a fused parameter in order, such as queries, keys and values by group: (part, first
+    row in it, number of rows).
     """
     per_group = [part.shape[0] // weight.num_groups for part in weight.parts]
-    return [(part, g * rows, rows) for g in range(weight.num_groups) for part, rows in enumerate(per_group)]
+    return [
+        (part, g * rows, rows)
+        for g in range(weight.num_groups)
+        for part, rows in enumerate(per_group)
+    ]

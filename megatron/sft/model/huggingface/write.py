@@ -1,8 +1,10 @@
 """mcore. Write a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
 
-Tensor-parallel ranks gather one parameter at a time to their first rank; nothing travels between pipeline stages, nor
-between ranks with different experts: each writes files of its own. A file's header is known before its first tensor,
-so tensors are written as they come. Host memory: one parameter beyond the model, twice where it is cut.
+Tensor-parallel ranks gather one parameter at a time to their first rank; nothing travels between
+pipeline stages, nor
+between ranks with different experts: each writes files of its own. A file's header is known before
+its first tensor, so tensors are written as they come. Host memory: one parameter beyond the model,
+twice where it is cut.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron.sft.model.huggingface.folder import DTYPES, INDEX, SINGLE
 from megatron.sft.model.huggingface.read import Placed, placed_parameters, weights_bar
 from megatron.sft.model.huggingface.weights import Part, Tensors, copies
 
-MOST_BYTES_PER_FILE = 5 * 10**9
+MAX_BYTES_PER_FILE = 5 * 10**9
 
 
 class _File(NamedTuple):
@@ -38,15 +40,21 @@ class _File(NamedTuple):
 
 
 def check_target(folder: Path) -> None:
-    """Raise ValueError where the folder that is to be written is no empty one, or cannot be replaced."""
+    """Raise ValueError where the folder that is to be written is no empty one, or cannot be
+    replaced.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; give another folder, or remove it")
     if folder.is_mount():
-        raise ValueError(f"{folder} is where a disk is mounted, and cannot be replaced; give a folder in it")
+        raise ValueError(
+            f"{folder} is where a disk is mounted, and cannot be replaced; give a folder in it"
+        )
 
 
 def target_of(folder: str | Path) -> Path:
-    """Returns the folder that is written: links are followed, so that what they name is replaced and not they."""
+    """Returns the folder that is written: links are followed, so that what they name is replaced
+    and not they.
+    """
     return Path(os.path.realpath(folder))
 
 
@@ -60,13 +68,14 @@ def write_folder(
     chunks: Sequence[GPTModel],
     weights: Tensors,
     write_companions: Callable[[Path], str],
-    most_bytes_per_file: int = MOST_BYTES_PER_FILE,
+    most_bytes_per_file: int = MAX_BYTES_PER_FILE,
     values_of: Callable[[Placed], Tensor] = lambda placed: placed.parameter.detach(),
 ) -> None:
-    """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is the weights' dtype.
+    """Write weights, and on rank 0 what `write_companions` adds: all other files, whose answer is
+    the weights' dtype.
 
-    Collective. The folder, which must not exist or be empty, takes its place only once it is whole. `values_of` tells
-    what is written of a parameter.
+    Collective. The folder, which must not exist or be empty, takes its place only once it is whole.
+    `values_of` tells what is written of a parameter.
     """
     with finished_folder(folder) as unfinished:
         dtype: list[str] = [write_companions(unfinished) if dist.get_rank() == 0 else ""]
@@ -103,11 +112,17 @@ def written_parameters(chunks: Sequence[GPTModel], weights: Tensors) -> list[Pla
 def written_parts(placed: Sequence[Placed]) -> list[Part]:
     """The tensors that `tensors_of` yields on this rank."""
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    return [part for p in placed if p.weight.is_expert or tensor_rank == 0 for part in p.weight.parts]
+    return [
+        part for p in placed if p.weight.is_expert or tensor_rank == 0 for part in p.weight.parts
+    ]
 
 
 def _write_weights(
-    folder: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], dtype: torch.dtype, most_bytes: int
+    folder: Path,
+    placed: Sequence[Placed],
+    tensors: Iterator[Tensor],
+    dtype: torch.dtype,
+    most_bytes: int,
 ) -> None:
     files = _cut_into_files(written_parts(placed), dtype, most_bytes)
     all_files = gathered(files)
@@ -140,7 +155,9 @@ def _file_name(number: int, num_files: int) -> str:
     return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
 
 
-def tensors_of(placed: Sequence[Placed], dtype: torch.dtype, values_of: Callable[[Placed], Tensor]) -> Iterator[Tensor]:
+def tensors_of(
+    placed: Sequence[Placed], dtype: torch.dtype, values_of: Callable[[Placed], Tensor]
+) -> Iterator[Tensor]:
     """The tensors that this rank writes, in order; collective over tensor parallel."""
     with weights_bar("writing", sum(one.parameter.numel() for one in placed)) as bar:
         for one in placed:
@@ -149,7 +166,9 @@ def tensors_of(placed: Sequence[Placed], dtype: torch.dtype, values_of: Callable
 
 
 def _whole(placed: Placed, mine: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send their part to it."""
+    """The HuggingFace tensors of a weight, on the rank that writes it; none on ranks that send
+    their part to it.
+    """
     weight = placed.weight
     group = parallel_state.get_tensor_model_parallel_group()
     if weight.is_expert or weight.layout == "whole" or group.size() == 1:
@@ -180,13 +199,21 @@ def _write_file(path: Path, file: _File, dtype: torch.dtype, tensors: Iterator[T
 
 
 def header_of(parts: Sequence[Part], dtype: torch.dtype) -> tuple[bytes, list[int]]:
-    """What a safetensors file of these tensors begins with, and where each of them begins, and the file ends."""
-    name_of_dtype = next(name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch."))
+    """What a safetensors file of these tensors begins with, and where each of them begins, and the
+    file ends.
+    """
+    name_of_dtype = next(
+        name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch.")
+    )
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + _num_bytes(part, dtype))
-        header[part.name] = {"dtype": name_of_dtype, "shape": list(part.shape), "data_offsets": ends[-2:]}
+        header[part.name] = {
+            "dtype": name_of_dtype,
+            "shape": list(part.shape),
+            "data_offsets": ends[-2:],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
     begin = struct.pack("<Q", len(text)) + text

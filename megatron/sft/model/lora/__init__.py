@@ -1,1 +1,3 @@
-"""LoRA: adapters beside megatron-core's parallel layers, their names in PEFT's files, and those files."""
+"""LoRA: adapters beside megatron-core's parallel layers, their names in PEFT's files, and those
+files.
+"""

@@ -1,15 +1,19 @@
 """mcore. Low-rank adapters beside megatron-core's parallel linear layers, exact in any layout.
 
-A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B [out, rank] zero.
-Where megatron-core joins several layers in one (queries, keys and values; gate and up), each of them has an A and a B
-of its own, as PEFT would give it: the A are stacked, and the rows of the B stand in the order of the layer's own.
+A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B
+[out, rank] zero. Where megatron-core joins several layers in one (queries, keys and values; gate
+and up), each of them has an A and a B
+of its own, as PEFT would give it: the A are stacked, and the rows of the B stand in the order of
+the layer's own.
 
-Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the rank travel:
+Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the
+rank travel:
 
     layer                   A                        B                       what travels
-    linear_qkv, linear_fc1  each rank has all of it  cut like the rows of W  A x: gathered under sequence parallel
-    linear_proj, linear_fc2 cut like the columns     each rank has all of it A x: summed (or reduced and scattered)
-    layers of an expert     whole                    whole                   nothing
+    linear_qkv, linear_fc1  each rank has all of it  cut like the rows of W  A x: gathered under
+    sequence parallel linear_proj, linear_fc2 cut like the columns     each rank has all of it A x:
+    summed (or reduced and scattered) layers of an expert     whole                    whole
+              nothing
 """
 
 from __future__ import annotations
@@ -37,31 +41,38 @@ from megatron.sft.options.lora import LINEARS, LoraConfig
 
 
 def add_adapters(gpt: GPTModel, lora: LoraConfig, seed: int = 1234) -> None:
-    """Freeze a model but for `lora_modules_to_save`, and put an adapter beside each layer that is asked for.
+    """Freeze a model but for `lora_modules_to_save`, and put an adapter beside each layer that is
+    asked for.
 
-    Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are float32 at least. What
-    they start from is a function of `seed`, the layer and its place in the model, whatever the layout.
+    Before DistributedDataParallel and the optimizer are made, after Float16Module: adapters are
+    float32 at least. What they start from is a function of `seed`, the layer and its place in the
+    model, whatever the layout.
 
     Raises ValueError for a model that adapters cannot stand in exactly.
     """
     config = gpt.config
     lora.check_layout(config.tensor_model_parallel_size, config.num_query_groups)
     if config.mtp_num_layers:
-        raise ValueError("--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one")
+        raise ValueError(
+            "--lora must not be used with --mtp-num-layers, whose layers have no adapters; drop one"
+        )
     for parameter in gpt.parameters():
         parameter.requires_grad_(False)
     _thaw(gpt, lora)
     targeted = list(_targeted(gpt, lora))
     if not targeted:
         raise ValueError(
-            f"--lora-target-modules {' '.join(lora.targets)} are in none of this stage's layers; add others"
+            f"--lora-target-modules {' '.join(lora.targets)} are in none of this stage's layers; "
+            "add others"
         )
     for name, layer in targeted:
         layer.adapter = Adapter(layer, name, config, lora, seed)
         layer.register_forward_hook(_add_update)
         layer.sharded_state_dict = MethodType(_sharded_state_dict, layer)
     if config.recompute_granularity == "full" and gpt.pre_process:
-        gpt.embedding.register_forward_hook(_require_grad)  # or the first layer's recomputation would have no gradient
+        gpt.embedding.register_forward_hook(
+            _require_grad
+        )  # or the first layer's recomputation would have no gradient
 
 
 def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
@@ -70,7 +81,11 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
     is_tied = gpt.share_embeddings_and_output_weights
     if gpt.pre_process and ("embed_tokens" in names or (is_tied and names)):
         gpt.embedding.word_embeddings.weight.requires_grad_(True)
-    if gpt.post_process and gpt.output_layer.weight is not None and ("lm_head" in names or (is_tied and names)):
+    if (
+        gpt.post_process
+        and gpt.output_layer.weight is not None
+        and ("lm_head" in names or (is_tied and names))
+    ):
         gpt.output_layer.weight.requires_grad_(True)
 
 
@@ -82,7 +97,8 @@ def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
             continue
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(
-                f"--lora needs megatron-core's own linear layers, but {name} is a {type(module).__name__}, as "
+                f"--lora needs megatron-core's own linear layers, but {name} is a "
+                f"{type(module).__name__}, as "
                 "Transformer Engine's are; uninstall transformer_engine to train adapters"
             )
         if _parts_of(linear_name, gpt.config, lora):
@@ -92,17 +108,25 @@ def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
 def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> tuple[int, ...]:
     """The numbers, in `LINEARS`, of the modules of a layer that have adapters."""
     found = lora.targets_in(linear_name)
-    return found if linear_name != "linear_fc1" or config.gated_linear_unit else tuple(n for n in found if n == 1)
+    return (
+        found
+        if linear_name != "linear_fc1" or config.gated_linear_unit
+        else tuple(n for n in found if n == 1)
+    )
 
 
 class Adapter(torch.nn.Module):
     """What is learned beside one linear layer.
 
-    lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules on this rank, rank].
-    blocks: the layer's rows on this rank, in order: (number of the module, or None for one without adapter; rows).
+    lora_A: [rank * number of modules, in] (or this rank's columns); lora_B: [rows of these modules
+    on this rank, rank].
+    blocks: the layer's rows on this rank, in order: (number of the module, or None for one without
+    adapter; rows).
     """
 
-    def __init__(self, layer: Any, name: str, config: TransformerConfig, lora: LoraConfig, seed: int) -> None:
+    def __init__(
+        self, layer: Any, name: str, config: TransformerConfig, lora: LoraConfig, seed: int
+    ) -> None:
         """`name`: the layer's, in the whole model."""
         super().__init__()
         linear_name = name.rsplit(".", 1)[-1]
@@ -116,9 +140,13 @@ class Adapter(torch.nn.Module):
         weight = _weight_of(linear_name, layer.output_size, config)
         self.is_gated = weight.layout == "halves" and len(targets) == 2
         num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
-        found = [(copy.part, copy.rows) for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)]
+        found = [
+            (copy.part, copy.rows)
+            for copy in copies(weight, self.group.rank(), self.group.size(), num_rows)
+        ]
         self.blocks = [
-            (targets.index(part) if part in targets else None, rows.stop - rows.start) for part, rows in found
+            (targets.index(part) if part in targets else None, rows.stop - rows.start)
+            for part, rows in found
         ]
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": dtype, "device": layer.weight.device}
@@ -136,13 +164,16 @@ class Adapter(torch.nn.Module):
 
     def _mark(self, layer: Any) -> None:
         """Tell megatron-core who shares what, as the layer's own weight does."""
-        cut, whole = (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
+        cut, whole = (
+            (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
+        )
         set_tensor_model_parallel_attributes(cut, True, 1 if self.is_row_parallel else 0, 1)
         # The tensors of experts are whole, but no two ranks' are the same ones.
         set_tensor_model_parallel_attributes(whole, layer.is_expert, 0, 1)
         for parameter in (cut, whole):
             parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
-        # Each rank sees its share of the tokens only, so megatron-core sums the gradients as it does a norm's.
+        # Each rank sees its share of the tokens only, so megatron-core sums the gradients as it
+        # does a norm's.
         whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,17 +182,27 @@ class Adapter(torch.nn.Module):
         is_shared = self.group.size() > 1
         if self.is_row_parallel:
             if self.sequence_parallel:
-                reduced = tensor_parallel.reduce_scatter_to_sequence_parallel_region(reduced, group=self.group)
+                reduced = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+                    reduced, group=self.group
+                )
             elif is_shared:
-                reduced = tensor_parallel.reduce_from_tensor_model_parallel_region(reduced, group=self.group)
+                reduced = tensor_parallel.reduce_from_tensor_model_parallel_region(
+                    reduced, group=self.group
+                )
         elif self.sequence_parallel:
-            reduced = tensor_parallel.gather_from_sequence_parallel_region(reduced, group=self.group)
+            reduced = tensor_parallel.gather_from_sequence_parallel_region(
+                reduced, group=self.group
+            )
         elif is_shared:
-            reduced = tensor_parallel.copy_to_tensor_model_parallel_region(reduced, group=self.group)
+            reduced = tensor_parallel.copy_to_tensor_model_parallel_region(
+                reduced, group=self.group
+            )
         return self._expanded(reduced) * self.scale
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Under tensor parallel, ranks that see different numbers must drop different ones, and others the same."""
+        """Under tensor parallel, ranks that see different numbers must drop different ones, and
+        others the same.
+        """
         if not self._dropout or not self.training:
             return x
         if self.group.size() > 1 and (self.is_row_parallel or self.sequence_parallel):
@@ -170,7 +211,8 @@ class Adapter(torch.nn.Module):
         return dropout(x, self._dropout)
 
     def _expanded(self, reduced: Tensor) -> Tensor:
-        """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of A x."""
+        """[..., rank * modules] -> [..., out on this rank]: B of each module times its part of
+        A x."""
         rows = self.lora_B.to(reduced.dtype)
         if self.num_modules == 1 and len(self.blocks) == 1:
             return linear(reduced, rows)
@@ -179,11 +221,15 @@ class Adapter(torch.nn.Module):
         for module, block in zip(own, rows.split(self._sizes())):
             of_module[module].append(block)
         outputs = [
-            iter(linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1)) if blocks else iter(())
+            iter(linear(x, torch.cat(blocks)).split([len(block) for block in blocks], -1))
+            if blocks
+            else iter(())
             for x, blocks in zip(reduced.chunk(self.num_modules, -1), of_module)
         ]
         pieces = [
-            reduced.new_zeros(*reduced.shape[:-1], size) if module is None else next(outputs[module])
+            reduced.new_zeros(*reduced.shape[:-1], size)
+            if module is None
+            else next(outputs[module])
             for module, size in self.blocks
         ]
         return torch.cat(pieces, -1)
@@ -197,7 +243,9 @@ class Adapter(torch.nn.Module):
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """The rows of a layer as `huggingface.weights` describes them; a row-parallel rank has them all."""
+    """The rows of a layer as `huggingface.weights` describes them; a row-parallel rank has them
+    all.
+    """
     if linear_name == "linear_qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
@@ -210,13 +258,20 @@ def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) ->
 
 
 def _kaiming(module: str, rank: int, num_inputs: int, seed: int) -> Tensor:
-    """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module}".encode()))  # it takes 32 bits
+    """PEFT's choice: uniform within 1 / sqrt(inputs); a function of the module's name and the
+    seed."""
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{seed} {module}".encode())
+    )  # it takes 32 bits
     bound = 1 / math.sqrt(num_inputs)
-    return torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound
+    return (
+        torch.rand(rank, num_inputs, generator=generator, dtype=torch.float64) * 2 * bound - bound
+    )
 
 
-def _add_update(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Any, Any]:
+def _add_update(
+    layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Any, Any]:
     result, bias = output
     return (result + layer.adapter(inputs[0])).to(result.dtype), bias
 
@@ -226,7 +281,10 @@ def _require_grad(module: object, inputs: object, output: Tensor) -> Tensor:
 
 
 def _sharded_state_dict(
-    layer: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    layer: Any,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """megatron-core's own of the layer, with its adapter as ranks share it."""
     adapter = layer.adapter

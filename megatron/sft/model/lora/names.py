@@ -1,4 +1,6 @@
-"""pure. Which tensors of a PEFT adapter make up which parameter of ours, by the table of the model that it is for."""
+"""pure. Which tensors of a PEFT adapter make up which parameter of ours, by the table of the model
+that it is for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class AdapterWeights:
         self._lora = lora
         self._whole = {_WHOLE[module] for module in lora.lora_modules_to_save}
         self.tied = None
-        if weights.tied is not None and self._whole:  # PEFT wants both, or it leaves one of them as the base has it
+        if (
+            weights.tied is not None and self._whole
+        ):  # PEFT wants both, or it leaves one of them as the base has it
             self._whole = set(_WHOLE.values())
             self.tied = (_PREFIX + weights.tied[0], _PREFIX + weights.tied[1])
 
@@ -40,13 +44,17 @@ class AdapterWeights:
         for weight in self._weights.all():
             if weight.core in self._whole:
                 renamed = _renamed(weight)
-                yield renamed._replace(parts=tuple(one for part in renamed.parts for one in self.written_as(part)))
+                yield renamed._replace(
+                    parts=tuple(one for part in renamed.parts for one in self.written_as(part))
+                )
             elif weight.core.endswith(".weight") and self._lora.targets_in(_linear(weight)):
                 yield self._of_layer(weight, "lora_A")
                 yield self._of_layer(weight, "lora_B")
 
     def written_as(self, part: Part) -> tuple[Part, ...]:
-        """The names that a tensor of `of_parameter` is written by: two for embeddings that are tied."""
+        """The names that a tensor of `of_parameter` is written by: two for embeddings that are
+        tied.
+        """
         if self.tied is None or part.name != self.tied[1]:
             return (part,)
         return (part, part._replace(name=self.tied[0]))
@@ -58,7 +66,10 @@ class AdapterWeights:
     def target_modules(self) -> list[str]:
         """PEFT's names of the layers with adapters, as this family's files have them."""
         names = {
-            part.name.split(".lora_A.")[0] for weight in self.all() for part in weight.parts if "lora_A" in part.name
+            part.name.split(".lora_A.")[0]
+            for weight in self.all()
+            for part in weight.parts
+            if "lora_A" in part.name
         }
         return sorted({name.rsplit(".", 1)[1] for name in names})
 
@@ -85,7 +96,9 @@ def _linear(weight: Weight) -> str:
 
 
 def _renamed(weight: Weight) -> Weight:
-    return weight._replace(parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts))
+    return weight._replace(
+        parts=tuple(part._replace(name=_PREFIX + part.name) for part in weight.parts)
+    )
 
 
 def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
@@ -94,4 +107,7 @@ def told_of_adapters(weights: Weights, lora: LoraConfig) -> str:
         sum(math.prod(part.shape) for weight in tensors.all() for part in weight.parts)
         for tensors in (AdapterWeights(weights, lora), weights)
     )
-    return f"LoRA: {trained:,} weights are trained, beside a model of {frozen:,} ({trained / frozen:.2%})"
+    return (
+        f"LoRA: {trained:,} weights are trained, beside a model of {frozen:,} "
+        f"({trained / frozen:.2%})"
+    )

@@ -13,57 +13,96 @@ from megatron.sft.options.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What says that something else is computed, or beside other weights than the base's, unless it is empty.
+# What says that something else is computed, or beside other weights than the base's, unless it is
+# empty.
 _MUST_BE_EMPTY = (
-    *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern"),
-    *("target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens"),
+    *(
+        "use_dora",
+        "use_qalora",
+        "use_bdlora",
+        "fan_in_fan_out",
+        "lora_bias",
+        "rank_pattern",
+        "alpha_pattern",
+    ),
+    *(
+        "target_parameters",
+        "trainable_token_indices",
+        "layer_replication",
+        "alora_invocation_tokens",
+    ),
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
 _STARTS_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def open_adapter(folder: str | Path) -> Folder:
-    """Read the header of an adapter's weights; ValueError where there are none, or they are not whole."""
+    """Read the header of an adapter's weights; ValueError where there are none, or they are not
+    whole.
+    """
     path = Path(folder) / WEIGHTS
     if not path.is_file():
-        hint = "; its adapter_model.bin is a pickle, which can run any code: load and save it with peft"
+        hint = (
+            "; its adapter_model.bin is a pickle, which can run any code: load and save it "
+            "with "
+            "peft"
+        )
         has_pickle = path.with_suffix(".bin").is_file()
-        raise ValueError(f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint * has_pickle}")
+        raise ValueError(
+            f"--lora-adapter {folder} must hold {WEIGHTS}, but does not{hint * has_pickle}"
+        )
     header = read_header(path)
     return Folder(
         Path(folder),
-        {name: Stored(path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()},
+        {
+            name: Stored(path, name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            for name, e in header.items()
+        },
     )
 
 
 def options_of_adapter(folder: str | Path) -> dict[str, Any]:
-    """The options of LoRA that an adapter decides, by field name; ValueError for one that is computed otherwise."""
+    """The options of LoRA that an adapter decides, by field name; ValueError for one that is
+    computed otherwise.
+    """
     where = Path(folder) / CONFIG
     try:
         config = read_json(where, any_integer=True)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError, OverflowError) as failure:
-        raise ValueError(f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}") from None
+        raise ValueError(
+            f"--lora-adapter {folder} must hold a readable {CONFIG} of PEFT's, but: {failure}"
+        ) from None
     is_other = {name: bool(config.get(name)) for name in _MUST_BE_EMPTY}
     is_other["peft_type"] = config.get("peft_type") != "LORA"
     is_other["bias"] = config.get("bias", "none") != "none"
     is_other["init_lora_weights"] = config.get("init_lora_weights") not in _STARTS_BESIDE_THE_BASE
     for name in (name for name, is_it in is_other.items() if is_it):
-        raise ValueError(f"{where} has {name} {config.get(name)!r}, but only plain LoRA is supported")
+        raise ValueError(
+            f"{where} has {name} {config.get(name)!r}, but only plain LoRA is supported"
+        )
     modules = {
-        name.split(".lora_A.")[0].rsplit(".", 1)[-1] for name in open_adapter(folder).tensors if "lora_A" in name
+        name.split(".lora_A.")[0].rsplit(".", 1)[-1]
+        for name in open_adapter(folder).tensors
+        if "lora_A" in name
     }
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
         "lora_rslora": bool(config.get("use_rslora")),
         "lora_target_modules": sorted(modules),
-        "lora_modules_to_save": sorted({name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}),
+        "lora_modules_to_save": sorted(
+            {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or []}
+        ),
     }
 
 
-def write_adapter_config(folder: Path, lora: LoraConfig, weights: AdapterWeights, base: str) -> None:
-    """Write what PEFT and vLLM read beside the weights. The base is told by the path that it was trained from."""
+def write_adapter_config(
+    folder: Path, lora: LoraConfig, weights: AdapterWeights, base: str
+) -> None:
+    """Write what PEFT and vLLM read beside the weights. The base is told by the path that it was
+    trained from.
+    """
     alpha = lora.lora_alpha
     config = {
         "peft_type": "LORA",

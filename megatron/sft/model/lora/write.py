@@ -1,4 +1,6 @@
-"""mcore. Write adapters as PEFT does, or the whole model with the adapters merged into it, from any parallel layout."""
+"""mcore. Write adapters as PEFT does, or the whole model with the adapters merged into it, from any
+parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,26 @@ from megatron.sft.model.lora.peft_folder import WEIGHTS
 
 
 def write_adapter(
-    folder: str | Path, chunks: Sequence[GPTModel], weights: AdapterWeights, write_others: Callable[[Path], None]
+    folder: str | Path,
+    chunks: Sequence[GPTModel],
+    weights: AdapterWeights,
+    write_others: Callable[[Path], None],
 ) -> None:
     """Write a PEFT folder, and on rank 0 what `write_others` adds: all other files; collective.
 
-    PEFT reads a single file, so each rank writes its tensors to their places in it. They have the adapters' type.
+    PEFT reads a single file, so each rank writes its tensors to their places in it. They have the
+    adapters' type.
     """
     with finished_folder(folder) as unfinished:
         if dist.get_rank() == 0:
             write_others(unfinished)
         placed = written_parameters(chunks, weights)
-        dtype = next(p.dtype for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dim() == 2)
+        dtype = next(
+            p.dtype
+            for chunk in chunks
+            for p in chunk.parameters()
+            if p.requires_grad and p.dim() == 2
+        )
         dtype = torch.promote_types(dtype, torch.float32)
         own = written_parts(placed)
         parts_of_all = gathered([written for part in own for written in weights.written_as(part)])
@@ -55,9 +66,14 @@ def write_adapter(
 
 
 def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Placed], Tensor]:
-    """What `write_folder` writes of each parameter to merge the adapters: weight and update added in float32."""
+    """What `write_folder` writes of each parameter to merge the adapters: weight and update added
+    in float32.
+    """
     adapters = {
-        layer.weight: layer.adapter for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapter")
+        layer.weight: layer.adapter
+        for chunk in chunks
+        for layer in chunk.modules()
+        if hasattr(layer, "adapter")
     }
 
     def values_of(placed: Placed) -> Tensor:

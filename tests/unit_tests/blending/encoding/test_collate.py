@@ -43,7 +43,9 @@ def test_concat_pad():
 
 
 def test_unequal_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"equally many dimensions, but have shapes \[\(2,\), \(2, 2\)\]"):
+    with pytest.raises(
+        ValueError, match=r"equally many dimensions, but have shapes \[\(2,\), \(2, 2\)\]"
+    ):
         batch_pad_stack([torch.ones(2), torch.ones(2, 2)])
 
 
@@ -73,17 +75,25 @@ def test_none_among_tensors_stays_a_list():
 
 
 def test_homogeneous_concat_mix():
-    """Batches of one become a batch; what is no tensor is a list of the parts, as energon's users know it."""
-    mixed = homogeneous_concat_mix([Item(torch.ones(1, 2), ["a"], {"n": 1}), Item(torch.zeros(1, 3), ["b"], {"n": 2})])
+    """Batches of one become a batch; what is no tensor is a list of the parts, as energon's users
+    know it.
+    """
+    mixed = homogeneous_concat_mix(
+        [Item(torch.ones(1, 2), ["a"], {"n": 1}), Item(torch.zeros(1, 3), ["b"], {"n": 2})]
+    )
     assert mixed.image.tolist() == [[1, 1, 0], [0, 0, 0]]
     assert mixed.caption == [["a"], ["b"]]
     assert mixed.extra == {"n": [1, 2]}
-    with pytest.raises(ValueError, match=r"of one type, but are Item and Pair; pass a batch_mix_fn"):
+    with pytest.raises(
+        ValueError, match=r"of one type, but are Item and Pair; pass a batch_mix_fn"
+    ):
         homogeneous_concat_mix([mixed, Pair(1, 2)])
 
 
 def test_map_tensors_copies_on_the_way():
-    value = Item(torch.ones(1), "a", {"list": [torch.ones(2), 3], "pair": Pair(torch.ones(1), None)})
+    value = Item(
+        torch.ones(1), "a", {"list": [torch.ones(2), 3], "pair": Pair(torch.ones(1), None)}
+    )
     doubled = map_tensors(value, lambda tensor: tensor * 2)
     assert doubled.image.tolist() == [2]
     assert doubled.extra["list"][0].tolist() == [2, 2]

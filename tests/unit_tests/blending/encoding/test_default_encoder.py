@@ -1,4 +1,6 @@
-"""The default encoder: only what is overridden runs, and types say what becomes of samples and batches."""
+"""The default encoder: only what is overridden runs, and types say what becomes of samples and
+batches.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,14 @@ from megatron.blending.encoding.samples import Batch, TextSample, edataclass
 from megatron.blending.encoding.task_encoder import TaskEncoder
 from megatron.blending.streams.failures import FatalSampleError
 
-STEPS = ["encode_sample", "preencode_sample", "postencode_sample", "batch", "encode_batch", "batch_group_criterion"]
+STEPS = [
+    "encode_sample",
+    "preencode_sample",
+    "postencode_sample",
+    "batch",
+    "encode_batch",
+    "batch_group_criterion",
+]
 
 
 @edataclass
@@ -48,7 +57,11 @@ def test_overridden_steps_are_used():
         def encode_batch(self, batch):
             return batch
 
-    assert [step for step in STEPS if More().uses(step)] == ["encode_sample", "batch", "encode_batch"]
+    assert [step for step in STEPS if More().uses(step)] == [
+        "encode_sample",
+        "batch",
+        "encode_batch",
+    ]
     on_object = default()
     on_object.postencode_sample = lambda sample: sample
     assert on_object.uses("postencode_sample")
@@ -76,12 +89,16 @@ def test_batch_type():
     assert type(DefaultTaskEncoder(raw_batch_type=RawBatch).batch(texts("a"))) is RawBatch
     both = default(raw_batch_type=RawBatch, batch_type=dict)
     assert both.encode_batch(both.batch(texts("a", "b")))["text"] == ["a", "b"]
-    with pytest.raises(FatalSampleError, match=r"Narrow has a field 'tokens' that TextSample lacks; its fields are"):
+    with pytest.raises(
+        FatalSampleError, match=r"Narrow has a field 'tokens' that TextSample lacks; its fields are"
+    ):
         DefaultTaskEncoder(batch_type=Narrow).batch(texts("a"))
 
 
 def test_batch_type_beside_encode_batch():
-    """`batch_type=RawBatch` with an `encode_batch` of one's own: it gets the raw batch, if that has room for all."""
+    """`batch_type=RawBatch` with an `encode_batch` of one's own: it gets the raw batch, if that has
+    room for all.
+    """
 
     class Mine(DefaultTaskEncoder[TextSample, TextSample, RawBatch, dict]):
         def __init__(self, kind):

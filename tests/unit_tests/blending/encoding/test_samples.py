@@ -21,7 +21,9 @@ from megatron.blending.encoding.source_info import Sources
 
 
 def caption(key, width, text):
-    return CaptioningSample(__key__=key, __restore_key__=("c", 1), image=torch.ones(3, width), caption=text)
+    return CaptioningSample(
+        __key__=key, __restore_key__=("c", 1), image=torch.ones(3, width), caption=text
+    )
 
 
 @dataclass
@@ -80,11 +82,15 @@ def test_derive_from():
 
 
 def test_sources_are_gathered():
-    samples = [TextSample(__key__="k", text="", __sources__=(SourceInfo("p", i, "s"),)) for i in range(2)]
+    samples = [
+        TextSample(__key__="k", text="", __sources__=(SourceInfo("p", i, "s"),)) for i in range(2)
+    ]
     assert [source.index for source in Batch.from_samples(samples).__sources__ or ()] == [0, 1]
 
 
-@pytest.mark.parametrize("sources", [(), (SourceInfo("p", 0, "s"), SourceInfo("q", "k", "t", ("f",))), ("not ours",)])
+@pytest.mark.parametrize(
+    "sources", [(), (SourceInfo("p", 0, "s"), SourceInfo("q", "k", "t", ("f",))), ("not ours",)]
+)
 def test_sources_of_a_batch_are_sent_as_they_are(sources):
     """A worker sends them by columns."""
     sent = pickle.loads(pickle.dumps(Sources(sources)))

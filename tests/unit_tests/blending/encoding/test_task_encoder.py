@@ -1,4 +1,5 @@
-"""Encoders: what makes no pipeline is refused by name, and what marks and cookers ask for is done."""
+"""Encoders: what makes no pipeline is refused by name, and what marks and cookers ask for is
+done."""
 
 import random
 from types import GeneratorType
@@ -24,15 +25,28 @@ def test_misuse_is_named_before_anything_runs():
         def select_samples_to_pack(self, samples):
             return [samples]
 
-    with pytest.raises(ValueError, match=r"^task_encoder must be an object, but is the class Both; pass an instance"):
+    with pytest.raises(
+        ValueError,
+        match=r"^task_encoder must be an object, but is the class Both; pass an instance",
+    ):
         check_encoder(Both)
-    with pytest.raises(ValueError, match=r"^Both defines encode_sample and preencode_sample; keep one$"):
+    with pytest.raises(
+        ValueError, match=r"^Both defines encode_sample and preencode_sample; keep one$"
+    ):
         check_encoder(Both())
-    with pytest.raises(ValueError, match=r"^task_encoder must be a TaskEncoder, but is a str; derive it from"):
+    with pytest.raises(
+        ValueError, match=r"^task_encoder must be a TaskEncoder, but is a str; derive it from"
+    ):
         check_encoder("x")
-    with pytest.raises(ValueError, match=r"^packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to"):
+    with pytest.raises(
+        ValueError,
+        match=r"^packing_buffer_size is 8, but DefaultTaskEncoder has no select_samples_to",
+    ):
         check_encoder(DefaultTaskEncoder(), 8)
-    with pytest.raises(ValueError, match=r"^packing_buffer_size is 8, but Selects has no pack_selected_samples; def"):
+    with pytest.raises(
+        ValueError,
+        match=r"^packing_buffer_size is 8, but Selects has no pack_selected_samples; def",
+    ):
         check_encoder(Selects(), 8)
     check_encoder(Selects())
 
@@ -49,7 +63,9 @@ def test_hooks_get_what_they_take():
 
     assert call_hook(few, datasets=1, batch_size=2, worker_config=3) == (1, 2)
     assert call_hook(all_of_them, datasets=1, batch_size=2) == {"datasets": 1, "batch_size": 2}
-    with pytest.raises(ValueError, match=r"unknown asks for 'colour', which is none of datasets, batch_size$"):
+    with pytest.raises(
+        ValueError, match=r"unknown asks for 'colour', which is none of datasets, batch_size$"
+    ):
         call_hook(unknown, datasets=1, batch_size=2)
 
 
@@ -67,13 +83,16 @@ def test_stateless_marks():
     assert failure_tolerance_of(Mine().encode) == 3
     assert failure_tolerance_of(plain) is None
     encode = UserFunction(Mine().encode)
-    first, again, other = (encode(TextSample(__key__="k", __restore_key__=("x", n), text=""), 0) for n in (1, 1, 2))
+    first, again, other = (
+        encode(TextSample(__key__="k", __restore_key__=("x", n), text=""), 0) for n in (1, 1, 2)
+    )
     assert first == again
     assert all(a != b for a, b in zip(first, other))
 
 
 def test_seeds_of_a_generator_function():
-    """The body runs after the call: it would draw from the generators of whoever takes its values."""
+    """The body runs after the call: it would draw from the generators of whoever takes its
+    values."""
 
     @stateless(restore_seeds=True)
     def draw(sample):
@@ -82,7 +101,9 @@ def test_seeds_of_a_generator_function():
             yield first, random.random(), float(np.random.rand()), float(torch.rand(()))
 
     def drawn(restore_key):
-        values = UserFunction(draw)(TextSample(__key__="k", __restore_key__=restore_key, text=""), 0)
+        values = UserFunction(draw)(
+            TextSample(__key__="k", __restore_key__=restore_key, text=""), 0
+        )
         assert type(values) is GeneratorType  # what streams know as several outputs
         found = []
         for value in values:
@@ -127,7 +148,8 @@ def test_the_first_matching_cooker_cooks():
     assert cooked({"kind": "vqa", "more": 2})({}) == {"images": "store"}
     assert cooked({}, []) is None
     with pytest.raises(
-        ValueError, match=r"^m\.yaml:3: no cooker is for its subflavors {'kind': 'x'}; .* {'kind': 'ocr',"
+        ValueError,
+        match=r"^m\.yaml:3: no cooker is for its subflavors {'kind': 'x'}; .* {'kind': 'ocr',",
     ):
         cooked({"kind": "x"}, cookers[:2])
     with pytest.raises(ValueError, match=r"has_subflavors must be a dict, but is 'ocr'"):

@@ -1,4 +1,6 @@
-"""Parts of samples to values; what stands here was compared with energon 7.4.1's decoder, value by value."""
+"""Parts of samples to values; what stands here was compared with energon 7.4.1's decoder, value by
+value.
+"""
 
 import gzip
 import io
@@ -50,7 +52,10 @@ def test_tensors():
     """Saved tensors are read without running what the file may hold."""
     torch = pytest.importorskip("torch")
     assert (
-        decode_part("pth", saved(lambda file, value: torch.save(value, file), {"x": torch.arange(3)}))["x"].sum() == 3
+        decode_part(
+            "pth", saved(lambda file, value: torch.save(value, file), {"x": torch.arange(3)})
+        )["x"].sum()
+        == 3
     )
     with pytest.raises(DecodeError, match="part 'pth': not a pth"):
         decode_part("pth", saved(lambda file, value: torch.save(value, file), Bomb()))
@@ -73,7 +78,14 @@ def test_pickles_are_refused_unless_allowed(name):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("txt", b"\xff"), ("json", b"{"), ("cls", b"x"), ("npy", b"x"), ("jpg", b"x"), ("json.gz", b"")],
+    [
+        ("txt", b"\xff"),
+        ("json", b"{"),
+        ("cls", b"x"),
+        ("npy", b"x"),
+        ("jpg", b"x"),
+        ("json.gz", b""),
+    ],
 )
 def test_what_is_not_what_its_name_says(name, content):
     """The message names the part, whatever library it was that stumbled."""
@@ -86,7 +98,9 @@ def test_libraries_that_are_not_installed_are_named(name, monkeypatch):
     """A part of a rare kind would fail with an error that speaks of modules only."""
     library = {"mp": "msgpack", "cbor": "cbor2"}[name]
     monkeypatch.setitem(__import__("sys").modules, library, None)
-    with pytest.raises(DecodeError, match=f"part '{name}': needs {library}, which is not installed here"):
+    with pytest.raises(
+        DecodeError, match=f"part '{name}': needs {library}, which is not installed here"
+    ):
         decode_part(name, b"\x01")
 
 

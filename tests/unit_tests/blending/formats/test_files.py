@@ -1,4 +1,6 @@
-"""Ranges of bytes, from disk or from a URL: the right ones, or an error; nothing held, nothing shared."""
+"""Ranges of bytes, from disk or from a URL: the right ones, or an error; nothing held, nothing
+shared.
+"""
 
 import gc
 import os
@@ -53,7 +55,9 @@ def test_reads_what_is_there(location):
 
 
 def test_reading_beyond_the_end_is_refused(location):
-    """Beyond its end mapped memory is another's, or ends the process; a short read would be a sample cut in two."""
+    """Beyond its end mapped memory is another's, or ends the process; a short read would be a
+    sample cut in two.
+    """
     file = open_file(location)
     with pytest.raises(ValueError, match=r"a\.bin: .*(asked for)"):
         file.read(10230, 10241)
@@ -93,7 +97,9 @@ def test_read_by_threads_and_forked_processes(location):
     wrong: list[int] = []
 
     def check():
-        wrong.extend(at for at in range(0, 10000, 7) if file.read(at, at + 3) != CONTENT[at : at + 3])
+        wrong.extend(
+            at for at in range(0, 10000, 7) if file.read(at, at + 3) != CONTENT[at : at + 3]
+        )
 
     threads = [threading.Thread(target=check) for _ in range(4)]
     for thread in threads:
@@ -131,7 +137,9 @@ def test_a_long_range_is_fetched_ahead(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_no_file_is_held_open_and_maps_are_given_back(tmp_path):
-    """A thousand sources of a thousand shards would run into the limit on open files, or that on maps."""
+    """A thousand sources of a thousand shards would run into the limit on open files, or that on
+    maps.
+    """
     for number in range(50):
         (tmp_path / str(number)).write_bytes(b"content")
 
@@ -177,6 +185,14 @@ def test_names(tmp_path, memory):
     assert list_names(memory, "**/*.bin") == ["a.bin"]
     assert join_location("s3://a/b", "c/d") == "s3://a/b/c/d"
     assert join_location("/a/", "c") == "/a/c"
-    assert (local_path("file:///a/b"), local_path("a/b"), local_path("s3://a")) == ("/a/b", "a/b", None)
+    assert (local_path("file:///a/b"), local_path("a/b"), local_path("s3://a")) == (
+        "/a/b",
+        "a/b",
+        None,
+    )
     assert (is_file(f"{memory}/a.bin"), is_file(memory), is_folder(memory)) == (True, False, True)
-    assert (is_file(str(tmp_path / "a.tar")), is_folder(str(tmp_path)), is_file(str(tmp_path))) == (True, True, False)
+    assert (is_file(str(tmp_path / "a.tar")), is_folder(str(tmp_path)), is_file(str(tmp_path))) == (
+        True,
+        True,
+        False,
+    )

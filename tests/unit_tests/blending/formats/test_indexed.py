@@ -1,4 +1,6 @@
-"""Token sequences of .bin and .idx, laid out by hand here: no code of Megatron's is needed to read them."""
+"""Token sequences of .bin and .idx, laid out by hand here: no code of Megatron's is needed to read
+them.
+"""
 
 import os
 import pickle
@@ -12,7 +14,9 @@ from megatron.blending.formats.record import read_records
 from megatron.blending.formats.sources import open_source
 
 
-def write(folder, code=8, dtype="uint16", lengths=(3, 0, 2), bounds=(0, 2, 3), tokens=(7, 65535, 9, 4, 5)):
+def write(
+    folder, code=8, dtype="uint16", lengths=(3, 0, 2), bounds=(0, 2, 3), tokens=(7, 65535, 9, 4, 5)
+):
     np.array(tokens, dtype).tofile(folder / "t.bin")
     size = np.dtype(dtype).itemsize
     pointers = np.cumsum([0, *lengths[:-1]]) * size
@@ -38,7 +42,9 @@ def test_reads_the_sequences(tmp_path):
     assert source.describe(2) == f"{tmp_path / 't'}.bin sequence 2"
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "uint8"), (4, "int32"), (5, "int64"), (7, "float32")])
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(1, "uint8"), (4, "int32"), (5, "int64"), (7, "float32")]
+)
 def test_types(tmp_path, code, dtype):
     """Tokens of another type than they were written in are noise."""
     path = write(tmp_path, code, dtype, tokens=(1, 2, 3, 4, 5))
@@ -78,10 +84,22 @@ def test_pickled_and_read_only(tmp_path):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda folder: (folder / "t.idx").unlink(), r"t\.idx: no such file; a \.bin and its \.idx belong together"),
-        (lambda folder: (folder / "t.bin").write_bytes(b"123"), r"t\.bin: has 3 bytes, but its index goes to 10"),
-        (lambda folder: (folder / "t.idx").write_bytes(b"MMIDIDX"), r"t\.idx: not the index of a \.bin file"),
-        (lambda folder: (folder / "t.idx").write_bytes(b"x" * 40), r"t\.idx: not the index of a \.bin file"),
+        (
+            lambda folder: (folder / "t.idx").unlink(),
+            r"t\.idx: no such file; a \.bin and its \.idx belong together",
+        ),
+        (
+            lambda folder: (folder / "t.bin").write_bytes(b"123"),
+            r"t\.bin: has 3 bytes, but its index goes to 10",
+        ),
+        (
+            lambda folder: (folder / "t.idx").write_bytes(b"MMIDIDX"),
+            r"t\.idx: not the index of a \.bin file",
+        ),
+        (
+            lambda folder: (folder / "t.idx").write_bytes(b"x" * 40),
+            r"t\.idx: not the index of a \.bin file",
+        ),
         (lambda folder: write(folder, code=9), r"t\.idx: version 1 and type 9 are not known"),
         (
             lambda folder: (folder / "t.idx").write_bytes((folder / "t.idx").read_bytes()[:-9]),

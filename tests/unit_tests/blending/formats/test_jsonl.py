@@ -1,4 +1,6 @@
-"""Lines of JSON by index: the same records with an index file, without one, and with one that is wrong."""
+"""Lines of JSON by index: the same records with an index file, without one, and with one that is
+wrong.
+"""
 
 import json
 import warnings
@@ -34,18 +36,24 @@ def write(path, content):
     ],
 )
 def test_offsets(tmp_path, content, offsets):
-    """Each is where a record starts for energon too, which reads these files: blank lines go with the line before."""
+    """Each is where a record starts for energon too, which reads these files: blank lines go with
+    the line before.
+    """
     assert index_lines(open_file(write(tmp_path / "a.jsonl", content))).tolist() == offsets
 
 
 @given(
-    lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "é"}\r', "\t"]), max_size=30),
+    lines=st.lists(
+        st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "é"}\r', "\t"]), max_size=30
+    ),
     scan=st.integers(1, 9),
     mark=st.sampled_from(["", "\ufeff"]),
 )
 def test_index_file_changes_nothing(tmp_path_factory, lines, scan, mark):
     """A record would be another one on the machine where the data was prepared."""
-    path = write(tmp_path_factory.mktemp("jsonl") / "a.jsonl", (mark + "\n".join([*lines, "{}"])).encode())
+    path = write(
+        tmp_path_factory.mktemp("jsonl") / "a.jsonl", (mark + "\n".join([*lines, "{}"])).encode()
+    )
     plain = JsonlSource(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_SCAN_BYTES", scan)
@@ -72,17 +80,22 @@ def test_index_file_changes_nothing(tmp_path_factory, lines, scan, mark):
     ],
 )
 def test_stale_index_is_seen(tmp_path, index, fault):
-    """Data that was written again after it was prepared would be read from the middle of its lines."""
+    """Data that was written again after it was prepared would be read from the middle of its
+    lines."""
     path = write(tmp_path / "a.jsonl", b'{"a":0}\n{"a":1}\n{"a":2}\n')
     raw = index if isinstance(index, bytes) else np.array(index, np.uint64).tobytes()
     write(tmp_path / "a.jsonl.idx", raw)
-    with pytest.warns(UserWarning, match=f"a.jsonl.idx: does not belong to the file beside it: {fault}"):
+    with pytest.warns(
+        UserWarning, match=f"a.jsonl.idx: does not belong to the file beside it: {fault}"
+    ):
         source = JsonlSource(path)
     assert source.read([2, 0]) == [{"a": 2}, {"a": 0}]
 
 
 def test_energons_index_with_leading_blank_lines(tmp_path):
-    """Energon's first offset is 0 whatever stands there: the record is the same, and so is its line."""
+    """Energon's first offset is 0 whatever stands there: the record is the same, and so is its
+    line.
+    """
     path = write(tmp_path / "a.jsonl", b'\n \n{"a":1}\r\n{"a":')
     write(tmp_path / "a.jsonl.idx", np.array([0, 12, 17], np.uint64).tobytes())
     source = JsonlSource(path)
@@ -92,7 +105,15 @@ def test_energons_index_with_leading_blank_lines(tmp_path):
 
 def test_faulty_lines_stand_in_their_places(tmp_path):
     """One bad line of a batch would take the others with it, or shift them."""
-    lines = [b'{"a":0}', b"[1]", b'{"a":', b'{"a":3}', b"\xff", b'{"a":' + b"9" * 5000 + b"}", b"[" * 100_000]
+    lines = [
+        b'{"a":0}',
+        b"[1]",
+        b'{"a":',
+        b'{"a":3}',
+        b"\xff",
+        b'{"a":' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ]
     source = JsonlSource(write(tmp_path / "a.jsonl", b"\n".join(lines)))
     records = source.read([3, 2, 1, 0, 4, 5, 6])
     assert records[0] == {"a": 3}
@@ -129,7 +150,9 @@ def test_url(tmp_path):
 
 
 def test_an_index_that_leads_beyond_the_file_is_no_record(tmp_path):
-    """Of a place between those that are checked when the index is opened; the memory there is another's."""
+    """Of a place between those that are checked when the index is opened; the memory there is
+    another's.
+    """
     lines = b"".join(b'{"a":%d}\n' % (number % 10) for number in range(200))
     offsets = np.arange(0, len(lines) + 1, 8, dtype=np.uint64)
     offsets[2] = len(lines) + 100
@@ -152,5 +175,7 @@ def test_long_lines(tmp_path):
 def test_values_are_those_of_json(tmp_path):
     """The parser is called below its usual entry, which strips and checks."""
     records = [{"a": [1.5, None, True, '\u2028 \\ "']}, {}, {"b": {"c": -0.0}}]
-    source = JsonlSource(write(tmp_path / "a.jsonl", "\r\n".join(map(json.dumps, records)).encode() + b" \t"))
+    source = JsonlSource(
+        write(tmp_path / "a.jsonl", "\r\n".join(map(json.dumps, records)).encode() + b" \t")
+    )
     assert source.read(range(3)) == records

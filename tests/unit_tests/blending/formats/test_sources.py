@@ -31,7 +31,9 @@ def write_parquet(path, rows, row_group_size):
 @pytest.mark.parametrize("last_newline", [True, False])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_jsonl_reads_what_was_written(tmp_path, newline, last_newline, mark):
-    """Files from other systems would lose their first or last record, or count blank lines as records."""
+    """Files from other systems would lose their first or last record, or count blank lines as
+    records.
+    """
     lines = newline.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
     source = open_source(write(tmp_path / "a.jsonl", mark + lines + newline * last_newline))
     assert len(source) == 3
@@ -39,17 +41,23 @@ def test_jsonl_reads_what_was_written(tmp_path, newline, last_newline, mark):
 
 
 @given(
-    lines=st.lists(st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "longer than a scan"}\r']), max_size=30),
+    lines=st.lists(
+        st.sampled_from(["", " ", "\r", '{"k": 1}', ' {"k": "longer than a scan"}\r']), max_size=30
+    ),
     scan=st.integers(1, 9),
 )
 def test_jsonl_index_agrees_with_reading_line_by_line(tmp_path_factory, lines, scan):
-    """A line end at the border of two scans would be missed: two records read as one, or line numbers off by one."""
+    """A line end at the border of two scans would be missed: two records read as one, or line
+    numbers off by one.
+    """
     path = write(tmp_path_factory.mktemp("jsonl") / "a.jsonl", "\n".join(['{"k": 0}', *lines]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_SCAN_BYTES", scan)
         source = open_source(path)
     expected = [
-        (f"{path}:{n}", json.loads(line)) for n, line in enumerate(path.read_text().split("\n"), 1) if line.strip()
+        (f"{path}:{n}", json.loads(line))
+        for n, line in enumerate(path.read_text().split("\n"), 1)
+        if line.strip()
     ]
     assert [(source.describe(i), source[i]) for i in range(len(source))] == expected
 
@@ -65,7 +73,9 @@ def test_jsonl_index_agrees_with_reading_line_by_line(tmp_path_factory, lines, s
     ],
 )
 def test_jsonl_faulty_line_is_named_by_file_and_line(tmp_path, line, fault):
-    """The user would search a file of millions of lines; and a faulty line must not spoil its neighbours."""
+    """The user would search a file of millions of lines; and a faulty line must not spoil its
+    neighbours.
+    """
     path = write(tmp_path / "a.ndjson", b'{"a": 0}\n\n' + line + b'\n\n{"a": 2}\n')
     source = open_source(path)
     expected = f"{path}:3: {fault}; fix the line"
@@ -80,12 +90,16 @@ def test_json_array(tmp_path):
     source = open_source(path)
     assert [source[i] for i in range(3)] == RECORDS
     assert source.describe(2) == f"{path} item 2"
-    with pytest.raises(RecordError, match=r"a\.json item 3: must be a JSON object, but is a int; fix the item"):
+    with pytest.raises(
+        RecordError, match=r"a\.json item 3: must be a JSON object, but is a int; fix the item"
+    ):
         source[3]
 
 
 def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
-    """A wrong border of row groups, or an evicted one that is looked up, would give another row than asked for."""
+    """A wrong border of row groups, or an evicted one that is looked up, would give another row
+    than asked for.
+    """
     monkeypatch.setattr(parquet, "_CACHED_ROW_GROUPS", 2)
     rows = [{"id": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(10)]
     source = open_source(write_parquet(tmp_path / "x.parquet", rows, row_group_size=3))
@@ -95,8 +109,11 @@ def test_parquet_rows_across_row_groups(tmp_path, monkeypatch):
 
 
 def test_each_read_of_a_json_array_gives_objects_of_its_own(tmp_path):
-    """An encoder that changes its record changed the data: 2, 3 and 4 turns in epochs 1, 2 and 3."""
-    source = open_source(write(tmp_path / "a.json", json.dumps([{"turns": ["a", "b"], "n": 10**30}])))
+    """An encoder that changes its record changed the data: 2, 3 and 4 turns in epochs 1, 2 and
+    3."""
+    source = open_source(
+        write(tmp_path / "a.json", json.dumps([{"turns": ["a", "b"], "n": 10**30}]))
+    )
     for _ in range(2):
         (record,) = read_records(source, [0])
         assert record == source[0] == {"turns": ["a", "b"], "n": 10**30}
@@ -109,11 +126,15 @@ def path(request, tmp_path):
     path = tmp_path / request.param
     if path.suffix == ".parquet":
         return write_parquet(path, rows, row_group_size=2)
-    return write(path, json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    return write(
+        path, json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
+    )
 
 
 def test_survives_pickling_and_forking(path):
-    """Loader workers would read garbage through a file position that they share, or be sent the file's contents."""
+    """Loader workers would read garbage through a file position that they share, or be sent the
+    file's contents.
+    """
     source = open_source(path)
     assert source[5] == {"text": "5"}
     assert pickle.loads(pickle.dumps(source))[4] == {"text": "4"}
@@ -125,7 +146,9 @@ def test_survives_pickling_and_forking(path):
 
 
 def test_fingerprint_follows_the_content(path, tmp_path):
-    """A run resumed on swapped data would go on as if nothing had happened; one on moved data would be refused."""
+    """A run resumed on swapped data would go on as if nothing had happened; one on moved data would
+    be refused.
+    """
     fingerprint = open_source(path).fingerprint()
     moved = path.rename(tmp_path / f"moved{path.suffix}")
     assert open_source(moved).fingerprint() == fingerprint
@@ -135,7 +158,9 @@ def test_fingerprint_follows_the_content(path, tmp_path):
 
 
 def test_bulk_reads_agree_with_single_ones(path):
-    """Training reads in bulk, people look at single records: what they see would not be what was trained on."""
+    """Training reads in bulk, people look at single records: what they see would not be what was
+    trained on.
+    """
     source = open_source(path)
     order = [3, 0, 5, 5, 1, 4, 2]
     assert source.read(order) == [source[i] for i in order] == [{"text": str(i)} for i in order]
@@ -188,7 +213,9 @@ def test_index_out_of_range(path):
     ],
 )
 def test_unusable_files_are_refused_at_open(tmp_path, name, content, fault):
-    """A run would start without one of its data sets, or fail hours later with a message that names no file."""
+    """A run would start without one of its data sets, or fail hours later with a message that names
+    no file.
+    """
     path = tmp_path / name
     if content is not None:
         write(path, content)
@@ -206,16 +233,25 @@ def test_directory_is_refused(tmp_path):
 def test_a_file_that_is_cut_while_it_is_read_is_named(path):
     """The system ends a process that touches a map beyond the end of its file, without a word."""
     source = open_source(path)
-    assert not any(isinstance(record, RecordError) for record in read_records(source, range(len(source))))
+    assert not any(
+        isinstance(record, RecordError) for record in read_records(source, range(len(source)))
+    )
     os.truncate(path, 1)
     for record in read_records(source, range(len(source))):
         assert isinstance(record, RecordError)
-        assert re.search(rf"{re.escape(str(path))}: was cut from [\d,]+ to 1 bytes while it was read", str(record))
+        assert re.search(
+            rf"{re.escape(str(path))}: was cut from [\d,]+ to 1 bytes while it was read",
+            str(record),
+        )
 
 
 def test_what_a_library_raises_names_file_and_row(tmp_path):
-    """pyarrow has a dozen kinds of errors, none of which says which file of a thousand is damaged, or in which row."""
-    source = open_source(write_parquet(tmp_path / "a.parquet", [{"text": "a" * 50}, {"text": "b"}], 1))
+    """pyarrow has a dozen kinds of errors, none of which says which file of a thousand is damaged,
+    or in which row.
+    """
+    source = open_source(
+        write_parquet(tmp_path / "a.parquet", [{"text": "a" * 50}, {"text": "b"}], 1)
+    )
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     at = content.index(b"a" * 50)
     content[at - 20 : at] = b"\xff" * 20

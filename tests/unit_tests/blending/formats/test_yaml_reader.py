@@ -38,14 +38,20 @@ from megatron.blending.formats.yaml_reader import read_scalar, read_yaml
     ],
 )
 def test_plain_scalars(word, value):
-    """YAML 1.1 makes a bool of `on`, 90 of `1:30` and a date of a version: subflavors would change between readers."""
+    """YAML 1.1 makes a bool of `on`, 90 of `1:30` and a date of a version: subflavors would change
+    between readers.
+    """
     read = read_yaml("a.yaml", f"key: {word}")["key"]
     assert (read, type(read)) == (value, type(value))
     assert read_scalar(word) == read
 
 
 def test_quotes_make_text():
-    assert read_yaml("a.yaml", "a: '1'\nb: \"yes\"\nc: |\n  2\n") == {"a": "1", "b": "yes", "c": "2\n"}
+    assert read_yaml("a.yaml", "a: '1'\nb: \"yes\"\nc: |\n  2\n") == {
+        "a": "1",
+        "b": "yes",
+        "c": "2\n",
+    }
 
 
 def test_lines_are_remembered():
@@ -57,7 +63,9 @@ def test_lines_are_remembered():
 
 def test_anchors_and_merge_keys():
     """energon's own reader fails on these; files are shorter with them."""
-    text = "base: &b {x: 1, y: 2}\nother: &o {y: 9, z: 3}\nuse:\n  <<: [*b, *o]\n  x: 5\nagain: *b\n"
+    text = (
+        "base: &b {x: 1, y: 2}\nother: &o {y: 9, z: 3}\nuse:\n  <<: [*b, *o]\n  x: 5\nagain: *b\n"
+    )
     table = read_yaml("a.yaml", text)
     assert table["use"] == {"x": 5, "y": 2, "z": 3}
     assert table["again"] == {"x": 1, "y": 2}
@@ -68,7 +76,10 @@ def test_anchors_and_merge_keys():
     [
         ("a: 1\nb: 2\na: 3\n", "a.yaml:3: key 'a' is given twice, first in line 1; remove one"),
         ("a: [1\n", "a.yaml:2: not YAML: "),
-        ("a: !!python/object:os.system x", "a.yaml:1: tag 'tag:yaml.org,2002:python/object:os.system'"),
+        (
+            "a: !!python/object:os.system x",
+            "a.yaml:1: tag 'tag:yaml.org,2002:python/object:os.system'",
+        ),
         ("a: !mine x", "a.yaml:1: tag '!mine' has no meaning here; remove it"),
         ("a: &a [*a]", "a.yaml:1: an anchor holds itself"),
         ("a: *b", "a.yaml:1: not YAML: "),
@@ -78,7 +89,8 @@ def test_anchors_and_merge_keys():
         ("a: \x00", "a.yaml"),
         ("[" * 500, "a.yaml:1: not YAML: over 64 levels"),
         (
-            "b0: &b0 [1, 1]\n" + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)),
+            "b0: &b0 [1, 1]\n"
+            + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)),
             "a.yaml:16: not YAML: more than 200,000 values",
         ),
         ("a: 1\nb: -1" + "0" * 400, "a.yaml:2: the number -1000000000000000000... is too large"),

@@ -1,4 +1,6 @@
-"""Options of the functions that users begin with, and the steps of an encoder, each seen in what comes out."""
+"""Options of the functions that users begin with, and the steps of an encoder, each seen in what
+comes out.
+"""
 
 from collections import Counter
 from itertools import islice
@@ -31,7 +33,9 @@ def data(tmp_path):
 
 
 def take(dataset, count=1000):
-    return list(islice(get_loader(dataset, WorkerConfig(rank=0, world_size=1, num_workers=0)), count))
+    return list(
+        islice(get_loader(dataset, WorkerConfig(rank=0, world_size=1, num_workers=0)), count)
+    )
 
 
 def blend(data, entries, kind="blend", split="train"):
@@ -70,14 +74,20 @@ def test_a_source_of_weight_zero_is_not_read(data):
 def test_validation_ignores_weights_and_repetitions(data):
     for kind, share in (("blend", "weight"), ("blend_epochized", "repetitions")):
         path = blend(data, f"{{path: a, {share}: 0}}, {{path: b, {share}: 3}}", kind, "val")
-        assert [sample.text for sample in take(get_val_dataset(path))] == [f"a-{i}" for i in range(30, 40)] + [
-            f"b-{i}" for i in range(12, 16)
-        ]
+        assert [sample.text for sample in take(get_val_dataset(path))] == [
+            f"a-{i}" for i in range(30, 40)
+        ] + [f"b-{i}" for i in range(12, 16)]
 
 
 def test_limit_counts_batches(data):
-    assert [len(batch.text) for batch in take(get_val_dataset(data / "a", batch_size=4))] == [4, 4, 2]
-    assert [len(batch.text) for batch in take(get_val_dataset(data / "a", batch_size=4, limit=2))] == [4, 4]
+    assert [len(batch.text) for batch in take(get_val_dataset(data / "a", batch_size=4))] == [
+        4,
+        4,
+        2,
+    ]
+    assert [
+        len(batch.text) for batch in take(get_val_dataset(data / "a", batch_size=4, limit=2))
+    ] == [4, 4]
     assert len(take(get_val_dataset(data / "a", batch_size=4, batch_drop_last=True))) == 2
 
 
@@ -102,7 +112,9 @@ def test_weights_by_tokens_name_a_source_without_any(data):
             raise KeyError("tokens")
 
     path = blend(data, "{path: a}, {path: x.jsonl}")
-    with pytest.raises(ValueError, match=r"m\.yaml:4: .*none of 30 probed samples has tokens; the last: KeyError"):
+    with pytest.raises(
+        ValueError, match=r"m\.yaml:4: .*none of 30 probed samples has tokens; the last: KeyError"
+    ):
         get_train_dataset(path, weights_by="tokens", task_encoder=Fails())
 
 
@@ -115,7 +127,10 @@ def test_samples_that_a_function_made_are_not_encoded_again(data):
             dataset = MapDataset(datasets[0][0], map_fn=lambda sample: self.encode_sample(sample))
             return self.build_batch(dataset, batch_size=batch_size)
 
-    assert take(get_train_dataset(data / "a", batch_size=2, task_encoder=Custom()), 1)[0]["text"][0][0] == "A"
+    assert (
+        take(get_train_dataset(data / "a", batch_size=2, task_encoder=Custom()), 1)[0]["text"][0][0]
+        == "A"
+    )
 
 
 def test_encode_sample_may_give_several(data):
@@ -125,7 +140,9 @@ def test_encode_sample_may_give_several(data):
                 yield {"text": f"{sample.text} {copy}"}
 
     samples = take(get_train_dataset(data / "a", task_encoder=Twice(), repeat=False))
-    assert sorted(sample["text"] for sample in samples) == sorted(f"a-{i} {c}" for i in range(30) for c in range(2))
+    assert sorted(sample["text"] for sample in samples) == sorted(
+        f"a-{i} {c}" for i in range(30) for c in range(2)
+    )
 
 
 def test_groups_share_a_batch(data):
@@ -174,7 +191,9 @@ class Packs(DefaultTaskEncoder):
 
 def test_samples_that_are_not_chosen_are_offered_again(data):
     """energon drops them: with a buffer of 7 every second pack would lose its last samples."""
-    packs = take(get_train_dataset(data / "a", packing_buffer_size=7, task_encoder=Packs(), repeat=False))
+    packs = take(
+        get_train_dataset(data / "a", packing_buffer_size=7, task_encoder=Packs(), repeat=False)
+    )
     chosen = [text for pack in packs for text in pack.split("+")]
     assert len(chosen) == len(set(chosen)) >= 27
     assert all(len(pack.replace("+", "")) <= 12 for pack in packs)
@@ -191,7 +210,9 @@ def test_over_long_samples(data):
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (3, 0)])
 def test_a_metadataset_goes_on_with_other_ranks_and_workers(data, ranks, workers):
-    """Cooked, encoded, packed and batched, with samples that are left out: the same stream, saved in its middle."""
+    """Cooked, encoded, packed and batched, with samples that are left out: the same stream, saved
+    in its middle.
+    """
     write_jsonl(data / "x.jsonl", [{"t": f"x-{i}"} for i in range(20)])
     path = blend(data, "{path: a, weight: 2}, {path: b}, {path: x.jsonl}")
 
@@ -212,7 +233,9 @@ def test_a_metadataset_goes_on_with_other_ranks_and_workers(data, ranks, workers
     seen = [next(batches) for _ in range(30)]
     states = [first.state_dict()]
     expected = [next(batches) for _ in range(30)]
-    assert not any("3+" in pack or pack.endswith("3") for batch in seen + expected for pack in batch)
+    assert not any(
+        "3+" in pack or pack.endswith("3") for batch in seen + expected for pack in batch
+    )
     found = []
     for rank in range(ranks):
         with loader(rank, ranks, workers) as restored:
@@ -228,13 +251,19 @@ def test_what_a_hook_does_not_take_is_not_lost(data):
         def build_train_datasets(self, *, datasets, batch_size):
             return self.build_batch(datasets[0][0], batch_size=batch_size)
 
-    message = r"packing_buffer_size is given, but .*Hooked\.build_train_datasets does not take it; add it"
+    message = (
+        r"packing_buffer_size is given, but .*Hooked\.build_train_datasets does not take it; add it"
+    )
     with pytest.raises(ValueError, match=message):
         get_train_dataset(data / "a", packing_buffer_size=4, task_encoder=Hooked())
     schedule = WeightSchedule(points=((0, (1,)),))
-    with pytest.raises(ValueError, match="weight_schedule is for a 'blend' of several sources; remove it"):
+    with pytest.raises(
+        ValueError, match="weight_schedule is for a 'blend' of several sources; remove it"
+    ):
         get_train_dataset(data / "a", weight_schedule=schedule)
-    with pytest.raises(ValueError, match="option 'subflavors' is for a path; give it to load_dataset"):
+    with pytest.raises(
+        ValueError, match="option 'subflavors' is for a path; give it to load_dataset"
+    ):
         get_train_dataset(load_dataset(data / "a"), subflavors={})
     with pytest.raises(ValueError, match="virtual_epoch_length must be at least 0, but is -1"):
         get_train_dataset(data / "a", virtual_epoch_length=-1)
@@ -244,9 +273,13 @@ def test_repetitions_that_come_to_nothing_are_named(data):
     """It was said of a RepeatDataset, in no file."""
     path = data / "few.yaml"
     path.write_text(
-        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n      - {path: a, repetitions: 0.0001}\n"
+        "__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n      - {path: a, "
+        "repetitions: 0.0001}\n"
     )
-    told = r"few\.yaml:5: splits\.train\.blend_epochized\[0\]: repetitions: 0\.0001 times \d+ samples is none; raise it"
+    told = (
+        r"few\.yaml:5: splits\.train\.blend_epochized\[0\]: repetitions: 0\.0001 times "
+        r"\d+ samples is none; raise it"
+    )
     with pytest.raises(ValueError, match=told):
         get_train_dataset(path, batch_size=2)
 

@@ -1,4 +1,6 @@
-"""The stream of a run: equal for any number of ranks and workers, and continued exactly from anywhere."""
+"""The stream of a run: equal for any number of ranks and workers, and continued exactly from
+anywhere.
+"""
 
 import itertools
 import json
@@ -24,16 +26,41 @@ from megatron.blending.loading.state_form import expanded
 from megatron.blending.order.proportions import _earliest_deadline_first
 from megatron.blending.order.reading import records_at
 from megatron.blending.order.weights import WeightSchedule
-from tests.unit_tests.blending.number_streams import WorkerHere, config, drawn, endless, loaders, outputs, source_of
-from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, is_odd, parity, shares, skip_thirds
+from tests.unit_tests.blending.number_streams import (
+    WorkerHere,
+    config,
+    drawn,
+    endless,
+    loaders,
+    outputs,
+    source_of,
+)
+from tests.unit_tests.blending.trees import (
+    ENDLESS,
+    FINITE,
+    first_fit,
+    is_odd,
+    parity,
+    shares,
+    skip_thirds,
+)
 
 LENGTH = 100
 # 5, 7 and 8 do not divide the 12 shards.
 LAYOUTS = [(1, 0), (2, 0), (3, 2), (5, 0), (4, 2), (1, 7)]
 # Of the finite streams, those in which shards end at different places.
 UNEVEN = ("filtered children", "several in children", "several", "packs")
-# (Ranks, workers of each), and how many outputs of all ranks before the next: at a position that both divide.
-MOVES = [((2, 0), 10), ((1, 3), 10), ((5, 0), 20), ((4, 2), 20), ((1, 0), 10), ((5, 0), 10), ((2, 2), 20)]
+# (Ranks, workers of each), and how many outputs of all ranks before the next: at a position that
+# both divide.
+MOVES = [
+    ((2, 0), 10),
+    ((1, 3), 10),
+    ((5, 0), 20),
+    ((4, 2), 20),
+    ((1, 0), 10),
+    ((5, 0), 10),
+    ((2, 2), 20),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +74,16 @@ def _small_plans(monkeypatch):
     """What is planned at once ends within a test, as it does many times within a run."""
     monkeypatch.setattr("megatron.blending.streams.shard._SAMPLES_PER_BLOCK", 24)
     monkeypatch.setattr("megatron.blending.loading.server._FIRST_PLANNED", 30)
-    monkeypatch.setattr("megatron.blending.loading.server._MOST_PLANNED", 90)
-    monkeypatch.setattr("megatron.blending.order.proportions._MOST_AT_ONCE", 60)
-    monkeypatch.setattr("megatron.blending.order.proportions._earliest_deadline_first", _first_deadlines)
+    monkeypatch.setattr("megatron.blending.loading.server._MAX_PLANNED", 90)
+    monkeypatch.setattr("megatron.blending.order.proportions._MAX_AT_ONCE", 60)
+    monkeypatch.setattr(
+        "megatron.blending.order.proportions._earliest_deadline_first", _first_deadlines
+    )
     monkeypatch.setattr("megatron.blending.streams.node.records_at", _records_at)
 
 
-# What is a function of its arguments is found once for all loaders: thousands are made here of a few trees.
+# What is a function of its arguments is found once for all loaders: thousands are made here of a
+# few trees.
 _FOUND: dict[Any, Any] = {}
 
 
@@ -74,7 +104,8 @@ def _records_at(orders, positions):
 
 @cache
 def stream_of(name):
-    """The first outputs of an endless tree, made by one server: what every layout is held against."""
+    """The first outputs of an endless tree, made by one server: what every layout is held
+    against."""
     return list(outputs(ENDLESS[name](), LENGTH).values())
 
 
@@ -135,12 +166,21 @@ def test_restored_on_other_ranks_and_workers(name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_restored_where_no_number_of_ranks_divides_the_position(name):
-    """Positions 3, 5, 13, 28, 30, 42: ranks that drew as many are at one point, wherever the restore before was."""
+    """Positions 3, 5, 13, 28, 30, 42: ranks that drew as many are at one point, wherever the
+    restore before was.
+    """
     tree = ENDLESS[name]()
     stream = stream_of(name)
     found: list[Any] = []
     states = None
-    for num_ranks, num_workers, count in ((3, 0, 1), (2, 2, 1), (4, 0, 2), (5, 2, 3), (2, 0, 1), (4, 2, 3)):
+    for num_ranks, num_workers, count in (
+        (3, 0, 1),
+        (2, 2, 1),
+        (4, 0, 2),
+        (5, 2, 3),
+        (2, 0, 1),
+        (4, 2, 3),
+    ):
         part, states = drawn(loaders(tree, num_ranks, num_workers, states), count)
         found += part
         # Each rank by itself, too.
@@ -154,7 +194,9 @@ def test_restored_where_no_number_of_ranks_divides_the_position(name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_each_rank_from_its_own_state(name):
-    """Ranks that save and restore for themselves, without a gather, also where shards are shared (5 ranks)."""
+    """Ranks that save and restore for themselves, without a gather, also where shards are shared (5
+    ranks).
+    """
     tree = ENDLESS[name]()
     stream = stream_of(name)
     for layout in ((3, 2), (5, 0)):
@@ -168,7 +210,9 @@ def test_each_rank_from_its_own_state(name):
 
 @pytest.mark.parametrize("name", ["skips", "packs", "bad records"])
 def test_each_rank_from_its_own_state_with_fewer_workers(name):
-    """5 ranks share shards; after 3 outputs each, one of 4 workers has given none and knows nothing of the others'."""
+    """5 ranks share shards; after 3 outputs each, one of 4 workers has given none and knows nothing
+    of the others'.
+    """
     tree = ENDLESS[name]()
     stream = stream_of(name)
     head, states = drawn(loaders(tree, 5, 4), 3)
@@ -200,7 +244,9 @@ def test_restored_within_a_pass(name):
 
 @pytest.mark.parametrize("name", FINITE)
 def test_restored_on_other_ranks_within_a_pass(name):
-    """Shards that ended early leave outputs out, so that ranks which drew as many stand at different places."""
+    """Shards that ended early leave outputs out, so that ranks which drew as many stand at
+    different places.
+    """
     tree = FINITE[name]()
     stream = sorted(map(str, loaders(tree)[0]))
     num_uneven = 0
@@ -227,7 +273,8 @@ def test_every_pass_has_an_order_of_its_own():
 def test_validation_is_the_same_each_time_also_after_a_break():
     """A `break` in validation must not shift the next one."""
     loader = get_loader(
-        ConcatDataset(source_of("a", 5, shuffle=False), source_of("b", 3, shuffle=False)), config(num_workers=2)
+        ConcatDataset(source_of("a", 5, shuffle=False), source_of("b", 3, shuffle=False)),
+        config(num_workers=2),
     )
     expected = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 0), ("b", 1), ("b", 2)]
     assert list(loader) == expected
@@ -250,7 +297,9 @@ def test_endless_data_goes_on():
 
 
 def test_virtual_epochs_are_per_rank_and_go_on():
-    """`length` counts a rank's own batches, as energon's; finite data does not dry up, as it does there."""
+    """`length` counts a rank's own batches, as energon's; finite data does not dry up, as it does
+    there.
+    """
     tree = EpochizeDataset(source_of("a", 7, shuffle=False), length=3)
     for num_workers in (0, 2):
         made = loaders(tree, 2, num_workers)
@@ -283,11 +332,15 @@ def test_epochs_are_even_after_a_restore_on_other_ranks():
     _, states = drawn(loaders(tree, 3), 1)
     for num_ranks in (2, 4, 5):
         made = loaders(tree, num_ranks, 0, states)
-        assert [[len(list(loader)) for loader in made] for _ in range(2)] == [[11] * num_ranks, [12] * num_ranks]
+        assert [[len(list(loader)) for loader in made] for _ in range(2)] == [
+            [11] * num_ranks,
+            [12] * num_ranks,
+        ]
         made = loaders(tree, num_ranks, 2, states)
         _, again = drawn(made, 4)
         assert [len(list(loader)) for loader in loaders(tree, 3, 0, again)] == [7] * 3
-    # 24 outputs of the whole stream: 13 are drawn, 2 ranks get 5 more each, and the last comes first in the next epoch.
+    # 24 outputs of the whole stream: 13 are drawn, 2 ranks get 5 more each, and the last comes
+    # first in the next epoch.
     tree = EpochizeDataset(BatchDataset(endless("a", 24), 2), num_epochs=2)
     head, states = drawn(loaders(tree, 3), 3)
     middle, states = drawn(loaders(tree, 4, 0, states), 1)
@@ -338,7 +391,10 @@ def test_energons_names():
 
 def test_a_state_is_small():
     """1,000 sources of a billion samples: under 100 kB, in milliseconds."""
-    tree = BatchDataset(BlendDataset(*((endless(f"data/source_{n}.jsonl", 10**9), 1 + n % 7) for n in range(1000))), 32)
+    tree = BatchDataset(
+        BlendDataset(*((endless(f"data/source_{n}.jsonl", 10**9), 1 + n % 7) for n in range(1000))),
+        32,
+    )
     loader = get_savable_loader(tree, WorkerConfig(rank=0, world_size=1))
     batch = [next(loader) for _ in range(3)]
     state = loader.state_dict()
@@ -388,7 +444,9 @@ def _pair(first, second, weight=0.5):
     [
         (lambda: _pair("a", "c"), "source 'b' is gone"),
         (
-            lambda: BatchDataset(BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 1)), 4),
+            lambda: BatchDataset(
+                BlendDataset((endless("a"), 1), (endless("b"), 1), (endless("c"), 1)), 4
+            ),
             "'c' was added",
         ),
         (lambda: _pair("a", "b", 0.7), "weights, batch sizes or the like changed"),
@@ -415,14 +473,18 @@ def test_moved_data_is_the_same_data():
 
 def test_states_of_too_few_ranks_are_refused():
     _, states = drawn(loaders(endless(), 4), 3)
-    with pytest.raises(ValueError, match=r"rank 1 of 4, but this is rank 0 of 2; .*\(missing: 0, 2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"rank 1 of 4, but this is rank 0 of 2; .*\(missing: 0, 2, 3\)"
+    ):
         loaders(endless(), 2, states=states[1])
 
 
 def test_states_of_different_steps_are_refused():
     made = loaders(endless(), 2)
     next(made[0])
-    with pytest.raises(ValueError, match="rank 0 was saved after 1 outputs of pass 0, rank 1 after 0"):
+    with pytest.raises(
+        ValueError, match="rank 0 was saved after 1 outputs of pass 0, rank 1 after 0"
+    ):
         loaders(endless(), 3, states=[loader.state_dict() for loader in made])
 
 
@@ -430,7 +492,9 @@ def test_counts_of_what_was_left_out():
     for num_workers in (0, 2):
         tree = MapDataset(FilterDataset(source_of("a", 100, bad=[1, 2]), is_odd), skip_thirds)
         loader = get_loader(tree, config(num_workers=num_workers))
-        assert sorted(index for _, index in loader) == [i for i in range(100) if i % 2 and i % 3 and i != 1]
+        assert sorted(index for _, index in loader) == [
+            i for i in range(100) if i % 2 and i % 3 and i != 1
+        ]
         assert (loader.num_failed, loader.num_skipped) == (2, 100 - 2 - 33 + 1)
 
 
@@ -448,7 +512,9 @@ def test_limits_are_per_rank_where_they_are_outermost():
 
 def test_uses_of_energon():
     """`worker_config` on any of the data sets; iterating over a data set itself."""
-    tree = MixBatchDataset(((endless("a"), 6), (endless("b"), 4)), batch_size=5, worker_config=config(1, 2))
+    tree = MixBatchDataset(
+        ((endless("a"), 6), (endless("b"), 4)), batch_size=5, worker_config=config(1, 2)
+    )
     loader = get_loader(tree, watchdog_timeout_seconds=60)
     assert (loader.config.rank, loader.config.world_size) == (1, 2)
     assert next(iter(tree)) == next(loader)
@@ -459,7 +525,9 @@ def test_uses_of_energon():
 
 
 def test_memory_does_not_grow_with_what_was_left_out():
-    """Sources that leave out different shares drift apart for ever; nothing may pile up between them."""
+    """Sources that leave out different shares drift apart for ever; nothing may pile up between
+    them.
+    """
     a, b = FilterDataset(endless("a", 1000), is_odd), endless("b", 1000)
     loader = get_loader(BatchDataset(BlendDataset((a, 1), (b, 1)), 16), config())
     for _ in range(50):
@@ -489,7 +557,9 @@ def remap(before, after, count):
 
 
 def test_remap_goes_on_in_every_source():
-    """Sources in another order, one gone, one new, other weights: nothing is read again before its epoch is over."""
+    """Sources in another order, one gone, one new, other weights: nothing is read again before its
+    epoch is over.
+    """
     before = BlendDataset((endless("a"), 2), (endless("b"), 1), (endless("c"), 1))
     after = BlendDataset((endless("new"), 1), (endless("b"), 3), (endless("a"), 1))
     head, loader = remap(before, after, 80)
@@ -506,7 +576,9 @@ def test_remap_goes_on_in_every_source():
 
 def test_remap_of_equal_names_by_their_order():
     before = BlendDataset((endless("a", 30), 1), (endless("a", 30), 1))
-    head, loader = remap(before, BlendDataset((endless("a", 30), 1), (endless("a", 30), 1), (endless("b"), 1)), 30)
+    head, loader = remap(
+        before, BlendDataset((endless("a", 30), 1), (endless("a", 30), 1), (endless("b"), 1)), 30
+    )
     tail = [next(loader) for _ in range(45)]
     counts = [index for name, index in head + tail if name == "a"]
     assert sorted(counts) == sorted(2 * list(range(30)))
@@ -544,7 +616,9 @@ def test_weights_changed_on_the_way():
         more, _ = drawn(loaders(tree, 2, states=states), 10)
         expected = expected or head + tail + more
         assert head + tail + more == expected
-    counts = [[name for batch in part for name, _ in batch].count("b") for part in (head, tail, more)]
+    counts = [
+        [name for batch in part for name, _ in batch].count("b") for part in (head, tail, more)
+    ]
     assert counts == [50, 25, 25]
     seen = [sample for batch in expected for sample in batch if sample[0] == "b"]
     assert len(set(seen[:50])) == len(set(seen[50:])) == 50
@@ -570,12 +644,17 @@ def test_arbitrary_weights_changed_take_effect_at_once(mode):
     assert abs(counts[1] - 198) <= (2 if mode == "exact" else 20)
     for name in ("a", "b"):
         seen = [sample for sample in expected if sample[0] == name]
-        assert all(len(set(seen[start : start + 50])) == len(seen[start : start + 50]) for start in range(0, 320, 50))
+        assert all(
+            len(set(seen[start : start + 50])) == len(seen[start : start + 50])
+            for start in range(0, 320, 50)
+        )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_restored_within_a_linear_schedule(num_workers):
-    schedule = WeightSchedule(((0, (5, 3, 0)), (7, (0.1, 0.2, 0.7))), outputs_per_step=11, kind="linear")
+    schedule = WeightSchedule(
+        ((0, (5, 3, 0)), (7, (0.1, 0.2, 0.7))), outputs_per_step=11, kind="linear"
+    )
     tree = BlendDataset(*((endless(name), 1) for name in "abc"), schedule=schedule)
     stream = list(outputs(tree, 120).values())
     made = loaders(tree, 2, num_workers)
@@ -589,12 +668,16 @@ def test_restored_within_a_linear_schedule(num_workers):
 
 def test_weights_changed_at_a_later_output_or_further_in():
     inner = BlendDataset((endless("a"), 1), (endless("b"), 1))
-    loader = loaders(BlendDataset((BatchDataset(inner, 2), 1), (BatchDataset(endless("c"), 2), 1)))[0]
+    loader = loaders(BlendDataset((BatchDataset(inner, 2), 1), (BatchDataset(endless("c"), 2), 1)))[
+        0
+    ]
     loader.change_weights((1, 0), blend="0", output=20)
     batches = [next(loader) for _ in range(60)]
     assert {"b"} < {name for batch in batches[:22] for name, _ in batch}
     assert {name for batch in batches[22:] for name, _ in batch} == {"a", "c"}
-    with pytest.raises(ValueError, match="output must be at least 60, but is 20: it was drawn already"):
+    with pytest.raises(
+        ValueError, match="output must be at least 60, but is 20: it was drawn already"
+    ):
         loader.change_weights((1, 0), output=20)
     with pytest.raises(ValueError, match=r"there is no blend at place '0.1'"):
         loader.change_weights((1, 0), blend="0.1")
@@ -604,13 +687,22 @@ def test_weights_changed_at_a_later_output_or_further_in():
 
 @pytest.mark.parametrize("num_shards", [1, 4, 6])
 def test_weights_changed_where_shards_are_shared_and_samples_left_out(num_shards):
-    """A worker that had run less of a shard ran it with the new weights from there, and read other samples."""
+    """A worker that had run less of a shard ran it with the new weights from there, and read other
+    samples.
+    """
     blend = BlendDataset(*((endless(name), 1) for name in "abcd"))
     tree = FilterDataset(blend, lambda sample: (sample[1] * 7) % 5 > 2)
     expected: list[Any] = []
     for num_ranks, num_workers in ((1, 0), (2, 2), (3, 0), (1, 3), (6, 0)):
         made, found = loaders(tree, num_ranks, num_workers, num_shards=num_shards), []
-        for weights in ((0, 3, 1, 1), (2, 1, 0, 5), (1, 0, 4, 0), (5, 1, 0, 1), (0, 1, 1, 1), (9, 1, 0, 0)):
+        for weights in (
+            (0, 3, 1, 1),
+            (2, 1, 0, 5),
+            (1, 0, 4, 0),
+            (5, 1, 0, 1),
+            (0, 1, 1, 1),
+            (9, 1, 0, 0),
+        ):
             found += [next(loader) for _ in range(6 // num_ranks) for loader in made]
             for loader in made:
                 loader.change_weights(weights)
@@ -640,12 +732,16 @@ def test_a_refused_change_of_weights_changes_nothing(num_workers):
 
 
 def test_weights_below_a_buffer_are_not_changed_on_several_ranks():
-    """Each would have changed them elsewhere: ranks draw samples twice, and their states do not fit together."""
+    """Each would have changed them elsewhere: ranks draw samples twice, and their states do not fit
+    together.
+    """
     blend = BlendDataset((endless("a"), 1), (endless("b"), 1))
     for tree in (PackingDataset(blend, 20, first_fit, list), GroupBatchDataset(blend, 4, parity)):
         for loader in loaders(tree, 2):
             next(loader)
-            with pytest.raises(ValueError, match=r"below packing_buffer_size.*plan the change \(weight_schedule\)"):
+            with pytest.raises(
+                ValueError, match=r"below packing_buffer_size.*plan the change \(weight_schedule\)"
+            ):
                 loader.change_weights((1, 9))
         loaders(tree)[0].change_weights((1, 9))
     packs = PackingDataset(endless("a"), 20, first_fit, list)
@@ -655,7 +751,9 @@ def test_weights_below_a_buffer_are_not_changed_on_several_ranks():
 
 def test_finite_batches_are_full_where_samples_are_left_out():
     """Each of 960 shards ended with a short batch, or dropped it: four fifths of the data."""
-    tree = BatchDataset(FilterDataset(source_of("a", 5000), lambda sample: sample[1] % 20 > 0), 8, drop_last=True)
+    tree = BatchDataset(
+        FilterDataset(source_of("a", 5000), lambda sample: sample[1] % 20 > 0), 8, drop_last=True
+    )
     assert len(list(get_loader(tree, config(num_shards=None)))) > 0.98 * 0.95 * 5000 / 8
 
 
@@ -697,7 +795,9 @@ def test_a_failing_source_that_lost_its_weight_is_not_waited_for(monkeypatch):
 
 
 def test_batches_are_full_where_a_rare_child_leaves_samples_out():
-    """Blocks in which it had no turn were taken for the end of its data: 200 in a row, and the batch went out short."""
+    """Blocks in which it had no turn were taken for the end of its data: 200 in a row, and the
+    batch went out short.
+    """
     rare = BatchDataset(FilterDataset(endless("rare", 40), is_odd), 4)
     loader = get_loader(BlendDataset((rare, 1e-4), (endless("b"), 1)), config(num_shards=8))
     sizes = [len(output) for output in itertools.islice(loader, 50_000) if isinstance(output, list)]
@@ -707,13 +807,17 @@ def test_batches_are_full_where_a_rare_child_leaves_samples_out():
 
 def test_finite_packs_are_full():
     """960 shards of a few samples each would make as many packs, all but empty."""
-    tree = PackingDataset(MapDataset(source_of("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list)
+    tree = PackingDataset(
+        MapDataset(source_of("a", 1000), lambda sample: ("a", 10)), 20, first_fit, list
+    )
     packs = list(get_loader(tree, config(num_shards=960)))
     assert len(packs) < 1.1 * 1000 / 6
 
 
 def first_samples(tree, num_outputs):
-    """The samples of the first outputs, with the number of shards that the data asks for, and that number."""
+    """The samples of the first outputs, with the number of shards that the data asks for, and that
+    number.
+    """
     loader = get_savable_loader(tree, config(num_shards=None))
     samples = [sample for output in itertools.islice(loader, num_outputs) for sample in output]
     return samples, loader.state_dict()["num_shards"]
@@ -727,13 +831,17 @@ def longest_first(samples):
     """Packs of at most 300, of samples by length: short ones stay for long."""
     packs: list[list[tuple[str, int]]] = []
     for sample in sorted(samples, key=lambda sample: -(sample[1] % 150)):
-        room = next((pack for pack in packs if sum(size % 150 for _, size in [*pack, sample]) <= 300), None)
+        room = next(
+            (pack for pack in packs if sum(size % 150 for _, size in [*pack, sample]) <= 300), None
+        )
         packs.append([sample]) if room is None else room.append(sample)
     return packs
 
 
 def test_packs_read_each_sample_once_per_epoch():
-    """960 buffers of 40 are 48 epochs of 800 samples: half of them would not be in the first packs, one 48 times."""
+    """960 buffers of 40 are 48 epochs of 800 samples: half of them would not be in the first packs,
+    one 48 times.
+    """
     samples, num_shards = first_samples(PackingDataset(endless("a", 800), 40, in_fours, list), 200)
     assert (len(samples), len(set(samples)), num_shards) == (800, 800, 2)
     samples, _ = first_samples(PackingDataset(endless("a", 800), 40, longest_first, list), 1000)
@@ -749,7 +857,8 @@ def test_groups_read_each_sample_once_per_epoch():
 
 
 def test_replacements_come_from_the_same_epoch():
-    """Where samples are left out: 960 shards of five samples each would miss a tenth of an epoch."""
+    """Where samples are left out: 960 shards of five samples each would miss a tenth of an
+    epoch."""
     tree = BatchDataset(FilterDataset(endless("a", 5000), lambda sample: sample[1] % 10 > 0), 8)
     samples, num_shards = first_samples(tree, 562)
     assert len(set(samples)) > 0.98 * len(samples)
@@ -773,9 +882,13 @@ def test_replacements_come_from_the_same_epoch():
     ],
 )
 def test_number_of_shards(tree, num_shards):
-    """By the data alone: any ranks and workers must find the same, and a state tells it where data grew."""
+    """By the data alone: any ranks and workers must find the same, and a state tells it where data
+    grew.
+    """
     for layout in ((1, 0), (3, 2)):
-        assert {made.state_dict()["num_shards"] for made in loaders(tree(), *layout, num_shards=None)} == {num_shards}
+        assert {
+            made.state_dict()["num_shards"] for made in loaders(tree(), *layout, num_shards=None)
+        } == {num_shards}
     other = loaders(tree(), num_shards=5)[0]
     other.load_state_dict(get_savable_loader(tree(), config(num_shards=None)).state_dict())
     assert other.state_dict()["num_shards"] == num_shards
@@ -791,10 +904,15 @@ def test_few_shards_for_many_ranks_are_one_stream(name):
     assert head + tail == stream[:31]
 
 
-@pytest.mark.parametrize(("num_ranks", "held"), [(1, "32,000 encoded samples in the buffers of 320"), (320, None)])
+@pytest.mark.parametrize(
+    ("num_ranks", "held"), [(1, "32,000 encoded samples in the buffers of 320"), (320, None)]
+)
 def test_many_samples_that_are_held_back_are_told(caplog, num_ranks, held):
-    """A buffer of 100 samples, 20 KiB each, took 630 MB of one process, and nobody could see why."""
-    loader = loaders(PackingDataset(endless("a", 10**6), 100, first_fit, list), num_ranks, num_shards=320)[0]
+    """A buffer of 100 samples, 20 KiB each, took 630 MB of one process, and nobody could see
+    why."""
+    loader = loaders(
+        PackingDataset(endless("a", 10**6), 100, first_fit, list), num_ranks, num_shards=320
+    )[0]
     next(loader)
     assert ("each worker process holds up to" in caplog.text) == (held is not None)
     assert (held or "") in caplog.text
@@ -807,7 +925,10 @@ def test_shards_that_are_shared_are_told(caplog):
         next(loader)
         loader.close()
     assert caplog.text.count("do not divide") == 1
-    assert "5 ranks times 1 workers do not divide num_shards=12: each worker makes 5 times what it gives" in caplog.text
+    assert (
+        "5 ranks times 1 workers do not divide num_shards=12: each worker makes 5 times what it "
+        "gives" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -833,7 +954,9 @@ def test_a_batch_fetched_after_an_error_is_the_next_one():
             raise NameError("four")
         return sample
 
-    loader = get_loader(MapDataset(endless("a", 10, shuffle=False), fail_on_4), config(num_workers=2))
+    loader = get_loader(
+        MapDataset(endless("a", 10, shuffle=False), fail_on_4), config(num_workers=2)
+    )
     assert [next(loader)[1] for _ in range(4)] == [0, 1, 2, 3]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="NameError: four"):
@@ -842,7 +965,9 @@ def test_a_batch_fetched_after_an_error_is_the_next_one():
 
 @pytest.mark.parametrize("name", ["/data/corpus/part_{:04d}.jsonl", "{:060d}/part.jsonl"])
 def test_state_of_a_thousand_sources_is_small(name):
-    """Every rank writes one with every checkpoint: of a billion samples per source, too, far below 100 kB."""
+    """Every rank writes one with every checkpoint: of a billion samples per source, too, far below
+    100 kB.
+    """
     weights = range(1, 1001)
     blend = BlendDataset(*((endless(name.format(weight**5), 10**9), weight) for weight in weights))
     loader = get_savable_loader(BatchDataset(blend, 32), WorkerConfig(rank=0, world_size=1))
@@ -856,7 +981,9 @@ def test_state_of_a_thousand_sources_is_small(name):
 
 
 def test_state_of_open_buffers_is_small():
-    """A sample that is held back takes a few bytes, although the shards of a packed stream hold thousands."""
+    """A sample that is held back takes a few bytes, although the shards of a packed stream hold
+    thousands.
+    """
     packs = PackingDataset(endless("a", 10**9), 100, lambda found: [found[:8]], list)
     loader = get_savable_loader(packs, WorkerConfig(rank=0, world_size=1))
     for _ in range(320):

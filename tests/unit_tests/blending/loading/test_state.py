@@ -29,7 +29,9 @@ def test_a_state_that_lacks_a_key_is_called_damaged(name):
     if name == "version":
         assert "load_state_dict takes what state_dict" in refused(state)
     else:
-        assert refused(state) == f"this is no state of a loader, or a damaged one: it has no {name!r}"
+        assert (
+            refused(state) == f"this is no state of a loader, or a damaged one: it has no {name!r}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -41,18 +43,38 @@ def test_a_state_that_lacks_a_key_is_called_damaged(name):
         ("shards", "!!!", ""),
         ("stream", STATE["stream"][:-3], ""),
         ("stream", compact([1]), "the 'seed' of its stream is not what was saved"),
-        ("stream", compact({**expanded(STATE["stream"]), "sources": [[1]]}), "the 'sources' of its stream is not"),
-        ("stream", compact({**expanded(STATE["stream"]), "sources": []}), "it has 1 positions of 0 sources"),
+        (
+            "stream",
+            compact({**expanded(STATE["stream"]), "sources": [[1]]}),
+            "the 'sources' of its stream is not",
+        ),
+        (
+            "stream",
+            compact({**expanded(STATE["stream"]), "sources": []}),
+            "it has 1 positions of 0 sources",
+        ),
         ("taken", [[3, 4]], "its 'taken' is [[3, 4]]"),
         ("taken", [[3, []]], "its 'taken' is [[3, []]]"),
         ("since", 10**400, "its 'since' is 1000"),
         ("slot", 2**63, "its 'slot' is 9223"),
-        ("shards", compact({"0": [0, 0, [0, 0, 0, None]]}), "its shard 0 stands at output 0, but 1000000 were drawn"),
+        (
+            "shards",
+            compact({"0": [0, 0, [0, 0, 0, None]]}),
+            "its shard 0 stands at output 0, but 1000000 were drawn",
+        ),
         ("shards", compact([]), "its 'shards' are not what was saved"),
         ("shards", compact({"x": []}), "its shard 'x' is not what was saved"),
-        ("shards", compact({"0": [0, 0, [2**62, 0, 0, None]]}), "its shard '0' is not what was saved"),
+        (
+            "shards",
+            compact({"0": [0, 0, [2**62, 0, 0, None]]}),
+            "its shard '0' is not what was saved",
+        ),
         ("shards", compact({"0": [0, 0, [0, 0, 0, 5]]}), "its shard '0' is not what was saved"),
-        ("shards", compact({"10000000": [0, 0, [0, 0, 0, None]]}), "its shard '10000000' is not what was saved"),
+        (
+            "shards",
+            compact({"10000000": [0, 0, [0, 0, 0, None]]}),
+            "its shard '10000000' is not what was saved",
+        ),
     ],
 )
 def test_a_damaged_state_is_called_that(name, value, how):
@@ -60,7 +82,9 @@ def test_a_damaged_state_is_called_that(name, value, how):
     loader = get_savable_loader(endless(), config())
     expected, _ = drawn(loaders(endless()), 2)
     assert next(loader) == expected[0]
-    with pytest.raises(ValueError, match=f"this is no state of a loader, or a damaged one: {re.escape(how)}"):
+    with pytest.raises(
+        ValueError, match=f"this is no state of a loader, or a damaged one: {re.escape(how)}"
+    ):
         loader.load_state_dict({**STATE, "slot": 10**6, name: value})
     assert next(loader) == expected[1]
 
@@ -70,12 +94,20 @@ def test_a_damaged_state_is_called_that(name, value, how):
     [
         ([[0, [0, [0, 0, 0, None], None, None]]], "shard 0 of the state is not of this stream"),
         ([[9, [0, [0, 0, 0, None], None, None]]], "shard 0 of the state is not of this stream"),
-        ([[1, [0, [0, 0, 0, None], None, [[0], 3, [7]]]]], "what a shard of the saved state holds back"),
-        ([[1, [0, [0, 0, 0, None], None, 5]]], "what a shard of the saved state holds back cannot be made again"),
+        (
+            [[1, [0, [0, 0, 0, None], None, [[0], 3, [7]]]]],
+            "what a shard of the saved state holds back",
+        ),
+        (
+            [[1, [0, [0, 0, 0, None], None, 5]]],
+            "what a shard of the saved state holds back cannot be made again",
+        ),
     ],
 )
 def test_a_forged_state_is_refused(holders, how):
-    """Of 20,000 states that were forged, their checksums right, 31 ended in a bare KeyError or TypeError."""
+    """Of 20,000 states that were forged, their checksums right, 31 ended in a bare KeyError or
+    TypeError.
+    """
     tree = MapDataset(PackingDataset(endless(), 3, lambda held: [held], list), sum_of)
     state = get_savable_loader(tree, config()).state_dict()
     loader = get_savable_loader(tree, config())
@@ -95,13 +127,23 @@ def sum_of(pack):
 
 @pytest.mark.parametrize("state", [None, [], {}, 3, "x", [3], {"rank": 2}])
 def test_what_is_no_state_is_called_that(state):
-    assert "load_state_dict takes what state_dict or save_state_rank gave, or a list of these" in refused(state)
+    assert (
+        "load_state_dict takes what state_dict or save_state_rank gave, or a list of these"
+        in refused(state)
+    )
 
 
-@pytest.mark.parametrize("state", [{"version": 2}, {**STATE, "version": 3}, [STATE, {**STATE, "version": 7}]])
+@pytest.mark.parametrize(
+    "state", [{"version": 2}, {**STATE, "version": 3}, [STATE, {**STATE, "version": 7}]]
+)
 def test_a_state_of_another_version_names_both(state):
-    """Said to be damaged, it would be thrown away, and not be taken to the release that can read it."""
-    assert re.search(r"the state is of version [237], but this release reads version 4; continue with", refused(state))
+    """Said to be damaged, it would be thrown away, and not be taken to the release that can read
+    it.
+    """
+    assert re.search(
+        r"the state is of version [237], but this release reads version 4; continue with",
+        refused(state),
+    )
 
 
 def test_two_states_of_a_rank_are_refused_if_they_differ():
@@ -109,8 +151,9 @@ def test_two_states_of_a_rank_are_refused_if_they_differ():
     _, states = drawn(loaders(endless(), 2), 3)
     assert checked_states([*states, states[1]]) == [*states, states[1]]
     other = {**states[1], "slot": states[1]["slot"] + 2}
-    assert "there must be one state of each rank, but two that differ are of rank 1; pass one" in refused(
-        [*states, other]
+    assert (
+        "there must be one state of each rank, but two that differ are of rank 1; pass one"
+        in refused([*states, other])
     )
 
 
@@ -131,7 +174,9 @@ def test_numbers_that_are_alike_take_about_a_byte():
     assert len(compact([[3, 1], [5, 1]] * 10_000)) < 1000
 
 
-@pytest.mark.parametrize("text", ["", "!!!", "abc", "\u00e9", compact({"a": 1})[:-2], "A" + compact({"a": 1})[1:]])
+@pytest.mark.parametrize(
+    "text", ["", "!!!", "abc", "\u00e9", compact({"a": 1})[:-2], "A" + compact({"a": 1})[1:]]
+)
 def test_a_damaged_text_is_called_that(text):
     """An error of zlib says nothing of the checkpoint that it came from."""
     with pytest.raises(ValueError, match="this is no state of a loader, or a damaged one: "):

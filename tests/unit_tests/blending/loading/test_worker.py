@@ -19,7 +19,9 @@ from megatron.blending.loading.worker_pool import receive
 
 def all_passed_through(values):
     theirs, ours = multiprocessing.Pipe(duplex=True)
-    sender = threading.Thread(target=lambda send: list(map(send, values)), args=(Sender(ours, os.getpid()).send,))
+    sender = threading.Thread(
+        target=lambda send: list(map(send, values)), args=(Sender(ours, os.getpid()).send,)
+    )
     sender.start()
     found = [receive(theirs) for _ in values]
     sender.join(10)
@@ -30,7 +32,9 @@ def passed_through(value):
     return all_passed_through([value])[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float16]
+)
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (200, 50)])
 def test_tensors(dtype, shape):
     value = torch.randn(shape).mul(3).to(dtype)
@@ -48,7 +52,11 @@ def test_parts_of_tensors():
 
 
 def test_arrays_and_all_else():
-    value: dict[str, Any] = {"a": np.arange(9999.0), "b": [1, "two", None], "c": (np.zeros(0), {"d": b"bytes" * 5000})}
+    value: dict[str, Any] = {
+        "a": np.arange(9999.0),
+        "b": [1, "two", None],
+        "c": (np.zeros(0), {"d": b"bytes" * 5000}),
+    }
     found = passed_through(value)
     assert np.array_equal(found["a"], value["a"])
     assert (found["b"], found["c"][1]) == (value["b"], value["c"][1])
@@ -62,7 +70,11 @@ def shared_maps():
 def test_large_ones_go_through_shared_memory():
     """Through a pipe 19 MB of images a batch took the training process 30 milliseconds."""
     images = torch.arange(3 * 500 * 500, dtype=torch.float32).reshape(3, 500, 500)
-    value: dict[str, Any] = {"images": images, "odd": np.arange(4097, dtype=np.uint8), "words": np.arange(9999.0)}
+    value: dict[str, Any] = {
+        "images": images,
+        "odd": np.arange(4097, dtype=np.uint8),
+        "words": np.arange(9999.0),
+    }
     before = set(os.listdir("/proc/self/fd"))
     found = passed_through(value)
     assert images.nbytes > SHARED_BYTES
@@ -81,9 +93,20 @@ def test_large_ones_go_through_shared_memory():
 
 
 def test_one_after_the_other():
-    """What is left of a value in the memory that the sender keeps would be taken for a part of the next."""
+    """What is left of a value in the memory that the sender keeps would be taken for a part of the
+    next.
+    """
     same, array = ["shared"], np.arange(9999.0)
-    values = [b"x" * 3_000_000, [same, same, array], "short", [same, array], b"y" * 2_000_000, {}, "z" * 70_000, same]
+    values = [
+        b"x" * 3_000_000,
+        [same, same, array],
+        "short",
+        [same, array],
+        b"y" * 2_000_000,
+        {},
+        "z" * 70_000,
+        same,
+    ]
     found = all_passed_through(values)
     for sent, got in zip(values, found):
         assert repr(got) == repr(sent)

@@ -21,7 +21,14 @@ import torch
 from megatron.blending import BatchDataset, MapDataset
 from megatron.blending.loading.loader import get_loader, get_savable_loader
 from megatron.blending.streams.failures import FatalSampleError
-from tests.unit_tests.blending.number_streams import config, drawn, endless, loaders, outputs, source_of
+from tests.unit_tests.blending.number_streams import (
+    config,
+    drawn,
+    endless,
+    loaders,
+    outputs,
+    source_of,
+)
 from tests.unit_tests.blending.trees import ENDLESS
 
 SECONDS = 60
@@ -43,7 +50,11 @@ def processes(num_workers=2, **options):
 
 
 def as_tensors(sample):
-    return {"long": torch.arange(5000) + sample[1], "short": torch.tensor([sample[1]]), "array": np.arange(9000.0)}
+    return {
+        "long": torch.arange(5000) + sample[1],
+        "short": torch.tensor([sample[1]]),
+        "array": np.arange(9000.0),
+    }
 
 
 def hang(sample):
@@ -78,8 +89,12 @@ def test_processes_give_the_stream_and_restore_it(name):
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_methods_that_pickle(method):
-    """Spawned workers get nothing but what can be pickled, also beside an open process group or a handler."""
-    loader = get_loader(BatchDataset(MapDataset(source_of("a", 20), slowless), 3), processes(1, start_method=method))
+    """Spawned workers get nothing but what can be pickled, also beside an open process group or a
+    handler.
+    """
+    loader = get_loader(
+        BatchDataset(MapDataset(source_of("a", 20), slowless), 3), processes(1, start_method=method)
+    )
     first = next(loader)
     time.sleep(2.2)  # a worker that has nothing to do asks after this process
     assert len(first) + sum(len(next(loader)) for _ in range(6)) == 20
@@ -91,8 +106,12 @@ def slowless(sample):
 
 
 def test_what_cannot_be_pickled_is_refused():
-    loader = get_loader(MapDataset(endless(), lambda sample: sample), processes(1, start_method="spawn"))
-    with pytest.raises(ValueError, match=r"worker 0 of rank 0 cannot be started: .*top of a module"):
+    loader = get_loader(
+        MapDataset(endless(), lambda sample: sample), processes(1, start_method="spawn")
+    )
+    with pytest.raises(
+        ValueError, match=r"worker 0 of rank 0 cannot be started: .*top of a module"
+    ):
         next(loader)
     assert multiprocessing.active_children() == []
 
@@ -107,10 +126,15 @@ def test_tensors_and_arrays_arrive_writable():
 
 
 def test_a_dead_worker_is_named():
-    """The out-of-memory killer leaves no message; a training run would wait until its collectives time out."""
+    """The out-of-memory killer leaves no message; a training run would wait until its collectives
+    time out.
+    """
     loader = get_loader(MapDataset(source_of("a", 10, shuffle=False), die), processes())
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"worker 1 of rank 0 \(pid \d+\) died: killed by SIGKILL; is there enough"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"worker 1 of rank 0 \(pid \d+\) died: killed by SIGKILL; is there enough",
+    ):
         list(loader)
     assert time.monotonic() - started < 10
     assert multiprocessing.active_children() == []
@@ -120,7 +144,10 @@ def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch):
     monkeypatch.setattr("megatron.blending.loading.worker_pool._LEAVE_SECONDS", 0.1)
     tree = MapDataset(source_of("a", 10, shuffle=False), hang)
     loader = get_loader(tree, processes(slow_worker_seconds=0.5, worker_timeout_seconds=2.0))
-    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 2 sec"):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RuntimeError, match=r"worker 1 of rank 0.* nothing for 2 sec"),
+    ):
         list(loader)
     assert "in hang" in caplog.text
     assert multiprocessing.active_children() == []
@@ -128,7 +155,9 @@ def test_a_hung_worker_is_named_with_its_stack(caplog, monkeypatch):
 
 def test_a_mistake_in_a_function_is_told_as_such():
     loader = get_loader(MapDataset(endless(), fail), processes())
-    with pytest.raises(FatalSampleError, match=r"worker 0 of rank 0 .*a:\d+: fail: NameError: no such thing"):
+    with pytest.raises(
+        FatalSampleError, match=r"worker 0 of rank 0 .*a:\d+: fail: NameError: no such thing"
+    ):
         next(loader)
     assert multiprocessing.active_children() == []
 
@@ -163,10 +192,15 @@ if __name__ == "__main__":
     [(2, 2), (2, 1), (0, 2)],
 )
 def test_a_failing_sample_is_logged_once_by_all_workers(tmp_path, num_workers, num_shards):
-    """In several shards of a worker each, in a shard that all workers run, over epochs, and after they start again."""
+    """In several shards of a worker each, in a shard that all workers run, over epochs, and after
+    they start again.
+    """
     script, meetings = tmp_path / "broken.py", tmp_path / "meetings"
     script.write_text(BROKEN_SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
+    }
     command = [sys.executable, str(script), str(num_workers), str(num_shards), str(meetings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     assert done.stdout.split() == ["1", "2", "1", "2"], done.stderr
@@ -188,9 +222,16 @@ def fail_three_die_at_five(sample):
 
 @pytest.mark.parametrize("tree", [lambda node: BatchDataset(node, 10), lambda node: node])
 def test_what_failed_is_logged_though_the_worker_dies(caplog, tree):
-    """Told only with the next output, which never came, the line that hints at the cause would be lost."""
-    loader = get_loader(tree(MapDataset(source_of("a", 10, shuffle=False), fail_three_die_at_five)), processes(1))
-    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="died: killed by SIGKILL"):
+    """Told only with the next output, which never came, the line that hints at the cause would be
+    lost.
+    """
+    loader = get_loader(
+        tree(MapDataset(source_of("a", 10, shuffle=False), fail_three_die_at_five)), processes(1)
+    )
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RuntimeError, match="died: killed by SIGKILL"),
+    ):
         list(loader)
     assert [message.partition(":")[2][:1] for message in caplog.messages] == ["3"]
 
@@ -206,9 +247,18 @@ def test_what_failed_before_a_fatal_row_is_logged(caplog):
         MapDataset(source_of("a", 20, shuffle=False), fail_few_then_all),
         processes(1, num_shards=1, failure_tolerance=4),
     )
-    with caplog.at_level(logging.WARNING), pytest.raises(FatalSampleError, match=r"a:9: .*failing.*; 4 samples in a"):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(FatalSampleError, match=r"a:9: .*failing.*; 4 samples in a"),
+    ):
         list(loader)
-    assert [message.partition(":")[2][0] for message in caplog.messages] == ["1", "2", "6", "7", "8"]
+    assert [message.partition(":")[2][0] for message in caplog.messages] == [
+        "1",
+        "2",
+        "6",
+        "7",
+        "8",
+    ]
 
 
 def test_workers_end_with_the_loader():
@@ -238,7 +288,11 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS, env=environment
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment,
     )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
@@ -285,9 +339,16 @@ def test_a_worker_that_starts_slowly_is_waited_for(tmp_path):
         "    with get_loader(source_of('a', 5), config) as loader:\n"
         "        print(len(list(loader)))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
+    }
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, env=environment
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment,
     )
     assert done.stdout == "5\n", done.stderr
     assert re.search(r"has given nothing for \d+ seconds: it is still starting", done.stderr)
@@ -298,10 +359,14 @@ def draw(sample):
 
 
 def test_workers_draw_random_numbers_of_their_own():
-    """Forked, they inherited torch's generator: in a function that is not seeded by sample, all drew the same."""
+    """Forked, they inherited torch's generator: in a function that is not seeded by sample, all
+    drew the same.
+    """
 
     def drawn_by(seed, method="fork"):
-        with get_loader(MapDataset(source_of("a", 8), draw), processes(2, start_method=method, seed=seed)) as loader:
+        with get_loader(
+            MapDataset(source_of("a", 8), draw), processes(2, start_method=method, seed=seed)
+        ) as loader:
             return list(loader)
 
     first = drawn_by(3)

@@ -1,4 +1,6 @@
-"""Proportions of a blend: within one output of what its weights sum to at every prefix, wherever they change."""
+"""Proportions of a blend: within one output of what its weights sum to at every prefix, wherever
+they change.
+"""
 
 import time
 from fractions import Fraction
@@ -64,7 +66,9 @@ def test_exact_anywhere(weights, start, seed):
         assert own == list(range(count, count + len(own)))
     fresh, at = Proportions([(0, weights)], seed), [5, 3, 199]
     assert choose(fresh, 1, start + 199) == ([children[199]], [numbers[199]])
-    assert fresh.choose(np.array([start + place for place in at])).children.tolist() == [children[p] for p in at]
+    assert fresh.choose(np.array([start + place for place in at])).children.tolist() == [
+        children[p] for p in at
+    ]
 
 
 def test_weight_zero_is_never_chosen():
@@ -72,7 +76,9 @@ def test_weight_zero_is_never_chosen():
     assert set(children) == {0, 2}
 
 
-@pytest.mark.parametrize(("weights", "num_ranks"), [((1, 1), 2), ((2, 1), 3), ((1, 1, 1, 1), 4), ((3, 1), 4)])
+@pytest.mark.parametrize(
+    ("weights", "num_ranks"), [((1, 1), 2), ((2, 1), 3), ((1, 1, 1, 1), 4), ((3, 1), 4)]
+)
 def test_no_rank_sees_one_child_only(weights, num_ranks):
     """A pattern as short as the number of ranks would give each rank a source of its own."""
     children = np.array(choose(Proportions([(0, weights)], 0), 4096)[0])
@@ -81,11 +87,15 @@ def test_no_rank_sees_one_child_only(weights, num_ranks):
         assert (shares > 0.5 * np.array(weights) / sum(weights)).all()
 
 
-WEIGHT = st.one_of(st.just(0), st.integers(1, 9), st.integers(1, 5000), st.sampled_from([1e-6, 1e-3, 0.37]))
+WEIGHT = st.one_of(
+    st.just(0), st.integers(1, 9), st.integers(1, 5000), st.sampled_from([1e-6, 1e-3, 0.37])
+)
 
 
 def furthest_off(children, segments, start=0, counts=None, shares=None):
-    """How far a child is from what the weights sum to, at any prefix: exactly. `start`, `counts`, `shares`: before."""
+    """How far a child is from what the weights sum to, at any prefix: exactly. `start`, `counts`,
+    `shares`: before.
+    """
     num_children = len(segments[0][1])
     counts = counts or [0] * num_children
     given_ = np.cumsum(np.eye(num_children, dtype=np.int64)[children], axis=0)
@@ -101,9 +111,14 @@ def furthest_off(children, segments, start=0, counts=None, shares=None):
             share, total = shares[child], sum(whole)
             unit = share.denominator * total
             # Large ones do not fit 64 bits, and take twenty times as long.
-            largest = max(share.numerator * total + (end - first) * unit, (counts[child] + len(children)) * unit)
+            largest = max(
+                share.numerator * total + (end - first) * unit,
+                (counts[child] + len(children)) * unit,
+            )
             exact = np.int64 if largest < 2**62 else object
-            due = share.numerator * total + np.arange(1, end - first + 1).astype(exact) * (weight * share.denominator)
+            due = share.numerator * total + np.arange(1, end - first + 1).astype(exact) * (
+                weight * share.denominator
+            )
             found = given_[first - start : end - start, child].astype(exact) + counts[child]
             off = abs(found * unit - due).max()
             worst = max(worst, Fraction(int(off), unit))
@@ -113,7 +128,9 @@ def furthest_off(children, segments, start=0, counts=None, shares=None):
 
 def outputs_without_weight(children, segments):
     ends = [*(start for start, _ in segments[1:]), len(children)]
-    return sum(not weights[c] for (start, weights), end in zip(segments, ends) for c in children[start:end])
+    return sum(
+        not weights[c] for (start, weights), end in zip(segments, ends) for c in children[start:end]
+    )
 
 
 @st.composite
@@ -145,20 +162,28 @@ def check_planned(segments, length):
 @settings(max_examples=30)
 @given(schedule=schedules(12, 3000, WEIGHT))
 def test_within_one_at_every_prefix(schedule):
-    """Deadlines as if each segment lasted for ever let children be off by up to two behind its end."""
+    """Deadlines as if each segment lasted for ever let children be off by up to two behind its
+    end."""
     check_planned(*schedule)
 
 
 @settings(max_examples=150)
 @given(schedule=schedules(7, 20, st.one_of(st.just(0), st.integers(1, 9))))
 def test_within_one_where_weights_come_and_go(schedule):
-    """Outputs that a weight of 0 cuts must stand before it or after; all of them before, or none, are too many."""
+    """Outputs that a weight of 0 cuts must stand before it or after; all of them before, or none,
+    are too many.
+    """
     check_planned(*schedule)
 
 
 def test_a_pause_has_one_output_at_most():
     """The one that was begun before it: left out for good, it would put the others ahead."""
-    segments = [(0, (1, 2, 2, 1, 2)), (3, (0, 2, 1, 0, 3)), (13, (2, 0, 0, 1, 0)), (19, (0, 8, 0, 0, 1))]
+    segments = [
+        (0, (1, 2, 2, 1, 2)),
+        (3, (0, 2, 1, 0, 3)),
+        (13, (2, 0, 0, 1, 0)),
+        (19, (0, 8, 0, 0, 1)),
+    ]
     segments.append((31, (1, 1, 1, 1, 0)))
     check_planned(segments, 73)
     children, _ = choose(Proportions(segments, 1), 73)
@@ -191,7 +216,9 @@ def check_around(segments, place, width=3000):
     for (start, weights), end in zip(segments, ends):
         num = max(0, min(before, before if end is None else end) - start)
         whole = integer_weights(weights)
-        shares = [share + Fraction(num * weight, sum(whole)) for share, weight in zip(shares, whole)]
+        shares = [
+            share + Fraction(num * weight, sum(whole)) for share, weight in zip(shares, whole)
+        ]
     children, numbers = choose(sequence, 2 * width, before)
     assert furthest_off(children, segments, before, counts, shares) < 1
     for child, count in enumerate(counts):
@@ -200,8 +227,15 @@ def check_around(segments, place, width=3000):
 
 
 def test_long_segments():
-    """Tables of 10**9 outputs would not fit; the repetition must end before the outputs that look ahead."""
-    segments = [(0, (5, 3, 2)), (10**9 + 1, (1, 1, 1)), (2 * 10**9 + 4, (0, 2, 1)), (3 * 10**9, (7, 0, 3))]
+    """Tables of 10**9 outputs would not fit; the repetition must end before the outputs that look
+    ahead.
+    """
+    segments = [
+        (0, (5, 3, 2)),
+        (10**9 + 1, (1, 1, 1)),
+        (2 * 10**9 + 4, (0, 2, 1)),
+        (3 * 10**9, (7, 0, 3)),
+    ]
     begin = time.process_time()
     for start, _ in segments[1:]:
         check_around(segments, start)
@@ -222,7 +256,9 @@ def test_a_child_of_one_in_a_hundred_thousand():
 
 def test_linear_schedule_of_thousands_of_steps():
     """A table and its random exchanges for each of them: half a millisecond."""
-    schedule = WeightSchedule(((0, (0.9, 0.1, 0)), (2000, (0.1, 0.7, 0.2))), 8, "linear", num_pieces=2000)
+    schedule = WeightSchedule(
+        ((0, (0.9, 0.1, 0)), (2000, (0.1, 0.7, 0.2))), 8, "linear", num_pieces=2000
+    )
     begin = time.process_time()
     children, _ = choose(Proportions(schedule.segments(), 0), 17_000)
     assert time.process_time() - begin < 10
@@ -239,7 +275,40 @@ def test_golden_values():
 
 GOLDEN_EXACT = [0, 1, 0, 2, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 0, 1]
 GOLDEN_RANDOM = [1, 0, 2, 0, 1, 0, 0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 0, 0, 0, 2]
-GOLDEN_PLANNED = [0, 2, 1, 3, 3, 2, 0, 1, 0, 1, 2, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 2, 1, 2, 0, 2, 1, 2, 1, 0, 2]
+GOLDEN_PLANNED = [
+    0,
+    2,
+    1,
+    3,
+    3,
+    2,
+    0,
+    1,
+    0,
+    1,
+    2,
+    0,
+    0,
+    0,
+    0,
+    1,
+    0,
+    0,
+    1,
+    0,
+    0,
+    1,
+    2,
+    1,
+    2,
+    0,
+    2,
+    1,
+    2,
+    1,
+    0,
+    2,
+]
 
 
 def test_neighbours_are_exchanged_within_segments_that_change():
@@ -267,7 +336,10 @@ def test_random_numbers_have_no_gaps():
     children, numbers = (np.array(column) for column in choose(sequence, 2 * 65536))
     check_numbers(children.tolist(), numbers.tolist(), 3)
     assert sequence.counts(2 * 65536) == np.bincount(children).tolist()
-    assert Proportions([(0, (5, 3, 2))], 1, "random").counts(70_000) == np.bincount(children[:70_000]).tolist()
+    assert (
+        Proportions([(0, (5, 3, 2))], 1, "random").counts(70_000)
+        == np.bincount(children[:70_000]).tolist()
+    )
 
 
 def owed(children, segments):
@@ -278,10 +350,19 @@ def owed(children, segments):
     return np.cumsum(due - np.eye(due.shape[1])[children], axis=0)
 
 
-@given(first=WEIGHTS, change=st.integers(0, 300), mode=st.sampled_from(["exact", "random"]), data=st.data())
+@given(
+    first=WEIGHTS,
+    change=st.integers(0, 300),
+    mode=st.sampled_from(["exact", "random"]),
+    data=st.data(),
+)
 def test_weights_change_at_the_output_that_is_named(first, change, mode, data):
-    """They waited for the end of a period of the weights before: up to a million outputs, or the end of the run."""
-    second = data.draw(st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)).filter(any))
+    """They waited for the end of a period of the weights before: up to a million outputs, or the
+    end of the run.
+    """
+    second = data.draw(
+        st.lists(st.integers(0, 9), min_size=len(first), max_size=len(first)).filter(any)
+    )
     sequence = Proportions([(0, first)], 1, mode)
     before = choose(sequence, change)
     sequence.change(change, second)
@@ -302,7 +383,8 @@ def test_weights_change_at_the_output_that_is_named(first, change, mode, data):
 
 @pytest.mark.parametrize("num_children", [20, 200])
 def test_many_that_are_behind_do_not_keep_out_the_others(num_children):
-    """A hundred children half an output behind, with half the weight: had they all come first, another waits for long.
+    """A hundred children half an output behind, with half the weight: had they all come first,
+    another waits for long.
 
     It was then 8.5 outputs behind.
     """
@@ -317,8 +399,15 @@ def test_many_that_are_behind_do_not_keep_out_the_others(num_children):
 
 @pytest.mark.parametrize("mode", ["exact", "random"])
 def test_what_stands_before_an_appended_change_looked_ahead_to_what_was_planned(mode):
-    """Planned anew with the change in sight it would be another order: a resumed run would not go on as it was."""
-    segments = [(0, (5, 3, 2, 1)), (6000, (1, 1, 9, 0)), (12_000, (2, 0, 1, 7)), (12_050, (1, 4, 1, 1))]
+    """Planned again with the change in sight it would be another order: a resumed run would not go
+    on as it was.
+    """
+    segments = [
+        (0, (5, 3, 2, 1)),
+        (6000, (1, 1, 9, 0)),
+        (12_000, (2, 0, 1, 7)),
+        (12_050, (1, 4, 1, 1)),
+    ]
     whole, _ = choose(Proportions(segments, 0, mode), 13_000)
     for change in (1, 5998, 6000, 11_990, 12_000, 12_049, 12_500):
         told = Proportions(segments, 0, mode)
@@ -353,11 +442,14 @@ def test_shares_add_up_over_any_segments(data, num_children, longest):
     fresh, at = Proportions(segments, 1), [start + 5999, start, 0, start + 4500]
     assert fresh.choose(np.array(at)).children.tolist() == [children[place] for place in at]
     for place in (start, start + 4321, start + 6000):
-        assert Proportions(segments, 1).counts(place) == np.bincount(children[:place], minlength=num_children).tolist()
+        assert (
+            Proportions(segments, 1).counts(place)
+            == np.bincount(children[:place], minlength=num_children).tolist()
+        )
 
 
 def test_a_rare_source_gets_its_share_of_short_segments():
-    """3 % of 4 outputs is none; had each step begun anew, it would have been none in all."""
+    """3 % of 4 outputs is none; had each step begun again, it would have been none in all."""
     segments = [(4 * step, (95 + step % 2, 3, 2)) for step in range(500)]
     children, _ = choose(Proportions(segments, 0), 2000)
     assert abs(owed(children, segments)).max() < 1 + 1e-6
@@ -365,7 +457,9 @@ def test_a_rare_source_gets_its_share_of_short_segments():
 
 
 def test_a_change_after_outputs_were_made_keeps_them():
-    """Also within a schedule, whose short segments are made to measure: a resumed run would have had others."""
+    """Also within a schedule, whose short segments are made to measure: a resumed run would have
+    had others.
+    """
     segments = [(0, (1, 1, 1)), (100, (5, 2, 1)), (150, (1, 3, 1)), (170, (1, 1, 0))]
     planned = choose(Proportions(segments, 3), 200)[0]
     for mode in ("exact", "random"):
@@ -399,7 +493,9 @@ def test_linear_schedule_changes_in_every_step(mode):
 
 def test_arbitrary_weights_change_after_a_thousand():
     """Their period is a million outputs; the change never came within a run."""
-    children = np.array(choose(Proportions([(0, (0.333333, 0.666667)), (1000, (0.9, 0.1))], 0), 11_000)[0])
+    children = np.array(
+        choose(Proportions([(0, (0.333333, 0.666667)), (1000, (0.9, 0.1))], 0), 11_000)[0]
+    )
     counts = (children.reshape(11, 1000) == 0).sum(axis=1)
     assert abs(counts - [1000 / 3, *[900] * 10]).max() < 2
 
@@ -418,12 +514,16 @@ def test_until_exhausted_reads_each_once(sizes, seed, data):
     children, numbers = choose(finite(weights, sizes, seed), sum(sizes))
     check_numbers(children, numbers, len(sizes))
     assert np.bincount(children, minlength=len(sizes)).tolist() == sizes
-    first_end = min(max(place for place, c in enumerate(children) if c == child) for child in range(len(sizes)))
+    first_end = min(
+        max(place for place, c in enumerate(children) if c == child) for child in range(len(sizes))
+    )
     check_prefixes(children[: first_end + 1], weights)
 
 
 def test_until_exhausted_by_length_mixes_to_the_end():
-    """blend_epochized: weights are the lengths, so all run out together; also beyond the largest period."""
+    """blend_epochized: weights are the lengths, so all run out together; also beyond the largest
+    period.
+    """
     children, _ = choose(finite((100_003, 7), (100_003, 7)), 100_010)
     check_prefixes(children, (100_003, 7))
     sizes = (3_000_000, 1)

@@ -36,9 +36,42 @@ def mixed(value, key):
 
 def test_golden_values():
     """A changed order would make a resumed run read some records twice and others never."""
-    assert [permute_index(i, 10, seed=0, epoch=0) for i in range(10)] == [4, 7, 9, 2, 5, 1, 6, 3, 0, 8]
-    assert [permute_index(i, 10, seed=0, epoch=1) for i in range(10)] == [1, 4, 9, 8, 7, 2, 3, 5, 0, 6]
-    assert [permute_index(i, 10, seed=1, epoch=0) for i in range(10)] == [4, 8, 7, 3, 2, 5, 0, 1, 6, 9]
+    assert [permute_index(i, 10, seed=0, epoch=0) for i in range(10)] == [
+        4,
+        7,
+        9,
+        2,
+        5,
+        1,
+        6,
+        3,
+        0,
+        8,
+    ]
+    assert [permute_index(i, 10, seed=0, epoch=1) for i in range(10)] == [
+        1,
+        4,
+        9,
+        8,
+        7,
+        2,
+        3,
+        5,
+        0,
+        6,
+    ]
+    assert [permute_index(i, 10, seed=1, epoch=0) for i in range(10)] == [
+        4,
+        8,
+        7,
+        3,
+        2,
+        5,
+        0,
+        1,
+        6,
+        9,
+    ]
     ends = [permute_index(i, 10**12, seed=1234, epoch=5) for i in (0, 1, 10**12 - 1)]
     assert ends == [809418724796, 370906144841, 148567149776]
 
@@ -49,9 +82,16 @@ def test_is_a_bijection(size, seed, epoch):
     assert sorted(permute_indices(np.arange(size), size, seed, epoch)) == list(range(size))
 
 
-@given(size=st.integers(1, 10**12), fraction=st.floats(0, 1, exclude_max=True), seed=SEEDS, epoch=EPOCHS)
+@given(
+    size=st.integers(1, 10**12),
+    fraction=st.floats(0, 1, exclude_max=True),
+    seed=SEEDS,
+    epoch=EPOCHS,
+)
 def test_arrays_and_ints_agree_at_any_size(size, fraction, seed, epoch):
-    """Overflow of 64 bits would give arrays another order than ints, or an index out of range, at large sizes only."""
+    """Overflow of 64 bits would give arrays another order than ints, or an index out of range, at
+    large sizes only.
+    """
     index = min(int(size * fraction), size - 1)
     image = permute_index(index, size, seed, epoch)
     assert 0 <= image < size
@@ -60,10 +100,12 @@ def test_arrays_and_ints_agree_at_any_size(size, fraction, seed, epoch):
 
 @pytest.mark.parametrize("size", [10_000, 10_007])
 def test_is_roughly_uniform(size):
-    """A poor mix would keep neighbours of the file together, as files are often sorted by topic or length."""
+    """A poor mix would keep neighbours of the file together, as files are often sorted by topic or
+    length.
+    """
     images = permute_indices(np.arange(size), size, seed=7, epoch=3)
-    # Where a tenth of the inputs goes, and how far apart neighbours land: chi-square of 100 cells each, whose standard
-    # deviation is about 0.14 around 1 per degree of freedom.
+    # Where a tenth of the inputs goes, and how far apart neighbours land: chi-square of 100 cells
+    # each, whose standard deviation is about 0.14 around 1 per degree of freedom.
     cells = np.histogram2d(np.arange(size), images, bins=10)[0]
     steps = np.histogram((images[1:] - images[:-1]) % size, bins=100)[0]
     for counts in (cells.ravel(), steps):
@@ -79,7 +121,9 @@ def test_small_sizes_reach_every_permutation():
 
 @given(seed=SEEDS, epoch=EPOCHS)
 def test_differs_by_epoch_and_seed(seed, epoch):
-    """Every epoch would otherwise show the records in one order, or two data sets would be read in lockstep."""
+    """Every epoch would otherwise show the records in one order, or two data sets would be read in
+    lockstep.
+    """
     here = permute_indices(np.arange(1000), 1000, seed, epoch)
     for other in (
         permute_indices(np.arange(1000), 1000, seed, epoch + 1),
@@ -120,7 +164,9 @@ def test_every_epoch_reads_each_record(order, epoch):
 
 @given(order=ORDERS, start=st.integers(0, 2000), count=st.integers(1, 300))
 def test_any_part_is_a_part_of_the_whole(order, start, count):
-    """A rank asks for its own positions only, across epochs; the answer must be that of the whole stream."""
+    """A rank asks for its own positions only, across epochs; the answer must be that of the whole
+    stream.
+    """
     whole = read(order, 0, start + count)
     assert read(order, start, count) == whole[start:]
     shuffled = np.random.RandomState(0).permutation(start + count)
@@ -143,7 +189,9 @@ def test_many_streams_at_once_are_each_their_own(orders):
     epoch=st.integers(0, 10**6),
 )
 def test_long_parts_are_as_short_ones(num_records, seed, slice_length, window_length, epoch):
-    """Many positions of an epoch are computed on a way of their own: a rank with more workers would see other data."""
+    """Many positions of an epoch are computed on a way of their own: a rank with more workers would
+    see other data.
+    """
     order = ReadingOrder(num_records, seed, slice_length=slice_length, window_length=window_length)
     positions = np.arange(epoch * num_records, (epoch + 1) * num_records)
     parts = np.array_split(positions, 10)
@@ -196,7 +244,10 @@ def test_file_order_and_replacement():
 
 def test_places_have_seeds_of_their_own():
     """Equal seeds read sources of equal size in lockstep, as energon's do."""
-    assert len({salted_seed(seed, place) for seed in (0, 1) for place in ("", "0", "1", "0.1", "1.0")}) == 10
+    assert (
+        len({salted_seed(seed, place) for seed in (0, 1) for place in ("", "0", "1", "0.1", "1.0")})
+        == 10
+    )
     assert salted_seed(0, "0") == 724353970069188240
 
 

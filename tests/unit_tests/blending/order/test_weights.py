@@ -82,10 +82,22 @@ def test_schedules():
         ({"points": ((0, 1),)}, r"must be pairs \(step, weights\)"),
         ({"points": ((0, {"a": 1}),)}, r"must be pairs \(step, weights\)"),
         ({"points": None}, r"must be pairs \(step, weights\), but are None"),
-        ({"points": ((0, (1,)), (1e3, (2,)))}, r"each step of a schedule must be a whole number, but is 1000\.0"),
-        ({"points": ((0, (1,)), ("5", (2,)))}, "each step of a schedule must be a whole number, but is '5'"),
-        ({"points": ((0, (1,)),), "outputs_per_step": 2.5}, "outputs_per_step must be a whole number, but is 2.5"),
-        ({"points": ((0, (1,)),), "num_pieces": True}, "num_pieces must be a whole number, but is True"),
+        (
+            {"points": ((0, (1,)), (1e3, (2,)))},
+            r"each step of a schedule must be a whole number, but is 1000\.0",
+        ),
+        (
+            {"points": ((0, (1,)), ("5", (2,)))},
+            "each step of a schedule must be a whole number, but is '5'",
+        ),
+        (
+            {"points": ((0, (1,)),), "outputs_per_step": 2.5},
+            "outputs_per_step must be a whole number, but is 2.5",
+        ),
+        (
+            {"points": ((0, (1,)),), "num_pieces": True},
+            "num_pieces must be a whole number, but is True",
+        ),
     ],
 )
 def test_schedules_are_refused(options, fault):
@@ -94,7 +106,9 @@ def test_schedules_are_refused(options, fault):
 
 
 def test_linear_schedules_keep_rare_sources():
-    """In 4096ths of all, one of 1e-5 was read 25 times too often, and of thousands each was up to 49 times off."""
+    """In 4096ths of all, one of 1e-5 was read 25 times too often, and of thousands each was up to
+    49 times off.
+    """
     points = ((0, (0.7, 0.3, 1e-5)), (1000, (0.3, 0.7, 1e-5)))
     for _, weights in WeightSchedule(points, kind="linear").segments():
         assert weights[2] / sum(weights) == pytest.approx(1e-5, rel=0.06)

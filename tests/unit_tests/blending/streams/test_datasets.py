@@ -24,8 +24,23 @@ from megatron.blending import (
 from megatron.blending.loading.loader import get_loader
 from megatron.blending.order.weights import WeightSchedule
 from megatron.blending.streams.failures import FatalSampleError
-from tests.unit_tests.blending.number_streams import Numbers, config, endless, listed, servers, source_of
-from tests.unit_tests.blending.trees import ENDLESS, FINITE, first_fit, halves, is_odd, parity, several
+from tests.unit_tests.blending.number_streams import (
+    Numbers,
+    config,
+    endless,
+    listed,
+    servers,
+    source_of,
+)
+from tests.unit_tests.blending.trees import (
+    ENDLESS,
+    FINITE,
+    first_fit,
+    halves,
+    is_odd,
+    parity,
+    several,
+)
 
 NOTHING: Any = None
 
@@ -52,7 +67,9 @@ def test_weights_are_relative_and_pairs_may_be_one_tuple():
 
 
 def test_zero_weight_is_never_read():
-    assert {name for name, _ in listed(BlendDataset((endless("a"), 1), (endless("b"), 0)), 100)} == {"a"}
+    assert {
+        name for name, _ in listed(BlendDataset((endless("a"), 1), (endless("b"), 0)), 100)
+    } == {"a"}
 
 
 def test_finite_sources_blend_until_each_is_read():
@@ -86,10 +103,19 @@ def test_concat_reads_one_after_the_other():
 
 
 def test_batches():
-    assert [numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2))] == [[0, 1], [2, 3], [4]]
-    assert [numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2, drop_last=True))] == [[0, 1], [2, 3]]
+    assert [numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2))] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+    assert [
+        numbers(batch) for batch in listed(BatchDataset(in_order("a", 5), 2, drop_last=True))
+    ] == [[0, 1], [2, 3]]
     assert listed(BatchDataset(in_order("a", 5), 2, lambda batch: sum(numbers(batch)))) == [1, 5, 4]
-    assert [len(BatchDataset(source_of("a", 5), 2, drop_last=drop)) for drop in (False, True)] == [3, 2]
+    assert [len(BatchDataset(source_of("a", 5), 2, drop_last=drop)) for drop in (False, True)] == [
+        3,
+        2,
+    ]
 
 
 def test_mixed_batches():
@@ -115,7 +141,9 @@ def test_repeats():
 
 
 def test_limit_counts_what_comes_out():
-    """A limit behind a filter: that many that pass, as long as there are; behind a generator no more than that."""
+    """A limit behind a filter: that many that pass, as long as there are; behind a generator no
+    more than that.
+    """
     assert numbers(listed(LimitDataset(in_order("a", 9), 4))) == [0, 1, 2, 3]
     for num_shards in (1, 2, 5):
         filtered = LimitDataset(FilterDataset(source_of("a", 200), is_odd), 20)
@@ -131,15 +159,20 @@ def passes(tree, count, **options):
 
 
 def test_limit_begins_again_if_told_to():
-    """Of an endless data set every pass would go on behind the one before, and each validation read other records."""
+    """Of an endless data set every pass would go on behind the one before, and each validation read
+    other records.
+    """
     told: dict[str, Any] = {"reset_after_epoch": True}
-    assert [numbers(found) for found in passes(LimitDataset(RepeatDataset(in_order("a", 9)), 4), 2)] == [
+    limited = LimitDataset(RepeatDataset(in_order("a", 9)), 4)
+    assert [numbers(found) for found in passes(limited, 2)] == [
         [0, 1, 2, 3], [4, 5, 6, 7],
     ]  # fmt: skip
     trees = {
         "endless": lambda: LimitDataset(RepeatDataset(source_of("a", 9)), 4, **told),
         "epochs": lambda: LimitDataset(EpochizeDataset(source_of("a", 9), 6), 4, **told),
-        "filtered": lambda: LimitDataset(FilterDataset(RepeatDataset(source_of("a", 9)), is_odd), 4, **told),
+        "filtered": lambda: LimitDataset(
+            FilterDataset(RepeatDataset(source_of("a", 9)), is_odd), 4, **told
+        ),
         "filtered epochs": lambda: LimitDataset(
             FilterDataset(EpochizeDataset(source_of("a"), 9000), is_odd), 4, **told
         ),
@@ -199,7 +232,9 @@ def test_over_long_samples():
     def tree(**options):
         return PackingDataset(endless("a", 50), 4, up_to_40, list, **options)
 
-    with pytest.raises(FatalSampleError, match=r"a:4\d: select_samples_to_pack does not choose this sample"):
+    with pytest.raises(
+        FatalSampleError, match=r"a:4\d: select_samples_to_pack does not choose this sample"
+    ):
         listed(tree(over_long="error"), 1000)
     dropped = {pack[0][1] for pack in listed(tree(), 1000)}
     assert dropped == set(range(41))
@@ -223,13 +258,17 @@ def packs_of_80(samples):
 
 @pytest.mark.parametrize("num_shards", [1, 3, 40])
 def test_over_long_samples_of_finite_data(num_shards):
-    """They became packs over capacity, whatever was asked for: at the end of the data buffers are not full."""
+    """They became packs over capacity, whatever was asked for: at the end of the data buffers are
+    not full.
+    """
 
     def tree(count, over_long="error"):
         longer = MapDataset(in_order("a", count), lambda sample: ("a", sample[1] + 1))
         return PackingDataset(longer, 30, packs_of_80, list, over_long=over_long)
 
-    with pytest.raises(FatalSampleError, match=r"a:8\d: select_samples_to_pack does not choose this sample"):
+    with pytest.raises(
+        FatalSampleError, match=r"a:8\d: select_samples_to_pack does not choose this sample"
+    ):
         listed(tree(90), num_shards=num_shards)
     for over_long, count, longest in (("drop", 90, 80), ("alone", 90, 90), ("error", 80, 80)):
         packs = listed(tree(count, over_long), num_shards=num_shards)
@@ -240,15 +279,25 @@ def test_over_long_samples_of_finite_data(num_shards):
 
 
 def test_an_over_long_sample_is_found_while_others_are_chosen():
-    """It stayed in the buffer for ever, one place the less: the rule asked for a buffer of which nothing is chosen."""
+    """It stayed in the buffer for ever, one place the less: the rule asked for a buffer of which
+    nothing is chosen.
+    """
 
     def tree(**options):
-        return PackingDataset(MapDataset(endless("a", 400), long_or_short), 10, packs_of_80, list, **options)
+        return PackingDataset(
+            MapDataset(endless("a", 400), long_or_short), 10, packs_of_80, list, **options
+        )
 
-    with pytest.raises(FatalSampleError, match="a:7: select_samples_to_pack does not choose this sample"):
+    with pytest.raises(
+        FatalSampleError, match="a:7: select_samples_to_pack does not choose this sample"
+    ):
         listed(tree(over_long="error"), 400, num_shards=1)
     # Small ones wait for long, as the longest are packed first, but they do fit.
-    assert listed(PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list), 400, num_shards=1)
+    assert listed(
+        PackingDataset(MapDataset(endless("a", 400), smallish), 10, packs_of_80, list),
+        400,
+        num_shards=1,
+    )
 
 
 def long_or_short(sample):
@@ -266,13 +315,20 @@ def test_select_must_return_lists(given):
     def select(samples):
         return given
 
-    with pytest.raises(FatalSampleError, match="select_samples_to_pack must return a list of lists"):
+    with pytest.raises(
+        FatalSampleError, match="select_samples_to_pack must return a list of lists"
+    ):
         listed(PackingDataset(endless(), 4, select, list), 1)
 
 
 def test_select_must_return_what_it_was_given():
-    tree = PackingDataset(endless(), 4, lambda samples: [[(name, index) for name, index in samples]], list)
-    with pytest.raises(FatalSampleError, match="must return lists of the samples that it was given, each at most once"):
+    tree = PackingDataset(
+        endless(), 4, lambda samples: [[(name, index) for name, index in samples]], list
+    )
+    with pytest.raises(
+        FatalSampleError,
+        match="must return lists of the samples that it was given, each at most once",
+    ):
         listed(tree, 1)
 
 
@@ -296,7 +352,9 @@ def test_one_data_set_may_stand_in_two_places():
 
 @pytest.mark.parametrize("name", ["blend of samples", "mixed batches", "slices"])
 def test_what_needs_no_shard_runs_in_none(name):
-    """Shards are exact, but several times slower: a stream that leaves nothing out must not end up in them."""
+    """Shards are exact, but several times slower: a stream that leaves nothing out must not end up
+    in them.
+    """
     (server,) = servers(ENDLESS[name]())
     for _ in range(500):
         server.next()
@@ -321,7 +379,11 @@ def test_every_sample_of_a_pass_is_in_it(name):
 
 
 def _sources(tree):
-    return [tree] if not tree.children else list(itertools.chain.from_iterable(map(_sources, tree.children)))
+    return (
+        [tree]
+        if not tree.children
+        else list(itertools.chain.from_iterable(map(_sources, tree.children)))
+    )
 
 
 def test_lengths():
@@ -336,7 +398,10 @@ def test_lengths():
     ("make", "fault"),
     [
         (lambda: BlendDataset(), "BlendDataset needs at least one data set"),
-        (lambda: BlendDataset(endless(), endless()), r"takes pairs \(data set, weight\), but argument 0 is"),
+        (
+            lambda: BlendDataset(endless(), endless()),
+            r"takes pairs \(data set, weight\), but argument 0 is",
+        ),
         (lambda: BlendDataset((endless(), -1)), "weight 0 must be at least 0, but is -1"),
         (lambda: BlendDataset((endless(), 0)), "must not all be 0"),
         (
@@ -351,7 +416,10 @@ def test_lengths():
             lambda: BlendDataset((source_of(), 1), schedule=WeightSchedule(((0, (1,)),))),
             "schedule of weights is for endless",
         ),
-        (lambda: BlendDataset((endless(), 1), schedule=WeightSchedule(((0, (1, 1)),))), "2 weights for 1 data sets"),
+        (
+            lambda: BlendDataset((endless(), 1), schedule=WeightSchedule(((0, (1, 1)),))),
+            "2 weights for 1 data sets",
+        ),
         (lambda: ConcatDataset(endless()), "data set 0 of a ConcatDataset is endless"),
         (lambda: MapDataset(source_of(), NOTHING), "map_fn must be a function, but is None"),
         (lambda: FilterDataset(source_of(), NOTHING), "filter_fn must be a function, but is None"),

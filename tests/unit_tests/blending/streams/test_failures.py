@@ -7,7 +7,13 @@ import pytest
 
 from megatron.blending import BatchDataset, BlendDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.loading.loader import get_loader
-from megatron.blending.streams.failures import Failure, FailureLog, Failures, FatalSampleError, SkipSample
+from megatron.blending.streams.failures import (
+    Failure,
+    FailureLog,
+    Failures,
+    FatalSampleError,
+    SkipSample,
+)
 from megatron.blending.streams.seeding import stateless
 from tests.unit_tests.blending.number_streams import config, endless, source_of
 from tests.unit_tests.blending.trees import first_fit, is_odd
@@ -24,7 +30,9 @@ def fail_all(sample):
 
 
 def test_logged_once_with_key_and_source(caplog):
-    """In energon five batches with a third of the samples failing print 36 kB, the same ones again each epoch."""
+    """In energon five batches with a third of the samples failing print 36 kB, the same ones again
+    each epoch.
+    """
     loader = get_loader(BatchDataset(MapDataset(endless("a", 20), fail_sevens), 4), config())
     with caplog.at_level(logging.WARNING):
         for _ in range(40):
@@ -47,7 +55,10 @@ def test_the_key_is_named(caplog):
         return sample
 
     with caplog.at_level(logging.WARNING):
-        assert len(list(get_loader(MapDataset(source_of("a", 3, load=load), fail_first), config()))) == 2
+        assert (
+            len(list(get_loader(MapDataset(source_of("a", 3, load=load), fail_first), config())))
+            == 2
+        )
     assert "a:0 (key key 0): " in caplog.text
     assert "KeyError: 'caption'" in caplog.text
 
@@ -61,7 +72,9 @@ def test_few_lines_for_many_failures(caplog):
 
 
 def test_the_log_is_of_different_samples(caplog):
-    """Of several workers each tells of the sample that they share; a line says how many different ones there were."""
+    """Of several workers each tells of the sample that they share; a line says how many different
+    ones there were.
+    """
     log = FailureLog()
     with caplog.at_level(logging.WARNING):
         for number in [0, 0, *range(40), *range(40)]:
@@ -85,7 +98,9 @@ def test_what_is_remembered_is_bounded(caplog, monkeypatch):
 
 def test_a_row_of_failures_is_fatal():
     loader = get_loader(MapDataset(endless(), fail_all), config(failure_tolerance=10))
-    with pytest.raises(FatalSampleError, match=r"a:\d+: fail_all: ValueError: all .*10 samples in a row failed"):
+    with pytest.raises(
+        FatalSampleError, match=r"a:\d+: fail_all: ValueError: all .*10 samples in a row failed"
+    ):
         next(loader)
     records = get_loader(source_of("a", 100, bad=range(100)), config(failure_tolerance=10))
     with pytest.raises(FatalSampleError, match=r"RecordError: .* is bad"):
@@ -123,7 +138,9 @@ def test_skips_are_silent_and_counted(caplog):
             raise SkipSample
         return sample
 
-    loader = get_loader(FilterDataset(MapDataset(source_of("a", 20), skip), lambda sample: sample[1] % 4), config())
+    loader = get_loader(
+        FilterDataset(MapDataset(source_of("a", 20), skip), lambda sample: sample[1] % 4), config()
+    )
     with caplog.at_level(logging.WARNING):
         assert len(list(loader)) == 5
     assert (loader.num_failed, loader.num_skipped, caplog.records) == (0, 15, [])
@@ -131,8 +148,10 @@ def test_skips_are_silent_and_counted(caplog):
 
 def test_nothing_passes(monkeypatch):
     """A filter that nothing passes would read for ever, without a word."""
-    monkeypatch.setattr("megatron.blending.streams.failures._MOST_IN_SILENCE", 1000)
-    with pytest.raises(FatalSampleError, match=r"nothing_passes left out 1,000 samples in a row, the last at a:\d+"):
+    monkeypatch.setattr("megatron.blending.streams.failures._MAX_IN_SILENCE", 1000)
+    with pytest.raises(
+        FatalSampleError, match=r"nothing_passes left out 1,000 samples in a row, the last at a:\d+"
+    ):
         next(get_loader(FilterDataset(endless(), nothing_passes), config()))
 
 
@@ -146,7 +165,9 @@ def test_an_own_handler():
     def handler(error, sample, sources):
         seen.append((str(error), sample, sources))
 
-    loader = get_loader(MapDataset(source_of("a", 8), fail_sevens), config(global_error_handler=handler))
+    loader = get_loader(
+        MapDataset(source_of("a", 8), fail_sevens), config(global_error_handler=handler)
+    )
     assert len(list(loader)) == 6
     assert sorted(seen) == [("seven", ("a", 0), None), ("seven", ("a", 7), None)]
 
@@ -163,7 +184,10 @@ def test_failures_of_batches_and_packs():
     assert [samples[0][1] for samples in loader] == [0, 4, 6, 8, 10]
     assert loader.num_failed == 1
 
-    packs = get_loader(PackingDataset(source_of("a", 40), 10, first_fit, batch, sample_encoder=fail_sevens), config())
+    packs = get_loader(
+        PackingDataset(source_of("a", 40), 10, first_fit, batch, sample_encoder=fail_sevens),
+        config(),
+    )
     left = {index for pack in packs for _, index in pack}
     assert all(index % 7 for index in left)
     assert 3 not in left
@@ -172,23 +196,32 @@ def test_failures_of_batches_and_packs():
 
 @pytest.mark.parametrize("error", [StopIteration, ValueError])
 def test_a_selection_that_fails_costs_its_buffer(error, caplog):
-    """StopIteration ended the epoch in silence, anything else the run, where energon tolerates a hundred."""
+    """StopIteration ended the epoch in silence, anything else the run, where energon tolerates a
+    hundred.
+    """
 
     def select(samples):
         if ("a", 13) in samples:
             raise error("thirteen")
         return [samples]
 
-    loader = get_loader(PackingDataset(source_of("a", 40, shuffle=False), 10, select, list), config(num_shards=1))
+    loader = get_loader(
+        PackingDataset(source_of("a", 40, shuffle=False), 10, select, list), config(num_shards=1)
+    )
     with caplog.at_level(logging.WARNING):
         assert sorted(index for pack in loader for _, index in pack) == [*range(10), *range(20, 40)]
     assert loader.num_failed == 1
-    assert f"a:10: test_a_selection_that_fails_costs_its_buffer.<locals>.select: {error.__name__}: thir" in caplog.text
+    assert (
+        f"a:10: test_a_selection_that_fails_costs_its_buffer.<locals>.select: {error.__name__}: "
+        "thir" in caplog.text
+    )
 
     def select_nothing(samples):
         raise error("never")
 
-    packs = get_loader(PackingDataset(endless(), 3, select_nothing, list), config(failure_tolerance=5))
+    packs = get_loader(
+        PackingDataset(endless(), 3, select_nothing, list), config(failure_tolerance=5)
+    )
     with pytest.raises(FatalSampleError, match="5 samples in a row failed, the limit"):
         next(packs)
 
@@ -228,7 +261,9 @@ def blend_of(weight, **options):
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_source_that_only_fails_is_fatal(batch_size):
-    """What came of the other sources ended the row each time: a dead source went unnoticed, and its share to others."""
+    """What came of the other sources ended the row each time: a dead source went unnoticed, and its
+    share to others.
+    """
     tree = BatchDataset(MapDataset(blend_of(3), fail_b), batch_size)
     told = r"b:\d+: fail_b: ValueError: b .*; 5 samples in a row failed, the limit"
     with pytest.raises(FatalSampleError, match=told):
@@ -237,7 +272,9 @@ def test_a_source_that_only_fails_is_fatal(batch_size):
 
 @pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 8), (12, 1), (960, 1), (960, 8)])
 def test_other_sources_and_other_shards_end_no_row_but_their_own(num_shards, batch_size):
-    """A rare source of which most fail, in many shards: what came of it by arithmetic counts as well."""
+    """A rare source of which most fail, in many shards: what came of it by arithmetic counts as
+    well.
+    """
     tree = BatchDataset(MapDataset(blend_of(9), fail_most_of_b), batch_size)
     loader = get_loader(tree, config(failure_tolerance=95, num_shards=num_shards))
     seen = {sample for _ in range(3000 // batch_size) for sample in next(loader)}
@@ -251,7 +288,11 @@ def test_a_source_that_only_fails_is_passed_over_where_nothing_is_fatal():
 
 
 def test_failures_of_finite_sources_leave_all_that_does_not_fail():
-    tree = MapDataset(BlendDataset((source_of("a", 300), 1), (source_of("b", 20), 1)), fail_thirds_of_a)
+    tree = MapDataset(
+        BlendDataset((source_of("a", 300), 1), (source_of("b", 20), 1)), fail_thirds_of_a
+    )
     for num_shards in (1, 12, 960):
         found = list(get_loader(tree, config(num_shards=num_shards)))
-        assert sorted(found) == [("a", i) for i in range(300) if i % 3] + [("b", i) for i in range(20)]
+        assert sorted(found) == [("a", i) for i in range(300) if i % 3] + [
+            ("b", i) for i in range(20)
+        ]

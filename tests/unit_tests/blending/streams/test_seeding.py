@@ -1,10 +1,18 @@
-"""Random numbers of `@stateless(restore_seeds=True)`: wherever the function is used, and whatever its samples carry."""
+"""Random numbers of `@stateless(restore_seeds=True)`: wherever the function is used, and whatever
+its samples carry.
+"""
 
 import random
 
 import pytest
 
-from megatron.blending import BatchDataset, FilterDataset, GroupBatchDataset, MapDataset, PackingDataset
+from megatron.blending import (
+    BatchDataset,
+    FilterDataset,
+    GroupBatchDataset,
+    MapDataset,
+    PackingDataset,
+)
 from megatron.blending.encoding.cooking import Cooker, choose_cook, cooker
 from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
 from megatron.blending.energon import AugmentTaskEncoder
@@ -50,7 +58,9 @@ PLACES = {
     "FilterDataset": lambda: FilterDataset(endless(), keep),
     "BatchDataset": lambda: BatchDataset(endless(), 2, note),
     "select_samples_to_pack": lambda: PackingDataset(endless(), 3, one_pack, list),
-    "sample encoder": lambda: PackingDataset(endless(), 3, lambda held: [held], list, sample_encoder=note),
+    "sample encoder": lambda: PackingDataset(
+        endless(), 3, lambda held: [held], list, sample_encoder=note
+    ),
     "pack_selected_samples": lambda: PackingDataset(endless(), 3, lambda held: [held], note),
     "batch_group_criterion": lambda: GroupBatchDataset(endless(), 2, group, list),
     "batches of groups": lambda: GroupBatchDataset(endless(), 2, lambda sample: (0, 2), note),
@@ -66,7 +76,9 @@ def numbers(tree, **options):
 
 @pytest.mark.parametrize("name", PLACES)
 def test_seeded_wherever_a_function_is_used(name):
-    """Masks, crops and dropouts of a batch were those of every other, or different after each restart."""
+    """Masks, crops and dropouts of a batch were those of every other, or different after each
+    restart.
+    """
     tree = PLACES[name]()
     first = numbers(tree)
     assert len(set(first)) == len(first) >= 4
@@ -77,7 +89,9 @@ def test_seeded_wherever_a_function_is_used(name):
 
 @pytest.mark.parametrize("name", PLACES)
 def test_seeds_are_the_same_after_a_restore(name):
-    """A resumed run would augment its samples in another way than the one that was never interrupted."""
+    """A resumed run would augment its samples in another way than the one that was never
+    interrupted.
+    """
     tree = PLACES[name]()
     whole = set(numbers(tree))
     _, states = drawn(loaders(tree), 5)
@@ -95,7 +109,9 @@ def test_every_epoch_draws_numbers_of_its_own():
 
 
 def test_marks_are_seen_through_what_wraps_a_function():
-    """A cooker that reads other stores lost its tolerance of failures; an augmented encoder was seeded by the key."""
+    """A cooker that reads other stores lost its tolerance of failures; an augmented encoder was
+    seeded by the key.
+    """
 
     @cooker(need_primary=True)
     @stateless(restore_seeds=True, failure_tolerance=7)
@@ -103,7 +119,10 @@ def test_marks_are_seen_through_what_wraps_a_function():
         return sample
 
     chosen = choose_cook([Cooker(cook)], {}, {}, "primary", "")
-    assert (mark_of(chosen, "__restore_seeds__"), mark_of(chosen, "__failure_tolerance__")) == (True, 7)
+    assert (mark_of(chosen, "__restore_seeds__"), mark_of(chosen, "__failure_tolerance__")) == (
+        True,
+        7,
+    )
 
     class Inner(DefaultTaskEncoder):
         @stateless(restore_seeds=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.blending import LeftOut, MapDataset, SkipSample, SourceDataset, WindowDataset
+from megatron.blending import MapDataset, SkippedSample, SkipSample, SourceDataset, WindowDataset
 from megatron.blending.streams.node import Binding, Block
 from tests.unit_tests.blending.number_streams import Numbers, source_of
 
@@ -26,8 +26,8 @@ def test_holes_stay_where_they_are():
     """Filled with what follows, a position would mean another sample for each number of ranks."""
     dataset = MapDataset(source_of(count=6, shuffle=False), even)
     assert windows_of(dataset, [0, 1], length=4, first=0) == [
-        [0, LeftOut(0, "a:1", "odd"), 2, LeftOut(0, "a:3", None, "far too odd")],
-        [4, LeftOut(0, "a:5", "odd"), 0, LeftOut(0, "a:1", "odd")],
+        [0, SkippedSample(0, "a:1", "odd"), 2, SkippedSample(0, "a:3", None, "far too odd")],
+        [4, SkippedSample(0, "a:5", "odd"), 0, SkippedSample(0, "a:1", "odd")],
     ]
 
 
@@ -49,6 +49,8 @@ def test_a_source_that_cannot_be_read_fails_sample_by_sample():
                 raise OSError("disk gone")
             return super().read(indices)
 
-    ((zero, one, two, three),) = windows_of(SourceDataset(Gone("a", 4), shuffle=False), [0], length=4)
+    ((zero, one, two, three),) = windows_of(
+        SourceDataset(Gone("a", 4), shuffle=False), [0], length=4
+    )
     assert (zero, one, three) == (("a", 0), ("a", 1), ("a", 3))
-    assert two == LeftOut(0, "a:2", None, "a:2: cannot be read: OSError: disk gone")
+    assert two == SkippedSample(0, "a:2", None, "a:2: cannot be read: OSError: disk gone")

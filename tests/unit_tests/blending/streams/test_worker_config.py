@@ -26,7 +26,10 @@ def test_from_torch_distributed_and_its_group(monkeypatch):
     assert (WorkerConfig().rank, WorkerConfig().world_size) == (7, 8)
     config = WorkerConfig.default_worker_config(2, data_parallel_group=3)
     assert (config.rank, config.world_size, config.num_workers) == (3, 4, 2)
-    assert (WorkerConfig(rank=0, world_size=2).rank, WorkerConfig(rank=0, world_size=2).world_size) == (0, 2)
+    assert (
+        WorkerConfig(rank=0, world_size=2).rank,
+        WorkerConfig(rank=0, world_size=2).world_size,
+    ) == (0, 2)
 
 
 @pytest.mark.parametrize(

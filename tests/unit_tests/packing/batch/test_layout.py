@@ -22,7 +22,9 @@ from megatron.packing.batch.layout import Alignment, PackLayout
     ],
 )
 def test_alignment_of_layouts(cp, tp, sequence_parallel, sequence, pack):
-    """Too small a unit gives ranks unequal shards, which hang or crash far away; too large a one only wastes."""
+    """Too small a unit gives ranks unequal shards, which hang or crash far away; too large a one
+    only wastes.
+    """
     alignment = Alignment.for_layout(
         context_parallel_size=cp, tensor_parallel_size=tp, sequence_parallel=sequence_parallel
     )
@@ -31,16 +33,23 @@ def test_alignment_of_layouts(cp, tp, sequence_parallel, sequence, pack):
 
 @pytest.mark.parametrize(("cp", "tp", "pack"), [(1, 1, 16), (2, 1, 32), (3, 2, 96)])
 def test_ranks_hold_a_multiple(cp, tp, pack):
-    """GEMMs in fp8 end the run where a rank's number of tokens is no multiple of theirs; sequences need no padding."""
+    """GEMMs in fp8 end the run where a rank's number of tokens is no multiple of theirs; sequences
+    need no padding.
+    """
     alignment = Alignment.for_layout(
-        context_parallel_size=cp, tensor_parallel_size=tp, sequence_parallel=tp > 1, rank_multiple=16
+        context_parallel_size=cp,
+        tensor_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        rank_multiple=16,
     )
     assert alignment == Alignment(sequence=2 * cp if cp > 1 else 1, pack=pack)
     assert PackLayout.of([5, 7], alignment).num_tokens % (cp * tp * 16) == 0
 
 
 def test_padded_length():
-    """A length that is a multiple already must not grow: it would overflow a pack scheduled to the brim."""
+    """A length that is a multiple already must not grow: it would overflow a pack scheduled to the
+    brim.
+    """
     lengths = np.array([1, 3, 4, 5, 8], dtype=np.int64)
     assert Alignment(sequence=4, pack=4).padded_length(lengths).tolist() == [4, 4, 4, 8, 8]
     assert Alignment().padded_length(lengths).tolist() == lengths.tolist()
@@ -48,8 +57,12 @@ def test_padded_length():
 
 CP2 = Alignment.for_layout(context_parallel_size=2, tensor_parallel_size=1, sequence_parallel=False)
 TP2 = Alignment.for_layout(context_parallel_size=1, tensor_parallel_size=2, sequence_parallel=True)
-CP2_TP2 = Alignment.for_layout(context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)
-CP2_TP4 = Alignment.for_layout(context_parallel_size=2, tensor_parallel_size=4, sequence_parallel=True)
+CP2_TP2 = Alignment.for_layout(
+    context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True
+)
+CP2_TP4 = Alignment.for_layout(
+    context_parallel_size=2, tensor_parallel_size=4, sequence_parallel=True
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,9 @@ CP2_TP4 = Alignment.for_layout(context_parallel_size=2, tensor_parallel_size=4, 
     ],
 )
 def test_pack_layout(lengths, alignment, cu_seqlens, cu_seqlens_padded):
-    """Where sequences start decides who attends to whom; an error shows as a slightly worse loss, or not at all."""
+    """Where sequences start decides who attends to whom; an error shows as a slightly worse loss,
+    or not at all.
+    """
     layout = PackLayout.of(lengths, alignment)
     assert layout.cu_seqlens.tolist() == cu_seqlens
     assert layout.cu_seqlens_padded.tolist() == cu_seqlens_padded
@@ -85,14 +100,18 @@ def test_pack_layout(lengths, alignment, cu_seqlens, cu_seqlens_padded):
     sequence_parallel=st.booleans(),
 )
 def test_pack_layout_invariants(lengths, cp, tp, sequence_parallel):
-    """Every segment must split evenly over context parallel and every pack over both, with the least padding."""
+    """Every segment must split evenly over context parallel and every pack over both, with the
+    least padding.
+    """
     alignment = Alignment.for_layout(
         context_parallel_size=cp, tensor_parallel_size=tp, sequence_parallel=sequence_parallel
     )
     layout = PackLayout.of(lengths, alignment)
     assert layout.cu_seqlens_padded[-1] == layout.num_tokens > 0
     assert layout.num_tokens % (cp * (tp if sequence_parallel else 1)) == 0
-    assert all(padded > 0 and (cp == 1 or padded % (2 * cp) == 0) for padded in layout.padded_lengths)
+    assert all(
+        padded > 0 and (cp == 1 or padded % (2 * cp) == 0) for padded in layout.padded_lengths
+    )
     assert list(layout.lengths[: len(lengths)]) == lengths
     padding = [padded - real for real, padded in zip(layout.lengths, layout.padded_lengths)]
     assert all(0 <= p < alignment.sequence for p in padding[: len(lengths)])

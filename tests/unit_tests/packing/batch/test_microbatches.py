@@ -12,7 +12,9 @@ from tests.unit_tests.packing.batch.test_samples import samples_of
 
 
 def sequence(length: int, first: int) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Tokens first, first + 1, ...; no field holds a zero, so that padding can be told from content."""
+    """Tokens first, first + 1, ...; no field holds a zero, so that padding can be told from
+    content.
+    """
     tokens = list(range(first, first + length))
     counted = list(range(1, length + 1))
     return tokens, [token + 1 for token in tokens], [number / 8 for number in counted], counted
@@ -24,10 +26,14 @@ def packed(samples: Samples, counts: list[int], alignment: Alignment) -> list[di
 
 
 def test_literal_packs() -> None:
-    """A field written at another place than its tokens trains on wrong labels, with a loss that still falls."""
+    """A field written at another place than its tokens trains on wrong labels, with a loss that
+    still falls.
+    """
     samples = samples_of([sequence(3, 10), sequence(2, 20), sequence(1, 30)], sources=[4, 1, 5])
     first, empty, last = packed(samples, [2, 0, 1], Alignment(sequence=2, pack=8))
-    assert {name: getattr(value, "tolist", lambda value=value: value)() for name, value in first.items()} == {
+    assert {
+        name: getattr(value, "tolist", lambda value=value: value)() for name, value in first.items()
+    } == {
         "cu_seqlens": [0, 3, 5, 5],
         "cu_seqlens_padded": [0, 4, 6, 8],
         "max_seqlen": 4,
@@ -52,19 +58,28 @@ def test_literal_packs() -> None:
     sequence_unit=st.integers(1, 6),
     scatter=st.integers(1, 4),
 )
-def test_content_in_place_and_padding_masked(lengths: list[list[int]], sequence_unit: int, scatter: int) -> None:
-    """Padding with a weight, or a sample over its neighbour's end, changes the loss by a little that nobody sees."""
+def test_content_in_place_and_padding_masked(
+    lengths: list[list[int]], sequence_unit: int, scatter: int
+) -> None:
+    """Padding with a weight, or a sample over its neighbour's end, changes the loss by a little
+    that nobody sees.
+    """
     flat = [length for pack_lengths in lengths for length in pack_lengths]
     parts = [sequence(length, first=1000 * (i + 1)) for i, length in enumerate(flat)]
     alignment = Alignment(sequence=sequence_unit, pack=sequence_unit * scatter)
     remaining = iter(parts)
-    for microbatch, inside in zip(packed(samples_of(parts), list(map(len, lengths)), alignment), lengths, strict=True):
+    for microbatch, inside in zip(
+        packed(samples_of(parts), list(map(len, lengths)), alignment), lengths, strict=True
+    ):
         is_padding = np.ones(len(microbatch["tokens"]), np.bool_)
         assert microbatch["cu_seqlens_padded"][-1] == len(microbatch["tokens"])
         for start, length in zip(microbatch["cu_seqlens_padded"].tolist(), inside):
             is_padding[start : start + length] = False
             wanted = next(remaining)
-            assert tuple(microbatch[name][start : start + length].tolist() for name in FIELDS[:4]) == wanted
+            assert (
+                tuple(microbatch[name][start : start + length].tolist() for name in FIELDS[:4])
+                == wanted
+            )
         assert microbatch["padding_mask"].tolist() == is_padding.tolist()
         assert is_padding.sum() == len(is_padding) - sum(inside)
         assert not microbatch["loss_mask"][torch.from_numpy(is_padding)].any()
@@ -72,11 +87,16 @@ def test_content_in_place_and_padding_masked(lengths: list[list[int]], sequence_
 
 
 def test_layout_microbatches_have_no_tokens() -> None:
-    """Stages in the middle must not receive tokens that they don't need, and have the same layout as the others."""
+    """Stages in the middle must not receive tokens that they don't need, and have the same layout
+    as the others.
+    """
     samples = samples_of([sequence(3, 1)])
     (layout,) = layouts_of(samples.lengths, np.array([1]), Alignment(sequence=4, pack=4))
     (microbatch,) = layout_microbatches([layout])
     assert sorted(microbatch) == ["cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask"]
     (whole,) = pack(samples, np.array([1]), [layout])
-    assert all(torch.equal(torch.as_tensor(whole[name]), torch.as_tensor(microbatch[name])) for name in microbatch)
+    assert all(
+        torch.equal(torch.as_tensor(whole[name]), torch.as_tensor(microbatch[name]))
+        for name in microbatch
+    )
     assert type(microbatch["max_seqlen"]) is int

@@ -1,4 +1,6 @@
-"""Each accepted shape of a sample dict gives the sequences that it holds; others are refused by name."""
+"""Each accepted shape of a sample dict gives the sequences that it holds; others are refused by
+name.
+"""
 
 import re
 from typing import Any
@@ -23,12 +25,15 @@ DERIVED = ([5, 6, 7], [6, 7, 7], [1.0, 1.0, 0.0], [0, 1, 2])
 
 
 def test_plain_sample_derives_what_is_missing() -> None:
-    """Labels off by one, or a scored last label that nobody knows, train a different model without an error."""
+    """Labels off by one, or a scored last label that nobody knows, train a different model without
+    an error.
+    """
     assert read({"tokens": [5, 6, 7]}) == [DERIVED]
 
 
 def test_derived_labels_mask_the_last_one_of_a_given_mask() -> None:
-    """A mask from the data set says which tokens count; the label after the last one stays unknown."""
+    """A mask from the data set says which tokens count; the label after the last one stays
+    unknown."""
     item = {"tokens": [5, 6, 7], "loss_mask": np.array([0.5, 0.25, 1.0])}
     assert read(item) == [([5, 6, 7], [6, 7, 7], [0.5, 0.25, 0.0], [0, 1, 2])]
 
@@ -46,7 +51,11 @@ def test_given_fields_are_kept() -> None:
 
 def test_fields_that_only_some_samples_have() -> None:
     """A default taken from another sample's place would train on its neighbour's labels."""
-    items = [{"tokens": [1, 2]}, {"tokens": [3, 4], "labels": [8, 9], "position_ids": [7, 7]}, {"tokens": [5]}]
+    items = [
+        {"tokens": [1, 2]},
+        {"tokens": [3, 4], "labels": [8, 9], "position_ids": [7, 7]},
+        {"tokens": [5]},
+    ]
     assert read(items) == [
         ([1, 2], [2, 2], [1.0, 0.0], [0, 1]),
         ([3, 4], [8, 9], [1.0, 1.0], [7, 7]),
@@ -55,7 +64,9 @@ def test_fields_that_only_some_samples_have() -> None:
 
 
 def test_labels_of_minus_100_are_masked() -> None:
-    """HuggingFace's collators mark them so; with a weight the loss would be that of a label out of range."""
+    """HuggingFace's collators mark them so; with a weight the loss would be that of a label out of
+    range.
+    """
     item = {"tokens": [5, 6, 7], "labels": [-100, 7, -100], "loss_mask": [1.0, 0.5, 1.0]}
     assert read(item) == [([5, 6, 7], [0, 7, 0], [0.0, 0.5, 0.0], [0, 1, 2])]
 
@@ -72,7 +83,9 @@ def test_padded_sample_loses_its_padding(original: Any) -> None:
 @pytest.mark.parametrize("shape", [(-1,), (1, -1)])
 @pytest.mark.parametrize("tail", [[], [5], [5, 5, 5]])
 def test_packed_sample_is_cut_at_cu_seqlens(shape: tuple[int, ...], tail: list[int]) -> None:
-    """Sequences run together attend to one another; a padded tail of `cu_seqlens` must not make empty ones."""
+    """Sequences run together attend to one another; a padded tail of `cu_seqlens` must not make
+    empty ones.
+    """
     item = {
         "tokens": torch.tensor([5, 6, 7, 8, 9, 0]).view(shape),
         "cu_seqlens": torch.tensor([0, 2, 5, *tail], dtype=torch.int32).view(shape),
@@ -80,24 +93,40 @@ def test_packed_sample_is_cut_at_cu_seqlens(shape: tuple[int, ...], tail: list[i
     first, second = read(item)
     assert first == ([5, 6], [6, 6], [1.0, 0.0], [0, 1])
     assert second == ([7, 8, 9], [8, 9, 9], [1.0, 1.0, 0.0], [0, 1, 2])
-    more = {"labels": [6, 60, 8, 9, 90, 0], "loss_mask": [1, 2, 3, 4, 5, 0], "position_ids": [0, 1, 0, 1, 2, 3]}
-    first, second = read(item | {name: torch.tensor(field).view(shape) for name, field in more.items()})
+    more = {
+        "labels": [6, 60, 8, 9, 90, 0],
+        "loss_mask": [1, 2, 3, 4, 5, 0],
+        "position_ids": [0, 1, 0, 1, 2, 3],
+    }
+    first, second = read(
+        item | {name: torch.tensor(field).view(shape) for name, field in more.items()}
+    )
     assert first == ([5, 6], [6, 60], [1.0, 2.0], [0, 1])
     assert second == ([7, 8, 9], [8, 9, 90], [3.0, 4.0, 5.0], [0, 1, 2])
 
 
 def test_padded_packs_are_read_where_their_sequences_stand() -> None:
-    """With padding between sequences, `cu_seqlens` are lengths and not places: all but the first would be shifted."""
-    item = {"tokens": [1, 2, 0, 0, 5, 6, 7, 0], "cu_seqlens": [0, 2, 5], "cu_seqlens_padded": [0, 4, 8]}
+    """With padding between sequences, `cu_seqlens` are lengths and not places: all but the first
+    would be shifted.
+    """
+    item = {
+        "tokens": [1, 2, 0, 0, 5, 6, 7, 0],
+        "cu_seqlens": [0, 2, 5],
+        "cu_seqlens_padded": [0, 4, 8],
+    }
     assert tokens_of(item) == [[1, 2], [5, 6, 7]]
     with pytest.raises(ValueError, match="'cu_seqlens_padded' must have 3 entries, but has 2"):
         read({**item, "cu_seqlens_padded": [0, 8]})
-    with pytest.raises(ValueError, match="'cu_seqlens_padded' must place sequences within 8 tokens"):
+    with pytest.raises(
+        ValueError, match="'cu_seqlens_padded' must place sequences within 8 tokens"
+    ):
         read({**item, "cu_seqlens_padded": [0, 6, 8]})
 
 
 def test_lists_of_samples_keep_their_order() -> None:
-    """Sequences lost or moved here are trained on never, or by the wrong rank, and no count is off by much."""
+    """Sequences lost or moved here are trained on never, or by the wrong rank, and no count is off
+    by much.
+    """
     items: list[dict[str, Any]] = [
         {"tokens": [1, 2]},
         {"tokens": [3, 4, 5, 6], "cu_seqlens": [0, 1, 4], "source": 3},
@@ -111,8 +140,14 @@ def test_lists_of_samples_keep_their_order() -> None:
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_rows_of_a_batch_are_samples(make: Any) -> None:
-    """Collators stack; rows run together would attend to one another, and lengths would be the padded ones."""
-    batch = {"tokens": make([[5, 6, 7], [8, 9, 0]]), "original_seq_len": make([[3], [2]]), "source": make([4, 1])}
+    """Collators stack; rows run together would attend to one another, and lengths would be the
+    padded ones.
+    """
+    batch = {
+        "tokens": make([[5, 6, 7], [8, 9, 0]]),
+        "original_seq_len": make([[3], [2]]),
+        "source": make([4, 1]),
+    }
     assert tokens_of(batch) == [[5, 6, 7], [8, 9]]
     assert read_samples(batch).sources.tolist() == [4, 1]
     packs = {"tokens": make([[5, 6, 7], [8, 9, 0]]), "cu_seqlens": make([[0, 1, 3], [0, 2, 2]])}
@@ -120,7 +155,9 @@ def test_rows_of_a_batch_are_samples(make: Any) -> None:
 
 
 def test_huggingface_samples() -> None:
-    """Labels stand above their own token there: trained as they are, a model would learn to repeat its input."""
+    """Labels stand above their own token there: trained as they are, a model would learn to repeat
+    its input.
+    """
     answer = ([5, 6, 7, 8], [0, 7, 8, 0], [0.0, 1.0, 1.0, 0.0], [0, 1, 2, 3])
     sides = {
         "input_ids": torch.tensor([[5, 6, 7, 8, 0], [0, 5, 6, 7, 8]]),
@@ -133,7 +170,9 @@ def test_huggingface_samples() -> None:
 
 @pytest.mark.parametrize("ends", [{"position_ids": [0, 1, 2, 0, 1]}, {"cu_seq_lens_q": [0, 3, 5]}])
 def test_huggingface_samples_without_padding_between_them(ends: dict[str, Any]) -> None:
-    """The collator that flattens a batch says only so where each begins; the label after the last one is unknown."""
+    """The collator that flattens a batch says only so where each begins; the label after the last
+    one is unknown.
+    """
     item = {"input_ids": [[5, 6, 7, 8, 9]], "labels": [[5, 6, 7, 8, 9]], **ends}
     assert read(item) == [
         ([5, 6, 7], [6, 7, 0], [1.0, 1.0, 0.0], [0, 1, 2]),
@@ -159,23 +198,50 @@ def test_a_reader_knows_which_draw_gave_each() -> None:
     [
         ({"text": [1]}, "must have the key 'tokens' or 'input_ids', but has ['text']"),
         ({"tokens": None, "labels": [1]}, "must have the key 'tokens' or 'input_ids'"),
-        ({"input_ids": [1, 2], "labels": [2]}, "'labels' must be as long as 'input_ids' (2), but is 1"),
-        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "at least one token, but 'attention_mask' says"),
-        ({"input_ids": [1, 2], "cu_seq_lens_q": [0, 3]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
-        ({"tokens": np.ones((2, 3), int), "cu_seqlens": np.array([0, 3])}, "'cu_seqlens' must rise from 0"),
+        (
+            {"input_ids": [1, 2], "labels": [2]},
+            "'labels' must be as long as 'input_ids' (2), but is 1",
+        ),
+        (
+            {"input_ids": [1, 2], "attention_mask": [0, 0]},
+            "at least one token, but 'attention_mask' says",
+        ),
+        (
+            {"input_ids": [1, 2], "cu_seq_lens_q": [0, 3]},
+            "'cu_seqlens' must rise from 0 to 1 to 2 tokens",
+        ),
+        (
+            {"tokens": np.ones((2, 3), int), "cu_seqlens": np.array([0, 3])},
+            "'cu_seqlens' must rise from 0",
+        ),
         ({"tokens": [1, 2], "labels": [2]}, "'labels' must be as long as 'tokens' (2), but is 1"),
-        ({"tokens": [1, 2], "loss_mask": [1, 1, 1]}, "'loss_mask' must be as long as 'tokens' (2), but is 3"),
-        ({"tokens": [1, 2], "position_ids": []}, "'position_ids' must be as long as 'tokens' (2), but is 0"),
+        (
+            {"tokens": [1, 2], "loss_mask": [1, 1, 1]},
+            "'loss_mask' must be as long as 'tokens' (2), but is 3",
+        ),
+        (
+            {"tokens": [1, 2], "position_ids": []},
+            "'position_ids' must be as long as 'tokens' (2), but is 0",
+        ),
         ({"tokens": [1, 2], "cu_seqlens": []}, "'cu_seqlens' must rise from 0"),
         ({"tokens": [1, 2**31]}, "'tokens' must be below 2**31, but has 2147483648"),
         ({"tokens": [1, 2], "labels": [-(2**31), 1]}, "'labels' must be below 2**31"),
         ({"tokens": [0.5, 2]}, "'tokens' must be integers, but are float64"),
         ({"tokens": [1, 2], "loss_mask": [1, float("inf")]}, "'loss_mask' must be finite"),
         ({"tokens": [1, 2], "loss_mask": [float("nan"), 1]}, "'loss_mask' must be finite"),
-        ({"tokens": [1, 2], "cu_seqlens": [1, 2]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens, but is [1, 2]"),
+        (
+            {"tokens": [1, 2], "cu_seqlens": [1, 2]},
+            "'cu_seqlens' must rise from 0 to 1 to 2 tokens, but is [1, 2]",
+        ),
         ({"tokens": [1, 2, 3], "cu_seqlens": [0, 2, 1]}, "'cu_seqlens' must rise from 0"),
-        ({"tokens": [1, 2], "cu_seqlens": [0, 3]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
-        ({"tokens": [1, 2], "cu_seqlens": [0, 0]}, "'cu_seqlens' must rise from 0 to 1 to 2 tokens"),
+        (
+            {"tokens": [1, 2], "cu_seqlens": [0, 3]},
+            "'cu_seqlens' must rise from 0 to 1 to 2 tokens",
+        ),
+        (
+            {"tokens": [1, 2], "cu_seqlens": [0, 0]},
+            "'cu_seqlens' must rise from 0 to 1 to 2 tokens",
+        ),
         ({"tokens": []}, "at least one token"),
         ({"tokens": [1, 2], "original_seq_len": 0}, "at least one token"),
         ({"tokens": [1, 2], "original_seq_len": 3}, "at least one token, but has 3 of 2 tokens"),
@@ -194,7 +260,10 @@ def test_malformed_samples_are_refused(item: dict[str, Any], message: str) -> No
 
 def extra_of_read(drawn: Any) -> dict[str, tuple[str, Any]]:
     """Type and rows of each extra column by name."""
-    return {column.name: (column.dtype, values.tolist()) for column, values in read_samples(drawn).extra().items()}
+    return {
+        column.name: (column.dtype, values.tolist())
+        for column, values in read_samples(drawn).extra().items()
+    }
 
 
 def test_other_fields_are_extra_columns() -> None:
@@ -206,7 +275,12 @@ def test_other_fields_are_extra_columns() -> None:
             "sample_id": 2**40,
             "axes": np.arange(6, dtype=np.int16).reshape(2, 3),
         },
-        {"tokens": [3], "advantages": [7.0], "sample_id": np.array([9]), "axes": np.ones((1, 3), np.int16)},
+        {
+            "tokens": [3],
+            "advantages": [7.0],
+            "sample_id": np.array([9]),
+            "axes": np.ones((1, 3), np.int16),
+        },
     ]
     assert extra_of_read(items) == {
         "advantages": ("float64", [0.5, -1.0, 7.0]),
@@ -216,8 +290,14 @@ def test_other_fields_are_extra_columns() -> None:
 
 
 def test_extra_fields_of_padded_and_packed_samples() -> None:
-    """Padding that keeps its place in one field, and not in another, shifts what stands behind it."""
-    padded = {"tokens": [1, 2, 0], "original_seq_len": 2, "old": torch.tensor([[1.5, 2.5, 9.0]]), "id": 3}
+    """Padding that keeps its place in one field, and not in another, shifts what stands behind
+    it."""
+    padded = {
+        "tokens": [1, 2, 0],
+        "original_seq_len": 2,
+        "old": torch.tensor([[1.5, 2.5, 9.0]]),
+        "id": 3,
+    }
     assert extra_of_read(padded) == {"id": ("int64", [3]), "old": ("float32", [1.5, 2.5])}
     packed = {
         "tokens": [1, 2, 3, 0],
@@ -249,16 +329,31 @@ def test_extra_fields_of_padded_and_packed_samples() -> None:
 def test_extra_fields_without_numbers_are_named() -> None:
     """A user would look for the field in the batch, and find no reason why it is not there."""
     with pytest.warns(UserWarning, match="'text' of a sample is left out: it holds no numbers"):
-        assert extra_of_read({"tokens": [1, 2], "text": "ab", "max_seqlen": 2, "attention_mask": None}) == {}
+        assert (
+            extra_of_read({"tokens": [1, 2], "text": "ab", "max_seqlen": 2, "attention_mask": None})
+            == {}
+        )
 
 
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([{"tokens": [1, 2], "old": [1, 2, 3]}], "'old' must have one row per token (2) or per sequence (1)"),
-        ([{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2]}], "'old' must be in all samples or in none"),
-        ([{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2], "old": 1}], "'old' must have one row per token in all"),
-        ([{"tokens": [1], "old": [[1]]}, {"tokens": [1], "old": [[1, 2]]}], "rows of 'old' must have one shape"),
+        (
+            [{"tokens": [1, 2], "old": [1, 2, 3]}],
+            "'old' must have one row per token (2) or per sequence (1)",
+        ),
+        (
+            [{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2]}],
+            "'old' must be in all samples or in none",
+        ),
+        (
+            [{"tokens": [1, 2], "old": [1, 2]}, {"tokens": [1, 2], "old": 1}],
+            "'old' must have one row per token in all",
+        ),
+        (
+            [{"tokens": [1], "old": [[1]]}, {"tokens": [1], "old": [[1, 2]]}],
+            "rows of 'old' must have one shape",
+        ),
     ],
 )
 def test_extra_fields_that_do_not_fit_are_refused(items: list[dict[str, Any]], words: str) -> None:

@@ -1,4 +1,6 @@
-"""Samples as flat arrays: nothing is lost in memory or on the wire, and the usual ones take 5 bytes per token."""
+"""Samples as flat arrays: nothing is lost in memory or on the wire, and the usual ones take 5 bytes
+per token.
+"""
 
 from typing import Any
 
@@ -7,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.packing.batch.columns import LABELS, LOSS_MASK, POSITION_IDS, Column, Form, form_of, num_words
+from megatron.packing.batch.columns import (
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    Column,
+    Form,
+    form_of,
+    num_words,
+)
 from megatron.packing.batch.samples import Samples, common_form, joined, spread
 
 MOST = 2**31 - 1
@@ -18,17 +28,22 @@ Sequence = tuple[list[int], list[int], list[float], list[int]]
 
 @st.composite
 def sequences(draw: Any, usual: bool = False) -> Sequence:
-    """1 to 20 tokens; `usual`: labels are the next tokens, a mask of one weight or zero, positions that count.
+    """1 to 20 tokens; `usual`: labels are the next tokens, a mask of one weight or zero, positions
+    that count.
 
     Hypothesis chooses their kinds; it took longer to draw each value than all else takes.
     """
     length, rng = draw(st.integers(1, 20)), np.random.default_rng(draw(st.integers(0, 2**32)))
 
     def ids() -> list[int]:
-        return np.where(rng.random(length) < 0.2, rng.choice([0, 1, MOST]), rng.integers(0, MOST, length)).tolist()
+        return np.where(
+            rng.random(length) < 0.2, rng.choice([0, 1, MOST]), rng.integers(0, MOST, length)
+        ).tolist()
 
     def weights() -> list[float]:
-        drawn = np.where(rng.random(length) < 0.2, rng.choice([0, -0.0, 1, -8]), rng.uniform(-8, 8, length))
+        drawn = np.where(
+            rng.random(length) < 0.2, rng.choice([0, -0.0, 1, -8]), rng.uniform(-8, 8, length)
+        )
         return drawn.astype(np.float32).tolist()
 
     tokens = ids()
@@ -45,7 +60,8 @@ def sequences(draw: Any, usual: bool = False) -> Sequence:
 
 def samples_of(parts: list[Sequence], sources: list[int] | None = None) -> Samples:
     columns: list[Any] = [
-        np.array([value for part in parts for value in part[number]], dtype) for number, dtype in enumerate(DTYPES)
+        np.array([value for part in parts for value in part[number]], dtype)
+        for number, dtype in enumerate(DTYPES)
     ]
     lengths = np.array([len(part[0]) for part in parts], np.int64)
     return Samples.of(lengths, np.array(sources or [0] * len(parts), np.int32), *columns)
@@ -60,7 +76,9 @@ def parts_of(samples: Samples) -> list[Sequence]:
 
 @given(st.lists(sequences(), min_size=1, max_size=5))
 def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
-    """Without it a token, weight or position could change between the data set and the model, and training go on."""
+    """Without it a token, weight or position could change between the data set and the model, and
+    training go on.
+    """
     sources = list(range(len(parts)))
     samples = samples_of(parts, sources)
     assert parts_of(samples) == parts
@@ -72,12 +90,16 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
         received = Samples.from_words(words, samples.lengths, form)
         assert parts_of(received) == parts
         assert received.sources.tolist() == sources
-        assert received.num_loss_tokens.tolist() == [sum(weight != 0 for weight in part[2]) for part in parts]
+        assert received.num_loss_tokens.tolist() == [
+            sum(weight != 0 for weight in part[2]) for part in parts
+        ]
 
 
 @given(st.lists(sequences(usual=True), max_size=5))
 def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
-    """Without it every sample could travel in full, three times the bytes, and no result would differ."""
+    """Without it every sample could travel in full, three times the bytes, and no result would
+    differ.
+    """
     samples = samples_of(parts)
     assert samples.form == ()
     padding = -samples.tokens.size % 4
@@ -95,8 +117,15 @@ def test_usual_samples_take_the_short_form(parts: list[Sequence]) -> None:
     ],
 )
 def test_what_is_kept_in_full(changed: dict[str, Any], form: Form) -> None:
-    """Each exception is found on its own: a mask or labels taken for the usual case would be replaced by it."""
-    usual = {"tokens": [5, 6, 7], "labels": [6, 7, 8], "loss_mask": [0.0, 0.5, 0.5], "position_ids": [0, 1, 2]}
+    """Each exception is found on its own: a mask or labels taken for the usual case would be
+    replaced by it.
+    """
+    usual = {
+        "tokens": [5, 6, 7],
+        "labels": [6, 7, 8],
+        "loss_mask": [0.0, 0.5, 0.5],
+        "position_ids": [0, 1, 2],
+    }
     parts: list[Any] = [([1, 2], [2, 3], [1.0, 1.0], [0, 1]), tuple((usual | changed).values())]
     samples = samples_of(parts)
     assert samples.form == form
@@ -105,7 +134,9 @@ def test_what_is_kept_in_full(changed: dict[str, Any], form: Form) -> None:
 
 @given(st.data())
 def test_take_split_and_join_move_whole_sequences(data: Any) -> None:
-    """A sequence cut at another's end trains on its neighbour's tokens, and every count stays right."""
+    """A sequence cut at another's end trains on its neighbour's tokens, and every count stays
+    right.
+    """
     parts = data.draw(st.lists(sequences(), max_size=6))
     samples = samples_of(parts, list(range(len(parts))))
     order = data.draw(st.permutations(range(len(parts))))[: data.draw(st.integers(0, len(parts)))]
@@ -116,13 +147,19 @@ def test_take_split_and_join_move_whole_sequences(data: Any) -> None:
     first, second = taken.split(np.array([cut, len(order) - cut]))
     assert parts_of(first) + parts_of(second) == parts_of(taken)
     others = samples_of(data.draw(st.lists(sequences(usual=True), max_size=3)))
-    assert parts_of(joined([first, others, second])) == parts_of(first) + parts_of(others) + parts_of(second)
+    assert parts_of(joined([first, others, second])) == parts_of(first) + parts_of(
+        others
+    ) + parts_of(second)
 
 
 @given(st.lists(sequences(), min_size=1, max_size=5), st.integers(1, 20))
 def test_first_cuts_all_fields(parts: list[Sequence], limit: int) -> None:
-    """A truncated sample whose labels or mask keep their length would shift all that is packed after it."""
-    assert parts_of(samples_of(parts).first(limit)) == [tuple(field[:limit] for field in part) for part in parts]
+    """A truncated sample whose labels or mask keep their length would shift all that is packed
+    after it.
+    """
+    assert parts_of(samples_of(parts).first(limit)) == [
+        tuple(field[:limit] for field in part) for part in parts
+    ]
 
 
 def test_spread() -> None:
@@ -143,7 +180,9 @@ def with_extra(samples: Samples, first: int = 0) -> Samples:
     """Samples whose extra columns have a number of their own in each place."""
     sizes = [column.num_rows(samples.lengths.size, samples.tokens.size) for column in EXTRA]
     values = [
-        (first + np.arange(rows * int(np.prod(column.shape)))).reshape(rows, *column.shape).astype(column.dtype)
+        (first + np.arange(rows * int(np.prod(column.shape))))
+        .reshape(rows, *column.shape)
+        .astype(column.dtype)
         for column, rows in zip(EXTRA, sizes)
     ]
     return samples.with_extra(dict(zip(EXTRA, values)))
@@ -153,14 +192,18 @@ def extra_of(samples: Samples) -> dict[str, list[Any]]:
     """By name, what each sequence has of a column."""
     starts = np.cumsum(samples.lengths)[:-1]
     return {
-        column.name: [part.tolist() for part in np.split(values, starts)] if column.per_token else values.tolist()
+        column.name: [part.tolist() for part in np.split(values, starts)]
+        if column.per_token
+        else values.tolist()
         for column, values in samples.extra().items()
     }
 
 
 @given(st.data())
 def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
-    """An advantage that belongs to another token, or an id to another sample, trains another policy in silence."""
+    """An advantage that belongs to another token, or an id to another sample, trains another policy
+    in silence.
+    """
     samples = with_extra(samples_of(data.draw(st.lists(sequences(), min_size=1, max_size=5))))
     order = data.draw(st.permutations(range(samples.lengths.size)))
     expected = {name: [parts[i] for i in order] for name, parts in extra_of(samples).items()}
@@ -171,7 +214,9 @@ def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
     assert words.size == num_words(*size, taken.form)
     received = Samples.from_words(words, taken.lengths, taken.form)
     assert extra_of(received) == expected
-    assert [values.dtype.name for values in received.extra().values()] == [column.dtype for column in EXTRA]
+    assert [values.dtype.name for values in received.extra().values()] == [
+        column.dtype for column in EXTRA
+    ]
     cut = data.draw(st.integers(0, size[0]))
     first, second = received.split(np.array([cut, size[0] - cut]))
     assert extra_of(joined([second, Samples.none(), first])) == {
@@ -192,7 +237,11 @@ def test_words_of_another_size_are_refused() -> None:
 def test_extra_columns_are_in_all_samples_alike() -> None:
     """Zeros that fill a gap would be trained on as numbers of the user's."""
     assert common_form([(EXTRA[0],), (LABELS, EXTRA[0])]) == (LABELS, EXTRA[0])
-    with pytest.raises(ValueError, match="'advantages' must be in all samples of a global batch or in none"):
+    with pytest.raises(
+        ValueError, match="'advantages' must be in all samples of a global batch or in none"
+    ):
         common_form([(EXTRA[0],), ()])
-    with pytest.raises(ValueError, match="one type and shape in a global batch, but is float32 per token in some"):
+    with pytest.raises(
+        ValueError, match="one type and shape in a global batch, but is float32 per token in some"
+    ):
         common_form([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])

@@ -1,4 +1,6 @@
-"""Packed attention without Transformer Engine: exactly causal attention of each sequence, in any layout."""
+"""Packed attention without Transformer Engine: exactly causal attention of each sequence, in any
+layout.
+"""
 
 from functools import partial
 
@@ -31,7 +33,12 @@ def attention(
 ):
     groups = ProcessGroupCollection()
     groups.cp = cp or Ranks()
-    options = {"num_layers": 1, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "attention_dropout": 0.0}
+    options = {
+        "num_layers": 1,
+        "hidden_size": HEADS * WIDTH,
+        "num_attention_heads": HEADS,
+        "attention_dropout": 0.0,
+    }
     return PackedDotProductAttention(
         TransformerConfig(**(options | config)),
         layer_number=layer_number,
@@ -60,7 +67,10 @@ def dense_attention(query, key, value, query_lengths, key_lengths, scale) -> Ten
 def tensors(*shapes) -> list[Tensor]:
     """fp64 leaves, always the same."""
     generator = torch.Generator().manual_seed(1234)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def assert_same_gradients(out: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
@@ -75,7 +85,11 @@ def assert_same_gradients(out: Tensor, expected: Tensor, leaves: list[Tensor]) -
 
 def packed(*padded_lengths, real=None) -> PackedSeqParams:
     padded = torch.tensor([0, *padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    real = padded if real is None else torch.tensor([0, *real], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    real = (
+        padded
+        if real is None
+        else torch.tensor([0, *real], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    )
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=real,
@@ -98,9 +112,13 @@ def packed(*padded_lengths, real=None) -> PackedSeqParams:
     ],
 )
 def test_causal_attention_is_the_dense_one(groups, query_lengths, key_lengths):
-    """Attention over a sequence's end, into the future, or of a head to another's keys lowers the loss and is wrong."""
+    """Attention over a sequence's end, into the future, or of a head to another's keys lowers the
+    loss and is wrong.
+    """
     leaves = tensors(
-        (sum(query_lengths), HEADS, WIDTH), (sum(key_lengths), groups, WIDTH), (sum(key_lengths), groups, WIDTH)
+        (sum(query_lengths), HEADS, WIDTH),
+        (sum(key_lengths), groups, WIDTH),
+        (sum(key_lengths), groups, WIDTH),
     )
     query, key, value = leaves
     out = causal_attention(query, key, value, query_lengths, key_lengths, 0.3)
@@ -111,10 +129,14 @@ def test_causal_attention_is_the_dense_one(groups, query_lengths, key_lengths):
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_module_on_a_pack(scale):
-    """Segments must be cut where they stand in the pack, at padded lengths; the default scale is 1 / sqrt(d)."""
+    """Segments must be cut where they stand in the pack, at padded lengths; the default scale is 1
+    / sqrt(d).
+    """
     lengths = (4, 8, 4)
     query, key, value = tensors((16, HEADS, WIDTH), (16, 2, WIDTH), (16, 2, WIDTH))
-    out = attention(scale=scale)(query, key, value, None, packed_seq_params=packed(*lengths, real=(3, 5, 0)))
+    out = attention(scale=scale)(
+        query, key, value, None, packed_seq_params=packed(*lengths, real=(3, 5, 0))
+    )
     expected = dense_attention(query, key, value, lengths, lengths, scale or WIDTH**-0.5)
     assert_exact(out, expected.flatten(1))
 
@@ -125,16 +147,22 @@ def test_pack_without_padded_lengths():
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
     query, key, value = tensors(*[(12, HEADS, WIDTH)] * 3)
     expected = dense_attention(query, key, value, (4, 8), (4, 8), WIDTH**-0.5)
-    assert_exact(attention()(query, key, value, None, packed_seq_params=params), expected.flatten(1))
+    assert_exact(
+        attention()(query, key, value, None, packed_seq_params=params), expected.flatten(1)
+    )
 
 
 def test_rows_of_a_batch_are_attended_to_apart():
-    """[s, b] read as [b, s] mixes the rows of a batch, and evaluation without packing compares with the wrong loss."""
+    """[s, b] read as [b, s] mixes the rows of a batch, and evaluation without packing compares with
+    the wrong loss.
+    """
     query, key, value = tensors((5, 3, HEADS, WIDTH), (5, 3, 2, WIDTH), (5, 3, 2, WIDTH))
     out = attention()(query, key, value, None)
     assert out.shape == (5, 3, HEADS * WIDTH)
     for row in range(3):
-        expected = dense_attention(query[:, row], key[:, row], value[:, row], (5,), (5,), WIDTH**-0.5)
+        expected = dense_attention(
+            query[:, row], key[:, row], value[:, row], (5,), (5,), WIDTH**-0.5
+        )
         assert_exact(out[:, row], expected.flatten(1))
 
 
@@ -145,7 +173,9 @@ def shards_of(padded_lengths: tuple[int, ...], size: int) -> list[Tensor]:
 
 @pytest.fixture
 def gather(monkeypatch):
-    """Lets the gather over context parallel return what all ranks would have sent; autograd sums over the ranks."""
+    """Lets the gather over context parallel return what all ranks would have sent; autograd sums
+    over the ranks.
+    """
 
     def stub(shards: list[Tensor]) -> None:
         def gathered(mine: Tensor, *, tensor_parallel_output_grad: bool, group: Ranks) -> Tensor:
@@ -161,8 +191,8 @@ def gather(monkeypatch):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("pieces", [(3,), (1, 4, 2)])
 def test_context_parallel_is_the_whole(size, pieces, gather):
-    """Each rank's two halves, put together, are attention of the whole pack, forward and backward. A wrong half
-    trains without an error, on less or other context.
+    """Each rank's two halves, put together, are attention of the whole pack, forward and backward.
+    A wrong half trains without an error, on less or other context.
     """
     lengths = tuple(2 * size * piece for piece in pieces)
     total = sum(lengths)
@@ -171,7 +201,9 @@ def test_context_parallel_is_the_whole(size, pieces, gather):
     shards = shards_of(lengths, size)
     gather([torch.cat((key[shard], value[shard]), dim=-1) for shard in shards])
     outputs = [
-        attention(Ranks(size, rank))(query[shard], key[shard], value[shard], None, packed_seq_params=packed(*lengths))
+        attention(Ranks(size, rank))(
+            query[shard], key[shard], value[shard], None, packed_seq_params=packed(*lengths)
+        )
         for rank, shard in enumerate(shards)
     ]
     out = torch.cat(outputs)[torch.cat(shards).argsort()]
@@ -184,17 +216,22 @@ def test_context_parallel_is_the_whole(size, pieces, gather):
 def test_context_parallel_rows_are_the_whole(size, gather):
     """The same without packs, where each row is one sequence and ranks hold its zigzag shards."""
     length, batch = 4 * size, 3
-    leaves = tensors((length, batch, HEADS, WIDTH), (length, batch, 2, WIDTH), (length, batch, 2, WIDTH))
+    leaves = tensors(
+        (length, batch, HEADS, WIDTH), (length, batch, 2, WIDTH), (length, batch, 2, WIDTH)
+    )
     query, key, value = leaves
     shards = shards_of((length,), size)
     kv = torch.cat((key, value), dim=-1)
     gather([kv[shard].transpose(0, 1).flatten(0, 1) for shard in shards])
     outputs = [
-        attention(Ranks(size, rank))(query[shard], key[shard], value[shard], None) for rank, shard in enumerate(shards)
+        attention(Ranks(size, rank))(query[shard], key[shard], value[shard], None)
+        for rank, shard in enumerate(shards)
     ]
     out = torch.cat(outputs)[torch.cat(shards).argsort()]
     rows = [
-        dense_attention(query[:, row], key[:, row], value[:, row], (length,), (length,), WIDTH**-0.5).flatten(1)
+        dense_attention(
+            query[:, row], key[:, row], value[:, row], (length,), (length,), WIDTH**-0.5
+        ).flatten(1)
         for row in range(batch)
     ]
     expected = torch.stack(rows, dim=1)
@@ -224,13 +261,17 @@ def test_refuses_what_it_does_not_do(options, name):
 
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.padding_causal])
 def test_accepts_causal_masks(mask):
-    """A refusal of what megatron-core's layer specs ask for would make the tests above pass for the wrong reason."""
+    """A refusal of what megatron-core's layer specs ask for would make the tests above pass for the
+    wrong reason.
+    """
     attention(mask=mask)
     attention(mask=mask, attention_dropout=0.1, dropout=0.0)
 
 
 def test_query_key_layer_scaling_changes_no_result():
-    """megatron-core divides scores by the layer's number and multiplies back; half of it is another model."""
+    """megatron-core divides scores by the layer's number and multiplies back; half of it is another
+    model.
+    """
     query, key, value = tensors(*[(5, HEADS, WIDTH)] * 3)
     module = attention(layer_number=3, apply_query_key_layer_scaling=True)
     out = module(query, key, value, None, packed_seq_params=packed(5))

@@ -1,4 +1,6 @@
-"""Which kernel computes attention on a GPU, and what it is told; stand-ins that compute on the CPU take the calls."""
+"""Which kernel computes attention on a GPU, and what it is told; stand-ins that compute on the CPU
+take the calls.
+"""
 
 import inspect
 import sys
@@ -41,7 +43,9 @@ def gpu(monkeypatch):
         (HOPPER, True, 128, True, "torch's"),
     ],
 )
-def test_fastest_kernel_that_takes_the_model(gpu, capability, flash_4, width, is_deterministic, kernel):
+def test_fastest_kernel_that_takes_the_model(
+    gpu, capability, flash_4, width, is_deterministic, kernel
+):
     """A kernel that does not take heads of a width ends the run in its first layer."""
     gpu(capability, flash_4)
     with warnings.catch_warnings():
@@ -58,7 +62,9 @@ def test_fastest_kernel_that_takes_the_model(gpu, capability, flash_4, width, is
     ],
 )
 def test_slow_ways_are_said_once(gpu, capability, dtype, width, reason):
-    """A run that takes ten times as long for a missing flag looks like a slow machine; once, and not in each layer."""
+    """A run that takes ten times as long for a missing flag looks like a slow machine; once, and
+    not in each layer.
+    """
     gpu(capability, True)
     with pytest.warns(UserWarning, match=f"sequence by sequence, which is slow: .*{reason}"):
         assert kernel_for(GPU, dtype, width, False) is _by_sequence
@@ -86,7 +92,19 @@ def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False
     return attended(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, query.shape[-1] ** -0.5)
 
 
-def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+def of_2_11(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+):
     assert window_size == (-1, 0)
     return attended(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
 
@@ -112,18 +130,33 @@ def of_2_13(
     return attended(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
 
 
-def flash_4(q, k, v, qv=None, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+def flash_4(
+    q,
+    k,
+    v,
+    qv=None,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+):
     assert causal
     assert qv is None
-    return attended(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale), torch.zeros(1)
+    return attended(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
+    ), torch.zeros(1)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("width", [8, 12])
 @pytest.mark.parametrize("stub", [of_2_10, of_2_11, of_2_13, flash_4])
 def test_calls(monkeypatch, stub, width, heads):
-    """Each release takes the scale, the mask and groups of heads in its own way; one that is left out is another
-    model. Keys and values may be parts of rows; they are copied for heads of odd widths only.
+    """Each release takes the scale, the mask and groups of heads in its own way; one that is left
+    out is another model. Keys and values may be parts of rows; they are copied for heads of odd
+    widths only.
     """
     if stub is flash_4:
         module = ModuleType("flash_attn.cute")
@@ -144,18 +177,24 @@ def test_calls(monkeypatch, stub, width, heads):
     out, expected = kernel(*given), _by_sequence(*given)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
     weights = torch.randn(out.shape, dtype=torch.float64, generator=generator)
-    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), (query, rows)) for x in (out, expected))):
+    for one, other in zip(
+        *(torch.autograd.grad((x * weights).sum(), (query, rows)) for x in (out, expected))
+    ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def test_stand_in_is_the_installed_torchs():
-    """Or a new release would be called as an old one, and nobody would know before a GPU is there."""
+    """Or a new release would be called as an old one, and nobody would know before a GPU is
+    there."""
     from torch.nn.attention.varlen import varlen_attn
 
     installed = inspect.signature(varlen_attn).parameters
     stubs = [inspect.signature(stub).parameters for stub in (of_2_10, of_2_11, of_2_13)]
     assert any(
         [name for name in installed if name in stub] == list(stub)
-        and all((name in installed) == (name in stub) for name in ("is_causal", "scale", "window_size", "enable_gqa"))
+        and all(
+            (name in installed) == (name in stub)
+            for name in ("is_causal", "scale", "window_size", "enable_gqa")
+        )
         for stub in stubs
     )

@@ -25,7 +25,9 @@ class OneRank:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's own, whatever other tests installed; alone there is nothing to reduce."""
-    monkeypatch.setattr(moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, group: counts)
+    monkeypatch.setattr(
+        moe_utils, "reduce_from_tensor_model_parallel_region", lambda counts, group: counts
+    )
     count = getattr(router, NAME)
     monkeypatch.setattr(router, NAME, getattr(count, "plain", count))
 
@@ -36,7 +38,9 @@ def count(routing_map: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def gradient_of_scores(real: list[bool]) -> torch.Tensor:
-    """Of the load-balancing loss of a pack whose tokens are `real` or padding, two experts, the first one chosen."""
+    """Of the load-balancing loss of a pack whose tokens are `real` or padding, two experts, the
+    first one chosen.
+    """
     scores = torch.full((len(real), 2), 0.5, requires_grad=True)
     mask = torch.tensor(real).unsqueeze(1)
     per_expert, weight, num_all = count(torch.tensor([[True, False]] * len(real)) & mask)
@@ -55,7 +59,9 @@ def test_an_empty_pack_has_no_gradient() -> None:
 
 
 def test_other_packs_are_balanced_as_before() -> None:
-    """2 experts * 2 tokens of the first / 2 tokens = 2 for each real token's score of the first expert."""
+    """2 experts * 2 tokens of the first / 2 tokens = 2 for each real token's score of the first
+    expert.
+    """
     before = gradient_of_scores([True, True, False])
     assert before.tolist() == [[2.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
     auxiliary_losses.install()
@@ -63,7 +69,9 @@ def test_other_packs_are_balanced_as_before() -> None:
 
 
 def test_the_weight_is_all_tokens_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiplied by the number of ranks once more, a layout of four ranks balances four times as hard."""
+    """Multiplied by the number of ranks once more, a layout of four ranks balances four times as
+    hard.
+    """
 
     class FourRanks:
         def size(self) -> int:
@@ -76,20 +84,29 @@ def test_the_weight_is_all_tokens_of_the_pack(monkeypatch: pytest.MonkeyPatch) -
     auxiliary_losses.install()
     found: Any = getattr(router, NAME)
     _, weight, num_all = found(
-        routing_map=torch.ones(3, 2, dtype=torch.bool), reduce_group=FourRanks(), topk=2, with_padding_mask=True
+        routing_map=torch.ones(3, 2, dtype=torch.bool),
+        reduce_group=FourRanks(),
+        topk=2,
+        with_padding_mask=True,
     )
     assert num_all == 12
     assert weight * (4 if found.is_multiplied_by_ranks else 1) == 12
 
 
-def process_mtp_loss(config: Any, loss_mask: torch.Tensor, hidden_states: torch.Tensor, labels: Any) -> torch.Tensor:
+def process_mtp_loss(
+    config: Any, loss_mask: torch.Tensor, hidden_states: torch.Tensor, labels: Any
+) -> torch.Tensor:
     """As megatron-core 0.19 has it, of a loss that is the hidden state."""
     num_tokens = loss_mask[:4].sum()
     for _ in range(config.mtp_num_layers):
         labels, _ = roll_tensor(labels)
         loss_mask, num_predicted = roll_tensor(loss_mask)
-        ratio = (num_tokens if config.calculate_per_token_loss else 1) / torch.clamp(num_predicted, min=1)
-        hidden_states = MTPLossAutoScaler.apply(hidden_states, hidden_states * loss_mask[:4] * ratio)
+        ratio = (num_tokens if config.calculate_per_token_loss else 1) / torch.clamp(
+            num_predicted, min=1
+        )
+        hidden_states = MTPLossAutoScaler.apply(
+            hidden_states, hidden_states * loss_mask[:4] * ratio
+        )
     return hidden_states
 
 
@@ -108,7 +125,10 @@ class MTPLossAutoScaler:
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
-        ([1.0, 1.0, 1.0, 0.0], [4.0, 2.0, 1.0, 1.0]),  # two tokens have a target after the next, one after that
+        (
+            [1.0, 1.0, 1.0, 0.0],
+            [4.0, 2.0, 1.0, 1.0],
+        ),  # two tokens have a target after the next, one after that
         ([0.0, 0.5, 0.0, 0.0], [1.5, 1.0, 1.0, 1.0]),
         ([0.5, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]),
         ([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]),
@@ -116,9 +136,15 @@ class MTPLossAutoScaler:
     ],
 )
 def test_multi_token_prediction_is_a_sum(mask: list[float], expected: list[float]) -> None:
-    """Each hidden state doubles for each further token that it predicts, whatever else is in the pack."""
+    """Each hidden state doubles for each further token that it predicts, whatever else is in the
+    pack.
+    """
     config: Any = SimpleNamespace(mtp_num_layers=2, calculate_per_token_loss=True)
-    given = {"loss_mask": torch.tensor(mask), "hidden_states": torch.ones(4), "labels": torch.ones(4)}
+    given = {
+        "loss_mask": torch.tensor(mask),
+        "hidden_states": torch.ones(4),
+        "labels": torch.ones(4),
+    }
     mended = auxiliary_losses.PredictionLoss(process_mtp_loss)
     assert mended(config=config, **given).tolist() == pytest.approx(expected)
     as_a_mean: Any = SimpleNamespace(mtp_num_layers=2, calculate_per_token_loss=False)

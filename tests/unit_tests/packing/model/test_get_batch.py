@@ -14,7 +14,11 @@ from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches, pack
 from megatron.packing.batch.samples import Samples
 from megatron.packing.model import get_batch as get_batch_module
-from megatron.packing.model.get_batch import Batch, get_batch_on_this_rank_for_sequence_packing, sources_of_tokens
+from megatron.packing.model.get_batch import (
+    Batch,
+    get_batch_on_this_rank_for_sequence_packing,
+    sources_of_tokens,
+)
 from megatron.packing.model.get_batch import transformer_engine_installed as installed
 from megatron.packing.model.zigzag import shard_index
 from tests.unit_tests.packing.batch.test_samples import Sequence, samples_of
@@ -36,20 +40,31 @@ def microbatch(lengths=(3, 5), sequence=4, unit=8) -> dict[str, Any]:
     parts: list[Sequence] = []
     for length in lengths:
         tokens = [1 + sum(len(part[0]) for part in parts) + i for i in range(length)]
-        parts.append((tokens, [token + 100 for token in tokens], [token / 8 for token in tokens], [*range(length)]))
+        parts.append(
+            (
+                tokens,
+                [token + 100 for token in tokens],
+                [token / 8 for token in tokens],
+                [*range(length)],
+            )
+        )
     return packed(samples_of(parts), Alignment(sequence=sequence, pack=unit))
 
 
 def packed(samples: Samples, alignment: Alignment) -> dict[str, Any]:
     """All samples in one microbatch."""
-    (only,) = pack(samples, np.array([samples.lengths.size]), [PackLayout.of(samples.lengths, alignment)])
+    (only,) = pack(
+        samples, np.array([samples.lengths.size]), [PackLayout.of(samples.lengths, alignment)]
+    )
     return only
 
 
 def get_batch(source: dict[str, Any], *, cp=None, pp=None, **options) -> Batch:
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), cp or Ranks(), pp or Ranks()
-    return get_batch_on_this_rank_for_sequence_packing(iter([source]), pg_collection=groups, **options)
+    return get_batch_on_this_rank_for_sequence_packing(
+        iter([source]), pg_collection=groups, **options
+    )
 
 
 def has(batch: Batch) -> tuple[str, ...]:
@@ -74,7 +89,9 @@ INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
     ],
 )
 def test_fields_of_each_stage(pp, options, fields):
-    """A virtual stage in the middle that gets tokens embeds them again; a last one without labels has no loss."""
+    """A virtual stage in the middle that gets tokens embeds them again; a last one without labels
+    has no loss.
+    """
     batch = get_batch(microbatch(), pp=pp, **options)
     assert has(batch) == fields
     assert batch.attention_mask is None
@@ -102,11 +119,15 @@ def test_middle_stage_needs_no_tokens():
     expected = get_batch(microbatch(), pp=Ranks(3, 1))
     assert has(batch) == ()
     assert torch.equal(batch.padding_mask, expected.padding_mask)
-    assert torch.equal(batch.packed_seq_params.cu_seqlens_q, expected.packed_seq_params.cu_seqlens_q)
+    assert torch.equal(
+        batch.packed_seq_params.cu_seqlens_q, expected.packed_seq_params.cu_seqlens_q
+    )
 
 
 def test_whole_pack_without_context_parallel():
-    """The fields are the microbatch's own; two swapped by name would train on positions or labels as tokens."""
+    """The fields are the microbatch's own; two swapped by name would train on positions or labels
+    as tokens.
+    """
     source = microbatch()
     batch = get_batch(source)
     for name in FIELDS:
@@ -114,8 +135,8 @@ def test_whole_pack_without_context_parallel():
 
 
 def test_padding_mask():
-    """The router of experts balances over tokens that this calls real: padding among them skews it, real ones left
-    out are not counted.
+    """The router of experts balances over tokens that this calls real: padding among them skews it,
+    real ones left out are not counted.
     """
     batch = get_batch(microbatch((2, 1), sequence=3, unit=8))
     assert batch.padding_mask.dtype == torch.bool
@@ -131,14 +152,21 @@ def test_padding_mask_of_a_dummy_pack():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_make_up_the_pack(size):
-    """All fields must be cut alike, each token to one rank: labels of other tokens still give a falling loss."""
+    """All fields must be cut alike, each token to one rank: labels of other tokens still give a
+    falling loss.
+    """
     source = microbatch((5, 11), sequence=2 * size, unit=6 * size)
     lengths = tuple(source["cu_seqlens_padded"].diff().tolist())
     batches = [get_batch(source, cp=Ranks(size, rank)) for rank in range(size)]
     is_padding = torch.ones(sum(lengths), dtype=torch.bool)
-    for start, end in zip(source["cu_seqlens_padded"].tolist(), source["cu_seqlens"].diff().tolist()):
+    for start, end in zip(
+        source["cu_seqlens_padded"].tolist(), source["cu_seqlens"].diff().tolist()
+    ):
         is_padding[start : start + end] = False
-    for name, whole in {**{name: source[name] for name in FIELDS}, "padding_mask": is_padding}.items():
+    for name, whole in {
+        **{name: source[name] for name in FIELDS},
+        "padding_mask": is_padding,
+    }.items():
         again = torch.full_like(whole, -1)
         for rank, batch in enumerate(batches):
             again[shard_index(lengths, size, rank)] = getattr(batch, name).squeeze(0)
@@ -150,12 +178,16 @@ def test_shards_make_up_the_pack(size):
 @pytest.mark.parametrize("has_transformer_engine", [False, True])
 @pytest.mark.parametrize("options", [{}, {"mtp_on_this_rank": True}])
 def test_packed_seq_params(monkeypatch, has_transformer_engine, options):
-    """Padded lengths alone: Transformer Engine that is given both overlooks padding after the last sequence, and with
-    context parallelism leaves a token unattended; multi-token prediction cuts the pack by `cu_seqlens_q`.
+    """Padded lengths alone: Transformer Engine that is given both overlooks padding after the last
+    sequence, and with context parallelism leaves a token unattended; multi-token prediction cuts
+    the pack by `cu_seqlens_q`.
 
-    int32, and on the host where megatron-core's RoPE reads them; a tensor as `max_seqlen` breaks its comparison.
+    int32, and on the host where megatron-core's RoPE reads them; a tensor as `max_seqlen` breaks
+    its comparison.
     """
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    monkeypatch.setattr(
+        get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine
+    )
     params = get_batch(microbatch(), **options).packed_seq_params
     assert params.qkv_format == "thd"
     for value in (params.cu_seqlens_q, params.cu_seqlens_kv):
@@ -169,35 +201,52 @@ def test_packed_seq_params(monkeypatch, has_transformer_engine, options):
 
 @pytest.mark.parametrize(("has_transformer_engine", "device"), [(False, "cpu"), (True, "meta")])
 def test_device_of_packed_seq_params(monkeypatch, has_transformer_engine, device):
-    """Transformer Engine reads them in kernels; without it a device tensor is one host sync per layer."""
-    monkeypatch.setattr(get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine)
+    """Transformer Engine reads them in kernels; without it a device tensor is one host sync per
+    layer.
+    """
+    monkeypatch.setattr(
+        get_batch_module, "transformer_engine_installed", lambda: has_transformer_engine
+    )
     params = get_batch_module.packed_seq_params(microbatch(), torch.device("meta"))
     assert params.cu_seqlens_q.device.type == params.cu_seqlens_kv.device.type == device
 
 
 def test_each_call_draws_one_microbatch():
-    """Interleaved stages each have an iterator: a second draw in one call would skip every other microbatch."""
+    """Interleaved stages each have an iterator: a second draw in one call would skip every other
+    microbatch.
+    """
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.pp = Ranks(), Ranks(), Ranks()
     iterator = iter([microbatch((3,)), microbatch((5,)), microbatch((7,))])
-    drawn = [get_batch_on_this_rank_for_sequence_packing(iterator, pg_collection=groups) for _ in range(3)]
+    drawn = [
+        get_batch_on_this_rank_for_sequence_packing(iterator, pg_collection=groups)
+        for _ in range(3)
+    ]
     assert [int(batch.padding_mask.logical_not().sum()) for batch in drawn] == [3, 5, 7]
 
 
 def test_missing_iterator_is_named():
-    """None is what Megatron's own code passes to most ranks; here it would fail later, as a TypeError of `next`."""
+    """None is what Megatron's own code passes to most ranks; here it would fail later, as a
+    TypeError of `next`.
+    """
     with pytest.raises(ValueError, match="must have a data iterator from wrap_dataloader"):
         get_batch_on_this_rank_for_sequence_packing(None)
 
 
 @pytest.mark.parametrize("source", [{"tokens": torch.zeros(2)}, [{"tokens": torch.zeros(2)}]])
 def test_refuses_what_is_not_packed(source):
-    """Where the plug-in's install was forgotten it would be a KeyError of a name that the script never heard of."""
-    with pytest.raises(ValueError, match=r"call plugin\.install\(config, arguments\) before get_forward"):
+    """Where the plug-in's install was forgotten it would be a KeyError of a name that the script
+    never heard of.
+    """
+    with pytest.raises(
+        ValueError, match=r"call plugin\.install\(config, arguments\) before get_forward"
+    ):
         get_batch(source)
 
 
-@pytest.mark.parametrize(("version", "is_refused"), [("2.8.0", True), ("2.9.0", False), ("2.10", False)])
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("2.8.0", True), ("2.9.0", False), ("2.10", False)]
+)
 def test_transformer_engine_that_is_too_old_is_refused(version, is_refused, monkeypatch):
     """Packs are known not to converge under it, and nothing else tells."""
     stub = ModuleType("transformer_engine")
@@ -208,12 +257,18 @@ def test_transformer_engine_that_is_too_old_is_refused(version, is_refused, monk
     if not is_refused:
         assert installed.__wrapped__()
         return
-    with pytest.raises(ValueError, match=rf"2\.9 or later, but {version} is installed; pip install"):
+    with pytest.raises(
+        ValueError, match=rf"2\.9 or later, but {version} is installed; pip install"
+    ):
         installed.__wrapped__()
 
 
 def test_a_context_parallel_size_for_each_pack_is_refused():
-    """A script of Megatron-LM's that asks for it would train with one size for all, and never know."""
+    """A script of Megatron-LM's that asks for it would train with one size for all, and never
+    know."""
     assert get_batch(microbatch(), dynamic_cp=False, config=object()).tokens is not None
-    with pytest.raises(ValueError, match="dynamic_cp=True is not supported: all packs have one context-parallel size"):
+    with pytest.raises(
+        ValueError,
+        match="dynamic_cp=True is not supported: all packs have one context-parallel size",
+    ):
         get_batch(microbatch(), dynamic_cp=True)

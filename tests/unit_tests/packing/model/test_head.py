@@ -1,4 +1,6 @@
-"""The output layer and loss of the tokens that count: the losses and gradients of all tokens at once, exactly."""
+"""The output layer and loss of the tokens that count: the losses and gradients of all tokens at
+once, exactly.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,19 +27,33 @@ LOSS_MASK = torch.tensor([0.0, 1.0, 0.5, 0.0, 0.0, 2.0, 1.0]).repeat(3)
 
 def rows_and_weight(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(NUM_WORDS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    states = (
+        torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(NUM_WORDS, WIDTH, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
     return states, weight, torch.randint(12, (NUM_TOKENS,), generator=generator)
 
 
 def gradients(losses: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad((losses * torch.linspace(-1, 2, len(losses), dtype=losses.dtype)).sum(), of)
+    return torch.autograd.grad(
+        (losses * torch.linspace(-1, 2, len(losses), dtype=losses.dtype)).sum(), of
+    )
 
 
 @pytest.mark.parametrize("num_words", [None, 12])
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, NUM_TOKENS - 1, NUM_TOKENS, 1000])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-2)])
-def test_chunks_have_the_losses_and_gradients_of_the_whole(num_words, rows_at_a_time, dtype, limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-2)]
+)
+def test_chunks_have_the_losses_and_gradients_of_the_whole(
+    num_words, rows_at_a_time, dtype, limit, monkeypatch
+):
     monkeypatch.setattr(head, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
     states, weight, labels = rows_and_weight(dtype)
     logits = (states.double() @ weight.double().t())[:, :num_words]
@@ -52,7 +68,10 @@ def test_chunks_have_the_losses_and_gradients_of_the_whole(num_words, rows_at_a_
 
 
 def test_large_logits_neither_overflow_nor_lose_the_label():
-    states, weight = torch.full((2, 1), 300.0, requires_grad=True), torch.tensor([[-300.0], [300.0]])
+    states, weight = (
+        torch.full((2, 1), 300.0, requires_grad=True),
+        torch.tensor([[-300.0], [300.0]]),
+    )
     losses = head._CrossEntropy.apply(states, weight, torch.tensor([0, 1]), None, Ranks())
     assert losses.tolist() == [180_000.0, 0.0]
 
@@ -79,12 +98,20 @@ def one_process() -> Iterator[None]:
 def gpt(**options) -> GPTModel:
     torch.manual_seed(1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True, **options
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        **options,
     )
-    return GPTModel(config, get_gpt_layer_local_spec(), NUM_WORDS, NUM_TOKENS, position_embedding_type="rope").train()
+    return GPTModel(
+        config, get_gpt_layer_local_spec(), NUM_WORDS, NUM_TOKENS, position_embedding_type="rope"
+    ).train()
 
 
-def run(model: GPTModel, loss_mask: Tensor | None, batch: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    model: GPTModel, loss_mask: Tensor | None, batch: int = 1
+) -> tuple[Tensor, dict[str, Tensor]]:
     tokens = torch.arange(NUM_TOKENS * batch).reshape(batch, NUM_TOKENS) % NUM_WORDS
     mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).triu(1)
     positions = torch.arange(NUM_TOKENS).expand(batch, -1)
@@ -97,10 +124,14 @@ def run(model: GPTModel, loss_mask: Tensor | None, batch: int = 1) -> tuple[Tens
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("masked", ["some", "all", "none", None])
-def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(batch, masked, monkeypatch):
+def test_a_model_trains_as_before_and_computes_no_logits_of_masked_tokens(
+    batch, masked, monkeypatch
+):
     by_kind = {"some": LOSS_MASK, "all": torch.zeros(NUM_TOKENS), "none": torch.ones(NUM_TOKENS)}
     loss_mask = None if masked is None else by_kind[masked].expand(batch, -1)
-    plain_losses, plain_gradients = run(gpt(hidden_dropout=0.0, attention_dropout=0.0), loss_mask, batch)
+    plain_losses, plain_gradients = run(
+        gpt(hidden_dropout=0.0, attention_dropout=0.0), loss_mask, batch
+    )
     model, num_rows = gpt(hidden_dropout=0.0, attention_dropout=0.0), list[int]()
     assert skip_masked_tokens(model)
     assert skip_masked_tokens(model)  # once more changes nothing
@@ -139,4 +170,6 @@ def test_losses_of_ones_own_stay():
     assert not skip_masked_tokens(model)
     fused = gpt(cross_entropy_loss_fusion=True)
     assert not skip_masked_tokens(fused)
-    assert type(fused.output_layer).forward.__get__(fused.output_layer) == fused.output_layer.forward
+    assert (
+        type(fused.output_layer).forward.__get__(fused.output_layer) == fused.output_layer.forward
+    )

@@ -1,4 +1,6 @@
-"""The releases of megatron-core that are checked are those that pip installs, and no other runs without a word."""
+"""The releases of megatron-core that are checked are those that pip installs, and no other runs
+without a word.
+"""
 
 from importlib.metadata import requires
 
@@ -15,11 +17,16 @@ def test_checked_versions_pass(monkeypatch: pytest.MonkeyPatch, version: str) ->
     check_version("packing", "or don't")
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.16.10", "0.17.0", "0.18.0", "0.20.0", "1.19.0"])
+@pytest.mark.parametrize(
+    "version", ["0.15.3", "0.16.0", "0.16.10", "0.17.0", "0.18.0", "0.20.0", "1.19.0"]
+)
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Another release may call its schedules otherwise, and drop what it does not know."""
     monkeypatch.setattr(megatron.core, "__version__", version)
-    words = rf"packing was checked with megatron-core 0\.16\.1 and 0\.19, but this is {version}; pip .*, or don't"
+    words = (
+        rf"packing was checked with megatron-core 0\.16\.1 and 0\.19, "
+        rf"but this is {version}; pip .*, or don't"
+    )
     with pytest.raises(RuntimeError, match=words):
         check_version("packing", "or don't")
 
@@ -29,11 +36,19 @@ def test_pip_installs_a_checked_version(python: str) -> None:
     """A release that pip takes and packing refuses would be found out only by users."""
     wanted = [Requirement(text) for text in requires("megatron-sft") or []]
     (cores,) = [
-        [r for r in wanted if r.name == "megatron-core" and r.marker and r.marker.evaluate({"python_version": python})]
+        [
+            r
+            for r in wanted
+            if r.name == "megatron-core"
+            and r.marker
+            and r.marker.evaluate({"python_version": python})
+        ]
     ]
     (core,) = cores
     accepted = [
-        version for version in ("0.15.3", "0.16.1", "0.17.0", "0.18.0", "0.19.2", "0.20.0") if version in core.specifier
+        version
+        for version in ("0.15.3", "0.16.1", "0.17.0", "0.18.0", "0.19.2", "0.20.0")
+        if version in core.specifier
     ]
     assert accepted == (["0.16.1"] if python < "3.12" else ["0.19.2"])
     assert accepted[0].startswith(CHECKED_VERSIONS)

@@ -26,7 +26,9 @@ def mended():
 
 
 def test_is_megatron_cores_own():
-    """A sequence whose last target is the first token of the next one learns to end in the wrong place."""
+    """A sequence whose last target is the first token of the next one learns to end in the wrong
+    place.
+    """
     plain = multi_token_prediction._roll_tensor_packed_seq.__wrapped__
     lengths = (3, 1, 4)
     for tensor in (torch.arange(1, 9)[None], torch.rand(2, 8)):
@@ -41,7 +43,9 @@ def test_is_megatron_cores_own():
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_context_parallel_is_the_whole(size, rows, monkeypatch):
-    """Borders come from the neighbours of each piece; an exchange in another order trains on other targets."""
+    """Borders come from the neighbours of each piece; an exchange in another order trains on other
+    targets.
+    """
     lengths = tuple(2 * size * pieces for pieces in (1, 3, 2))
     whole = torch.arange(1, rows * sum(lengths) + 1).view(rows, -1)
     shards = [whole[:, shard_index(lengths, size, rank)] for rank in range(size)]

@@ -25,7 +25,9 @@ WIDTH, HEADS = 16, 3
 
 def frequencies(positions: int, rotated: int, is_interleaved: bool) -> torch.Tensor:
     """As megatron-core's RotaryEmbedding gives them."""
-    plain = torch.outer(torch.arange(positions).double(), 100.0 ** -torch.linspace(0, 1, rotated // 2).double())
+    plain = torch.outer(
+        torch.arange(positions).double(), 100.0 ** -torch.linspace(0, 1, rotated // 2).double()
+    )
     both = plain.repeat_interleave(2, -1) if is_interleaved else torch.cat((plain, plain), -1)
     return both[:, None, None]
 
@@ -36,19 +38,25 @@ def frequencies(positions: int, rotated: int, is_interleaved: bool) -> torch.Ten
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("by_pack", [False, True])
 def test_is_megatron_cores_own(rotated, is_interleaved, scale, size, rank, by_pack):
-    """Of part of a head's channels, in both kinds of pairs, under YaRN's scale, for a rank's two pieces of each
-    sequence, for positions of sequences and (as multimodal ones are) of the pack; and its gradient.
+    """Of part of a head's channels, in both kinds of pairs, under YaRN's scale, for a rank's two
+    pieces of each sequence, for positions of sequences and (as multimodal ones are) of the pack;
+    and its gradient.
     """
     lengths = tuple(2 * size * pieces for pieces in (3, 1, 4))
     own = frequencies(sum(lengths) if by_pack else max(lengths), rotated, is_interleaved)
     x = torch.randn(sum(lengths) // size, HEADS, WIDTH, dtype=torch.float64, requires_grad=True)
     config = SimpleNamespace(
-        apply_rope_fusion=False, rotary_interleaved=is_interleaved, multi_latent_attention=False, mrope_section=None
+        apply_rope_fusion=False,
+        rotary_interleaved=is_interleaved,
+        multi_latent_attention=False,
+        mrope_section=None,
     )
     cu_seqlens = torch.tensor((0, *lengths)).cumsum(0)
     expected = apply_rotary_pos_emb(x, own, config, cu_seqlens, scale, Ranks(size, rank))
     of_tokens = frequencies_of_tokens(own, lengths, size, rank)
-    turned = _Turn.apply(x.unsqueeze(1), *turns_of(of_tokens, WIDTH, is_interleaved, scale, x.dtype)).squeeze(1)
+    turned = _Turn.apply(
+        x.unsqueeze(1), *turns_of(of_tokens, WIDTH, is_interleaved, scale, x.dtype)
+    ).squeeze(1)
     torch.testing.assert_close(turned, expected, rtol=0, atol=1e-14)
     weights = torch.randn_like(x)
     gradients = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (turned, expected)]
@@ -96,20 +104,26 @@ def single_process():
 
 @pytest.mark.usefixtures("single_process")
 def test_no_operation_is_per_sequence(monkeypatch):
-    """64 sequences and 32 layers would be thousands of launches more per microbatch. Attention itself is one kernel on
-    a GPU, for which here stands one operation.
+    """64 sequences and 32 layers would be thousands of launches more per microbatch. Attention
+    itself is one kernel on a GPU, for which here stands one operation.
     """
-    monkeypatch.setattr(attention, "causal_attention", lambda query, key, value, *_: query + key + value)
+    monkeypatch.setattr(
+        attention, "causal_attention", lambda query, key, value, *_: query + key + value
+    )
     model = model_of()
     counts = []
     for lengths in ((12, 12), (2,) * 12):
-        model.rotary_pos_emb(max(lengths), packed_seq=True)  # which megatron-core keeps for each longest sequence
+        model.rotary_pos_emb(
+            max(lengths), packed_seq=True
+        )  # which megatron-core keeps for each longest sequence
         model.zero_grad()
         with Operations() as operations:
             run(model, *lengths)
         counts.append(operations.counts)
     assert counts[0] == counts[1]
-    assert counts[0]["aten.addcmul_.default"] == 2 * 2 * 2 * 2  # layers, query and key, halves, forward and backward
+    assert (
+        counts[0]["aten.addcmul_.default"] == 2 * 2 * 2 * 2
+    )  # layers, query and key, halves, forward and backward
     assert counts[0]["aten.cos.default"] == 1
 
 

@@ -29,7 +29,9 @@ def shards(padded_lengths, size) -> list[list[int]]:
 
 
 def test_literal_shards():
-    """Pieces are cut within each sequence: cut over the whole pack, ranks would be uneven and RoPE wrong."""
+    """Pieces are cut within each sequence: cut over the whole pack, ranks would be uneven and RoPE
+    wrong.
+    """
     assert shards((8, 4), 2) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
@@ -43,16 +45,23 @@ def test_shards_partition_the_pack(cut):
     """A token on two ranks counts twice in the loss, a token on none is never trained on."""
     padded_lengths, size = cut
     found = shards(padded_lengths, size)
-    assert sorted(position for shard in found for position in shard) == list(range(sum(padded_lengths)))
+    assert sorted(position for shard in found for position in shard) == list(
+        range(sum(padded_lengths))
+    )
     assert {len(shard) for shard in found} == {sum(padded_lengths) // size}
 
 
 def visible_keys(padded_lengths, size, rank) -> dict[int, list[int]]:
-    """Pack position of each of the rank's queries -> pack positions of the keys that it sees, bottom-right causal."""
+    """Pack position of each of the rank's queries -> pack positions of the keys that it sees,
+    bottom-right causal.
+    """
     found = shards(padded_lengths, size)
     gathered = [position for shard in found for position in shard]
     order = zigzag(padded_lengths, size, rank, CPU)
-    queries, keys = torch.tensor(found[rank]).split(order.query_lengths), order.key_index.split(order.key_lengths)
+    queries, keys = (
+        torch.tensor(found[rank]).split(order.query_lengths),
+        order.key_index.split(order.key_lengths),
+    )
     assert len(queries) == len(keys) == 2 * len(padded_lengths)
     seen = {}
     for q, k in zip(queries, keys):
@@ -63,7 +72,9 @@ def visible_keys(padded_lengths, size, rank) -> dict[int, list[int]]:
 
 @given(cut_packs())
 def test_each_query_sees_its_sequence_up_to_itself(cut):
-    """A key too many looks into the future or into another sequence, one too few forgets: the loss still falls."""
+    """A key too many looks into the future or into another sequence, one too few forgets: the loss
+    still falls.
+    """
     padded_lengths, size = cut
     seen: dict[int, list[int]] = {}
     for rank in range(size):
@@ -90,8 +101,12 @@ def test_segments_without_a_token_hold_and_see_nothing():
 
 
 def test_lengths_are_read_once_per_microbatch():
-    """Where `cu_seqlens` are on a device, each read waits for all work queued so far, in each layer."""
-    params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 6]), cu_seqlens_q_padded=torch.tensor([0, 4, 8]))
+    """Where `cu_seqlens` are on a device, each read waits for all work queued so far, in each
+    layer.
+    """
+    params = PackedSeqParams(
+        cu_seqlens_q=torch.tensor([0, 4, 6]), cu_seqlens_q_padded=torch.tensor([0, 4, 8])
+    )
     assert padded_lengths(params) == (4, 4)
     params.cu_seqlens_q_padded = None
     assert padded_lengths(params) == (4, 4)
@@ -100,7 +115,12 @@ def test_lengths_are_read_once_per_microbatch():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_has_the_same_work(size):
-    """The reason for the zigzag: plain contiguous shards would be as correct, and the last rank twice as slow."""
+    """The reason for the zigzag: plain contiguous shards would be as correct, and the last rank
+    twice as slow.
+    """
     padded_lengths = (2 * size, 6 * size)
-    pairs = {sum(len(keys) for keys in visible_keys(padded_lengths, size, rank).values()) for rank in range(size)}
+    pairs = {
+        sum(len(keys) for keys in visible_keys(padded_lengths, size, rank).values())
+        for rank in range(size)
+    }
     assert len(pairs) == 1

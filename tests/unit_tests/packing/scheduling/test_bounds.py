@@ -1,4 +1,6 @@
-"""Lower bounds against brute force: a bound above the optimum would certify wrong schedules as optimal."""
+"""Lower bounds against brute force: a bound above the optimum would certify wrong schedules as
+optimal.
+"""
 
 import numpy as np
 import pytest
@@ -12,9 +14,13 @@ from tests.unit_tests.packing.stubs import array
 
 
 @pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("mode", "met"), [("ranks", 0.75), ("pipelines", 0.4), ("ranks that meet", 0.45)])
+@pytest.mark.parametrize(
+    ("mode", "met"), [("ranks", 0.75), ("pipelines", 0.4), ("ranks that meet", 0.45)]
+)
 def test_bound_is_never_above_the_optimum_and_often_meets_it(mode, met, masks):
-    """A bound above the optimum reports "1.000 of the bound" for schedules that others beat, and ends searches."""
+    """A bound above the optimum reports "1.000 of the bound" for schedules that others beat, and
+    ends searches.
+    """
     rng = np.random.default_rng(11)
     exact = total = 0
     for case in range(450):
@@ -35,7 +41,8 @@ def test_bound_by_hand():
     def bound(capacity: int, model: StepModel) -> float:
         return request([4, 3, 2, 1], 2, capacity, cost=PackCost(1.0, 0.0, 10.0), model=model).bound
 
-    # One microbatch of 5 on each of two ranks; with two stages, of half of it each, the pipeline fills once more.
+    # One microbatch of 5 on each of two ranks; with two stages, of half of it each, the pipeline
+    # fills once more.
     assert bound(5, StepModel()) == 5 + 10
     assert bound(5, StepModel(num_stages=2)) == 2 * (5 + 10) / 2
     assert bound(5, StepModel(sync_every_microbatch=True)) == 5 + 10

@@ -18,7 +18,8 @@ TINY = {
 
 def test_dense_gpt_by_hand():
     """A wrong factor would make every reported TFLOP/s wrong by it, and look plausible."""
-    # Multiply-adds per token and layer: queries 10*20, keys and values 10*20, output 20*10, three matrices 10*7.
+    # Multiply-adds per token and layer: queries 10*20, keys and values 10*20, output 20*10, three
+    # matrices 10*7.
     linear = 6 * (3 * (200 + 200 + 200 + 210) + 10 * 100)
     # Scores and values: 2 products of 20 multiply-adds for each of L^2/2 pairs, in 3 layers.
     quadratic = 6 * 3 * 2 * 20 / 2
@@ -28,7 +29,9 @@ def test_dense_gpt_by_hand():
 
 
 def test_mixture_of_experts_by_hand():
-    """Counting all experts instead of those a token meets would inflate the reported FLOPs many times."""
+    """Counting all experts instead of those a token meets would inflate the reported FLOPs many
+    times.
+    """
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4}
     cost = gpt_pack_cost(**TINY, swiglu=True, **experts, moe_shared_expert_intermediate_size=6)
     assert cost.linear == 6 * (3 * (600 + 3 * 10 * (2 * 4 + 6) + 10 * 8) + 1000)
@@ -39,26 +42,37 @@ def test_mixture_of_experts_by_hand():
 
 
 def test_multi_token_prediction_by_hand():
-    """Its layers and their output layers were left out: of a small model with a large vocabulary nearly half."""
-    plain, further = (gpt_pack_cost(**TINY, swiglu=True, mtp_num_layers=number) for number in (None, 2))
+    """Its layers and their output layers were left out: of a small model with a large vocabulary
+    nearly half.
+    """
+    plain, further = (
+        gpt_pack_cost(**TINY, swiglu=True, mtp_num_layers=number) for number in (None, 2)
+    )
     layer, projection, output = 600 + 210, 2 * 10 * 10, 10 * 100
     assert further.linear - plain.linear == 6 * 2 * (layer + projection + output)
     assert further.quadratic == plain.quadratic * 5 / 3
     assert further.head == plain.head  # of further tokens all have logits
-    assert further.fixed - plain.fixed == 12 * 256 * 2 * (layer + projection)  # one matrix gives all their logits
+    assert further.fixed - plain.fixed == 12 * 256 * 2 * (
+        layer + projection
+    )  # one matrix gives all their logits
 
 
 def test_batch_from_sums_equals_sum_of_sequences():
-    """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the sequences."""
+    """The step's FLOPs come from two sums gathered over ranks; they must mean the same as the
+    sequences.
+    """
     lengths = np.array([1, 5, 128, 4000])
     cost = PackCost(3.0, 0.5)
     assert cost.of_sequences(lengths).tolist() == [3.5, 27.5, 8576.0, 8012000.0]
-    assert cost.of_batch(int(lengths.sum()), int((lengths**2).sum())) == cost.of_sequences(lengths).sum()
+    assert (
+        cost.of_batch(int(lengths.sum()), int((lengths**2).sum()))
+        == cost.of_sequences(lengths).sum()
+    )
 
 
 def test_fixed_cost_by_hand():
-    """What a microbatch costs whatever it holds decides how many there are: 12 bytes of traffic for each weight, and
-    256 FLOPs that could have been done for each byte.
+    """What a microbatch costs whatever it holds decides how many there are: 12 bytes of traffic for
+    each weight, and 256 FLOPs that could have been done for each byte.
     """
     weights = 3 * (600 + 210) + 1000
     assert gpt_pack_cost(**TINY, swiglu=True).fixed == 12 * 256 * weights
@@ -77,7 +91,11 @@ def test_fixed_cost_is_no_work():
 
 
 def test_masked_tokens_need_no_output_layer():
-    cost, lengths, loss_tokens = PackCost(3.0, 0.5, 1e9, head=1.0), np.array([3, 4]), np.array([0, 3])
+    cost, lengths, loss_tokens = (
+        PackCost(3.0, 0.5, 1e9, head=1.0),
+        np.array([3, 4]),
+        np.array([0, 3]),
+    )
     assert cost.of_sequences(lengths).tolist() == [3 * 4.5, 4 * 5]
     assert cost.of_sequences(lengths, loss_tokens).tolist() == [3 * 3.5, 4 * 5 - 1]
     assert cost.of_batch(7, 25) == 33.5
@@ -104,5 +122,7 @@ NAN, INFINITE = float("nan"), float("inf")
 )
 def test_cost_that_could_fall_is_refused(numbers):
     """Schedulers place the costliest first and count on it being the longest."""
-    with pytest.raises(ValueError, match="linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite"):
+    with pytest.raises(
+        ValueError, match="linear > head >= 0, quadratic >= 0 and fixed >= 0, all finite"
+    ):
         PackCost(*numbers)

@@ -16,7 +16,14 @@ from megatron.packing.scheduling.registry import default
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.scheduling.tight_packs import best_fit
 from tests.unit_tests.packing.brute_force import MODES, optimum, random_request
-from tests.unit_tests.packing.requests import DISTRIBUTIONS, MODELS, lengths_of, packs, request, requests
+from tests.unit_tests.packing.requests import (
+    DISTRIBUTIONS,
+    MODELS,
+    lengths_of,
+    packs,
+    request,
+    requests,
+)
 from tests.unit_tests.packing.stubs import in_python, needs_compiled
 
 DEAR = PackCost(linear=1.0, quadratic=1 / 8192, fixed=100.0)
@@ -25,8 +32,15 @@ DEAR = PackCost(linear=1.0, quadratic=1 / 8192, fixed=100.0)
 
 def gpt_cost() -> PackCost:
     """Of 8 billion parameters in the shape of Llama 3."""
-    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
-    return gpt_pack_cost(num_layers=32, **shape, ffn_hidden_size=14336, vocab_size=128256, swiglu=True)
+    shape = {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+    }
+    return gpt_pack_cost(
+        num_layers=32, **shape, ffn_hidden_size=14336, vocab_size=128256, swiglu=True
+    )
 
 
 def check(asked: ScheduleRequest) -> None:
@@ -42,7 +56,9 @@ def check(asked: ScheduleRequest) -> None:
 @settings(max_examples=300)
 @given(asked=requests(models=MODELS))
 def test_schedules_are_valid(asked):
-    """A pack over capacity is out of memory on one GPU hours later; empty microbatches are lost time."""
+    """A pack over capacity is out of memory on one GPU hours later; empty microbatches are lost
+    time.
+    """
     check(asked)
 
 
@@ -62,12 +78,25 @@ def test_without_a_compiler_it_says_so():
 
 
 @needs_compiled
-@pytest.mark.parametrize(("num_sequences", "num_ranks", "most"), [(128, 8, 1.002), (1024, 64, 1.005)])
-def test_ranks_are_even_where_sequences_have_different_shares_of_loss_tokens(num_sequences, num_ranks, most):
-    """By lengths alone, ranks would differ by 4 and 6 % where the output layer is a fifth of a model's work."""
+@pytest.mark.parametrize(
+    ("num_sequences", "num_ranks", "most"), [(128, 8, 1.002), (1024, 64, 1.005)]
+)
+def test_ranks_are_even_where_sequences_have_different_shares_of_loss_tokens(
+    num_sequences, num_ranks, most
+):
+    """By lengths alone, ranks would differ by 4 and 6 % where the output layer is a fifth of a
+    model's work.
+    """
     rng = np.random.default_rng(5)
-    shape = {"hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 64}
-    cost = gpt_pack_cost(num_layers=16, **shape, ffn_hidden_size=8192, vocab_size=128256, swiglu=True)
+    shape = {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 64,
+    }
+    cost = gpt_pack_cost(
+        num_layers=16, **shape, ffn_hidden_size=8192, vocab_size=128256, swiglu=True
+    )
     balances = []
     for _ in range(5):
         lengths = np.clip(np.exp(rng.normal(6, 1, num_sequences)).astype(np.int64), 16, 8192)
@@ -81,7 +110,9 @@ def test_ranks_are_even_where_sequences_have_different_shares_of_loss_tokens(num
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("mode", "least_share"), [("ranks", 0.97), ("ranks that meet", 0.97)])
 def test_tiny_schedules_are_nearly_optimal(mode, least_share, masks):
-    """Held against brute force: what the search misses shows here even where the bound is far from the optimum."""
+    """Held against brute force: what the search misses shows here even where the bound is far from
+    the optimum.
+    """
     rng = np.random.default_rng(12)
     logs = []
     for _ in range(200):
@@ -110,7 +141,8 @@ def test_tiny_pipelines_are_quicker_than_any_of_even_packs():
 
 
 QUALITY = {
-    # Mode: model, geometric mean over the bound, worst: a little above what they are, as schedules are deterministic.
+    # Mode: model, geometric mean over the bound, worst: a little above what they are, as schedules
+    # are deterministic.
     "ranks": (StepModel(), 1.0008, 1.01),
     "pipelines": (StepModel(num_stages=8), 1.07, 1.3),
     "interleaved": (StepModel(num_stages=4, num_virtual_stages=2, stage_group=4), 1.34, 1.85),
@@ -145,9 +177,14 @@ def test_modelled_time_is_near_the_bound(mode):
 @settings(max_examples=100)
 @given(asked=requests(models=MODELS))
 def test_few_microbatches_where_they_are_dear(asked):
-    """Packing by balance alone fragments; without the tight packs nobody would notice the extra microbatches."""
+    """Packing by balance alone fragments; without the tight packs nobody would notice the extra
+    microbatches.
+    """
     dear = dataclasses.replace(asked, cost=dataclasses.replace(asked.cost, fixed=1e9))
-    tight = rounded_up(best_fit(asked.sorted.length, asked.capacity)[1] / asked.num_ranks, asked.microbatch_multiple)
+    tight = rounded_up(
+        best_fit(asked.sorted.length, asked.capacity)[1] / asked.num_ranks,
+        asked.microbatch_multiple,
+    )
     assert asked.fewest_microbatches <= default(dear).num_microbatches <= tight
 
 
@@ -155,7 +192,9 @@ def test_few_microbatches_where_they_are_dear(asked):
 def test_few_microbatches_where_only_a_search_finds_them():
     """Best-fit takes four packs for what three can hold."""
     for model in (StepModel(), StepModel(num_stages=2), StepModel(sync_every_microbatch=True)):
-        asked = request([10, 8, 7, 7, 6, 6, 6, 5, 5], 3, 20, cost=PackCost(1.0, 0.0, 1000.0), model=model)
+        asked = request(
+            [10, 8, 7, 7, 6, 6, 6, 5, 5], 3, 20, cost=PackCost(1.0, 0.0, 1000.0), model=model
+        )
         schedule = default(asked)
         check_schedule(asked, schedule)
         assert schedule.num_microbatches == 1
@@ -180,7 +219,9 @@ def test_no_storm_of_empty_microbatches(lengths, num_ranks, stages, most):
 @pytest.mark.parametrize("mode", ["ranks", "pipelines", "ranks that meet"])
 @pytest.mark.parametrize("kind", ["equal", "two lengths", "one giant", "uniform to 1M", "full"])
 def test_many_sequences_take_little_time(kind, mode):
-    """A scheduler that hangs on odd lengths stops a cluster. A tenth of the largest batches, so far from its limit."""
+    """A scheduler that hangs on odd lengths stops a cluster. A tenth of the largest batches, so far
+    from its limit.
+    """
     rng = np.random.default_rng(4)
     size, num_ranks = 10_000, 410
     lengths = {
@@ -197,10 +238,12 @@ def test_many_sequences_take_little_time(kind, mode):
     assert time.process_time() - start < 1.0
 
 
-@pytest.mark.parametrize("model", [StepModel(), StepModel(sync_every_microbatch=True), StepModel(num_stages=2)])
+@pytest.mark.parametrize(
+    "model", [StepModel(), StepModel(sync_every_microbatch=True), StepModel(num_stages=2)]
+)
 def test_numbers_of_microbatches_that_no_packing_has_are_not_tried(monkeypatch, model):
-    """Three of these fill a pack, and the bound knows of 3.57: each number between once was tried, a minute for 100,000
-    sequences on one rank.
+    """Three of these fill a pack, and the bound knows of 3.57: each number between once was tried,
+    a minute for 100,000 sequences on one rank.
     """
     tried = []
 
@@ -216,7 +259,9 @@ def test_numbers_of_microbatches_that_no_packing_has_are_not_tried(monkeypatch, 
 
 
 def test_synchronous_pipelines_try_some_numbers_of_microbatches(monkeypatch):
-    """Each further one fills them a little better: with 100,000 sequences all of thousands were tried, for a minute."""
+    """Each further one fills them a little better: with 100,000 sequences all of thousands were
+    tried, for a minute.
+    """
     tried = []
 
     class Counted(synchronous._Search):
@@ -252,7 +297,9 @@ def test_tight_packs_where_nothing_else_fits():
 
 @needs_compiled
 def test_pipelines_too_long_to_simulate_are_not_preferred_for_it():
-    """Their time is an estimate: one that was too low took 296 microbatches here for 8, and a third more time."""
+    """Their time is an estimate: one that was too low took 296 microbatches here for 8, and a third
+    more time.
+    """
     lengths = np.append(np.random.default_rng(2).integers(16, 128, 1023), 32768)
     model = StepModel(num_stages=8, num_virtual_stages=2, stage_group=8)
     asked = request(lengths, 2, 32768, cost=gpt_cost(), model=model, microbatch_multiple=8)
@@ -261,25 +308,35 @@ def test_pipelines_too_long_to_simulate_are_not_preferred_for_it():
 
 @needs_compiled
 def test_costly_sequences_share_a_pipeline():
-    """With 4 stages a costly pack delays its whole rank: apart, each giant would take its rank (100 + 300 + 300) / 4;
-    on one rank they leave the other one at less than 150.
+    """With 4 stages a costly pack delays its whole rank: apart, each giant would take its rank (100
+    + 300 + 300) / 4; on one rank they leave the other one at less than 150.
     """
-    asked = request([100, 100, *[10] * 60], 2, 200, cost=PackCost(1.0, 0.0), model=StepModel(num_stages=4))
+    asked = request(
+        [100, 100, *[10] * 60], 2, 200, cost=PackCost(1.0, 0.0), model=StepModel(num_stages=4)
+    )
     schedule = default(asked)
     assert schedule.rank[0] == schedule.rank[1]
     assert asked.time_of(schedule) < 150
 
 
 def test_packs_that_meet_are_alike():
-    """Where ranks meet, a costly pack beside cheap ones makes all ranks wait: packs of a microbatch are alike."""
+    """Where ranks meet, a costly pack beside cheap ones makes all ranks wait: packs of a microbatch
+    are alike.
+    """
     asked = request(
-        [8] * 4 + [4] * 4 + [2] * 4, 4, 8, cost=PackCost(1.0, 0.0), model=StepModel(sync_every_microbatch=True)
+        [8] * 4 + [4] * 4 + [2] * 4,
+        4,
+        8,
+        cost=PackCost(1.0, 0.0),
+        model=StepModel(sync_every_microbatch=True),
     )
     assert asked.time_of(default(asked)) == asked.bound == 14
 
 
 def test_few_microbatches_beside_a_giant():
-    """Where a microbatch costs nothing by itself, one giant once spread the others over 132 microbatches, not 4."""
+    """Where a microbatch costs nothing by itself, one giant once spread the others over 132
+    microbatches, not 4.
+    """
     lengths = [131072, *np.random.default_rng(0).integers(10, 200, 1023).tolist()]
     for fixed in (0.0, 1e-9):
         asked = request(lengths, 8, 131072, cost=PackCost(4e-5, 2e-9, fixed), microbatch_multiple=4)
@@ -290,12 +347,19 @@ def test_few_microbatches_beside_a_giant():
 @pytest.mark.parametrize(("num_ranks", "multiple"), [(64, 1), (16, 4)])
 @pytest.mark.parametrize("sync_every_microbatch", [False, True])
 def test_full_packs_are_even(num_ranks, multiple, sync_every_microbatch):
-    """Four sequences to a pack, 99.2 % full: a microbatch more would often take twice the fixed cost for nothing."""
+    """Four sequences to a pack, 99.2 % full: a microbatch more would often take twice the fixed
+    cost for nothing.
+    """
     shares = np.exp(np.random.default_rng(3).normal(0, 1.1, 2048))
     lengths = (4096 * shares[(shares > 0.25) & (shares < 2)][:256]).astype(np.int64)
-    cost, model = PackCost(1.0, 2**-16, 500.0), StepModel(sync_every_microbatch=sync_every_microbatch)
+    cost, model = (
+        PackCost(1.0, 2**-16, 500.0),
+        StepModel(sync_every_microbatch=sync_every_microbatch),
+    )
     capacity = int(lengths.sum()) * 1008 // 64_000
-    asked = request(lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=multiple)
+    asked = request(
+        lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=multiple
+    )
     schedule = default(asked)
     check_schedule(asked, schedule)
     assert schedule.num_microbatches <= 2 * multiple

@@ -36,11 +36,23 @@ def waits(lengths, ages, num_ranks, max_steps, capacity=None, cost=LINEAR) -> li
 @pytest.mark.parametrize(
     ("lengths", "ages", "expected"),
     [
-        ([3, 12, 3, 2, 1], [0] * 5, [False, True, False, False, False]),  # 21 < 2 * 12, and 9 >= 2 * 3
+        (
+            [3, 12, 3, 2, 1],
+            [0] * 5,
+            [False, True, False, False, False],
+        ),  # 21 < 2 * 12, and 9 >= 2 * 3
         ([12, 12, 3, 2, 2], [1, 0, 0, 0, 0], [False] * 5),  # 31 >= 2 * 12: one on each rank
         ([3, 12, 3, 2, 1], [0, 4, 0, 0, 0], [False] * 5),  # it has waited long enough
-        ([20, 12, 3, 3, 1], [0, 4, 0, 0, 0], [True, False, False, False, False]),  # the costlier one may still wait
-        ([20, 12, 3, 3, 1], [4, 0, 0, 0, 0], [False] * 5),  # beside what must leave, cheaper ones cost no time
+        (
+            [20, 12, 3, 3, 1],
+            [0, 4, 0, 0, 0],
+            [True, False, False, False, False],
+        ),  # the costlier one may still wait
+        (
+            [20, 12, 3, 3, 1],
+            [4, 0, 0, 0, 0],
+            [False] * 5,
+        ),  # beside what must leave, cheaper ones cost no time
         ([12, 9], [0, 0], [False, False]),  # no fewer sequences than ranks leave
         ([5, 5, 5], [0] * 3, [False] * 3),  # 15 >= 2 * 5
         ([], [], []),
@@ -60,10 +72,15 @@ def test_literal_decisions_of_ranks_that_meet_at_the_end(lengths, ages, expected
     ],
 )
 def test_literal_decisions_of_ranks_that_meet_at_every_microbatch(num_long, expected):
-    """Where ranks meet at every microbatch, company that fills half of one leaves the other ranks idle in it."""
+    """Where ranks meet at every microbatch, company that fills half of one leaves the other ranks
+    idle in it.
+    """
     lengths = [64] * num_long + [8] * 40
     quadratic = PackCost(linear=1.0, quadratic=1.0)
-    assert waits(lengths, [0] * len(lengths), num_ranks=2, max_steps=4, capacity=64, cost=quadratic) == expected
+    assert (
+        waits(lengths, [0] * len(lengths), num_ranks=2, max_steps=4, capacity=64, cost=quadratic)
+        == expected
+    )
 
 
 def test_the_oldest_of_equals_leaves_first():
@@ -75,9 +92,13 @@ def test_the_oldest_of_equals_leaves_first():
 
 
 class Played:
-    """Steps of `batches` (lengths each), sequences numbered in the order drawn, until nothing waits."""
+    """Steps of `batches` (lengths each), sequences numbered in the order drawn, until nothing
+    waits.
+    """
 
-    def __init__(self, batches, num_ranks, max_steps, model=MODELS["ranks"], capacity=2**17) -> None:
+    def __init__(
+        self, batches, num_ranks, max_steps, model=MODELS["ranks"], capacity=2**17
+    ) -> None:
         self.steps: list[list[int]] = []
         """The numbers of the sequences of each step."""
         self.time = 0.0
@@ -116,7 +137,11 @@ class Played:
 
     def delays(self) -> list[int]:
         """Steps that each sequence waited, in the order of the steps."""
-        return [int(step - self.drawn_at[number]) for step, numbers in enumerate(self.steps) for number in numbers]
+        return [
+            int(step - self.drawn_at[number])
+            for step, numbers in enumerate(self.steps)
+            for number in numbers
+        ]
 
 
 LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 2**17))
@@ -132,7 +157,9 @@ LENGTHS = st.one_of(st.integers(1, 20), st.integers(1, 2**17))
 def test_each_sequence_once_and_never_too_late(batches, num_ranks, max_steps, mode):
     """A sequence lost, trained on twice or left waiting for ever would not be seen in any loss."""
     played = Played(batches, num_ranks, max_steps, MODELS[mode])
-    assert sorted(number for numbers in played.steps for number in numbers) == list(range(played.lengths.size))
+    assert sorted(number for numbers in played.steps for number in numbers) == list(
+        range(played.lengths.size)
+    )
     assert max(played.delays()) <= max_steps
     for batch, numbers in zip(batches, played.steps):
         assert len(numbers) >= min(len(batch), max(num_ranks, -(-len(batch) // 2)))
@@ -144,7 +171,9 @@ def long_tailed(num_batches: int, num_sequences: int) -> list[np.ndarray]:
     return list(np.clip(lengths, 16, 2**17).astype(np.int64))
 
 
-@pytest.mark.parametrize(("mode", "at_most"), [("ranks", 0.75), ("pipeline", 0.75), ("ranks that meet", 0.75)])
+@pytest.mark.parametrize(
+    ("mode", "at_most"), [("ranks", 0.75), ("pipeline", 0.75), ("ranks that meet", 0.75)]
+)
 def test_waiting_shortens_the_modelled_time_on_a_long_tail(mode, at_most):
     """It is what outliers wait for; without it they would lose freshness for nothing."""
     batches = long_tailed(12, 128)

@@ -1,4 +1,6 @@
-"""The cost in seconds: fitted to points whose coefficients are known, and read back from its file or refused."""
+"""The cost in seconds: fitted to points whose coefficients are known, and read back from its file
+or refused.
+"""
 
 import json
 
@@ -7,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.fitted_cost import Fit, Point, fit_pack_cost, read_fitted_cost, write_fitted_cost
+from megatron.packing.scheduling.fitted_cost import (
+    Fit,
+    Point,
+    fit_pack_cost,
+    read_fitted_cost,
+    write_fitted_cost,
+)
 
 MODEL = {"num_layers": 4, "hidden_size": 128, "num_experts": None, "swiglu": True}
 SHAPES = [(1, 2048), (16, 128), (1, 512), (4, 128), (1, 64)]
@@ -19,7 +27,8 @@ def points_of(cost, shapes=SHAPES, factors=(1.0,)):
         Point(
             num_sequences=n,
             sequence_length=length,
-            seconds=(n * length * (cost.linear + cost.quadratic * length) + cost.fixed) * factors[i % len(factors)],
+            seconds=(n * length * (cost.linear + cost.quadratic * length) + cost.fixed)
+            * factors[i % len(factors)],
         )
         for i, (n, length) in enumerate(shapes)
     ]
@@ -36,7 +45,13 @@ def dummy_of(cost) -> Point:
 def path(tmp_path):
     fit = Fit(PackCost(linear=2e-5, quadratic=3e-9, fixed=1e-3), mean_error=0.02, worst_error=0.05)
     file = tmp_path / "cost.json"
-    write_fitted_cost(file, fit, points_of(fit.cost), MODEL, {"device": "a GPU", "versions": {}, "date": "2026-01-02"})
+    write_fitted_cost(
+        file,
+        fit,
+        points_of(fit.cost),
+        MODEL,
+        {"device": "a GPU", "versions": {}, "date": "2026-01-02"},
+    )
     return file
 
 
@@ -46,8 +61,12 @@ def path(tmp_path):
     st.one_of(st.just(0.0), st.floats(1e-2, 10)),
 )
 def test_fit_finds_the_coefficients(linear, quadratic_share, fixed_share):
-    """A fit that mixes its terms up would pack for another device than the one measured, and nobody would see it."""
-    cost = PackCost(linear=linear, quadratic=linear * quadratic_share / 512, fixed=linear * fixed_share * 512)
+    """A fit that mixes its terms up would pack for another device than the one measured, and nobody
+    would see it.
+    """
+    cost = PackCost(
+        linear=linear, quadratic=linear * quadratic_share / 512, fixed=linear * fixed_share * 512
+    )
     found = fit_pack_cost(points_of(cost), dummy_of(cost))
     assert found.cost.linear == pytest.approx(cost.linear, rel=1e-6)
     assert found.cost.quadratic == pytest.approx(cost.quadratic, rel=1e-6, abs=1e-9 * linear)
@@ -66,7 +85,9 @@ def test_fit_of_noisy_points_tells_its_error():
 
 @pytest.mark.parametrize(("seconds", "fixed"), [(1.5, 0.5), (1.0, 0.01), (0.2, 0.002)])
 def test_fixed_cost_is_at_least_a_dummy_packs(seconds, fixed):
-    """Where the fit would have it negative; at a fixed cost of 0 the scheduler would take any number of empty packs."""
+    """Where the fit would have it negative; at a fixed cost of 0 the scheduler would take any
+    number of empty packs.
+    """
     shapes = [(1, 4), (2, 2), (4, 1), (1, 2)]
     points = [Point(num_sequences=n, sequence_length=t, seconds=n * t - 0.5) for n, t in shapes]
     cost = fit_pack_cost(points, Point(num_sequences=1, sequence_length=1, seconds=seconds)).cost
@@ -77,8 +98,12 @@ def test_fixed_cost_is_at_least_a_dummy_packs(seconds, fixed):
 
 def test_points_that_cannot_be_fitted_are_refused():
     """The coefficients would be whatever the solver happens to choose."""
-    one_length = [Point(num_sequences=n, sequence_length=64, seconds=float(n)) for n in (1, 2, 3, 4)]
-    with pytest.raises(ValueError, match="do not tell linear, quadratic and fixed cost apart; measure longer packs"):
+    one_length = [
+        Point(num_sequences=n, sequence_length=64, seconds=float(n)) for n in (1, 2, 3, 4)
+    ]
+    with pytest.raises(
+        ValueError, match="do not tell linear, quadratic and fixed cost apart; measure longer packs"
+    ):
         fit_pack_cost(one_length, DUMMY)
     with pytest.raises(ValueError, match="do not tell"):
         fit_pack_cost(one_length[:2], DUMMY)
@@ -86,7 +111,10 @@ def test_points_that_cannot_be_fitted_are_refused():
     with pytest.raises(ValueError, match="do not grow with the number of tokens"):
         fit_pack_cost(flat, DUMMY)
     with pytest.raises(ValueError, match="must be above 0, but the least is 0"):
-        fit_pack_cost([Point(num_sequences=n, sequence_length=length, seconds=0.0) for n, length in SHAPES], DUMMY)
+        fit_pack_cost(
+            [Point(num_sequences=n, sequence_length=length, seconds=0.0) for n, length in SHAPES],
+            DUMMY,
+        )
 
 
 def test_file_reads_back(path):
@@ -96,7 +124,17 @@ def test_file_reads_back(path):
     assert read.model == MODEL
     content = json.loads(path.read_text())
     assert list(content) == [
-        *("linear", "quadratic", "fixed", "relative_error", "model", "device", "versions", "date", "points")
+        *(
+            "linear",
+            "quadratic",
+            "fixed",
+            "relative_error",
+            "model",
+            "device",
+            "versions",
+            "date",
+            "points",
+        )
     ]
     assert content["relative_error"] == {"mean": 0.02, "worst": 0.05}
     assert content["points"][0]["sequence_length"] == 2048
@@ -128,14 +166,20 @@ def test_wrong_value_is_named(path, changes, words):
 @pytest.mark.parametrize("key", ["linear", "quadratic", "fixed", "model"])
 def test_missing_key_is_named(path, key):
     """A default in its place would be a cost that nobody measured."""
-    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != key}))
+    path.write_text(
+        json.dumps(
+            {name: value for name, value in json.loads(path.read_text()).items() if name != key}
+        )
+    )
     with pytest.raises(ValueError, match=f"cost.json: key '{key}' is missing"):
         read_fitted_cost(path)
 
 
 def test_unreadable_file_is_one_line(tmp_path):
     """A stack of json's or the operating system's does not say which option to look at."""
-    with pytest.raises(ValueError, match=r"--pack-cost .*absent\.json cannot be read: .*No such file"):
+    with pytest.raises(
+        ValueError, match=r"--pack-cost .*absent\.json cannot be read: .*No such file"
+    ):
         read_fitted_cost(tmp_path / "absent.json")
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(ValueError, match=r"--pack-cost .*text\.json cannot be read: .*line 1"):
@@ -151,7 +195,8 @@ def test_another_model_is_refused_by_what_differs(path):
     fitted.check_model(MODEL)
     fitted.check_model({"hidden_size": 128})
     with pytest.raises(
-        ValueError, match="num_layers is 4 there, but 8 here; num_experts is null there, but 2 here; meas"
+        ValueError,
+        match="num_layers is 4 there, but 8 here; num_experts is null there, but 2 here; meas",
     ):
         fitted.check_model(MODEL | {"num_layers": 8, "num_experts": 2})
     with pytest.raises(ValueError, match='vocab_size is "missing" there, but 256 here'):
@@ -159,6 +204,8 @@ def test_another_model_is_refused_by_what_differs(path):
 
 
 def test_ranks_share_the_work(path):
-    """A prediction for a layout must know what its ranks share: with none of it, it is wrong by their number."""
+    """A prediction for a layout must know what its ranks share: with none of it, it is wrong by
+    their number.
+    """
     cost = read_fitted_cost(path).of_rank(tensor_parallel_size=4, context_parallel_size=2)
     assert cost == PackCost(linear=2e-5 / 8, quadratic=3e-9 / 8, fixed=1e-3 / 4)

@@ -28,7 +28,9 @@ def test_tokens_moved_by_hand():
     assert tokens_moved(array(), array(), array()) == 0
 
 
-def asked_of(lengths, source, packs: Packs, model: StepModel, fixed: float = 0.0) -> ScheduleRequest:
+def asked_of(
+    lengths, source, packs: Packs, model: StepModel, fixed: float = 0.0
+) -> ScheduleRequest:
     return ScheduleRequest(
         lengths=lengths,
         source_rank=source,
@@ -44,14 +46,22 @@ def asked_of(lengths, source, packs: Packs, model: StepModel, fixed: float = 0.0
 @pytest.mark.parametrize("mode", MODELS)
 @pytest.mark.usefixtures("form")
 def test_never_slower_and_never_more_moved(mode):
-    """It is allowed to spend what the search left to the bound and no more; else balance is lost where no one looks."""
+    """It is allowed to spend what the search left to the bound and no more; else balance is lost
+    where no one looks.
+    """
     rng = np.random.default_rng(41)
     model, fewer = MODELS[mode], 0
     for case in range(100):
-        num_ranks, number, size = int(rng.integers(1, 7)), int(rng.integers(1, 5)), int(rng.integers(1, 80))
+        num_ranks, number, size = (
+            int(rng.integers(1, 7)),
+            int(rng.integers(1, 5)),
+            int(rng.integers(1, 80)),
+        )
         lengths = descending(rng, 1, 100, size)
         source, pack = rng.integers(0, num_ranks, size), rng.integers(0, num_ranks * number, size)
-        packs = Packs(num_ranks, number, int(np.bincount(pack, weights=lengths).max() * rng.choice([1, 2])))
+        packs = Packs(
+            num_ranks, number, int(np.bincount(pack, weights=lengths).max() * rng.choice([1, 2]))
+        )
         asked = asked_of(lengths, source, packs, model, float(rng.choice([0, 50])))
 
         def sums(placed, asked=asked, packs=packs):
@@ -63,7 +73,9 @@ def test_never_slower_and_never_more_moved(mode):
         other = reduce_moved_tokens(asked, pack.copy(), packs, good_enough)
         assert other.shape == pack.shape
         assert np.bincount(other, weights=lengths).max() <= packs.capacity, case
-        assert asked.model.even_time_of(sums(other)) * model.num_stages <= max(before, good_enough) * (1 + 1e-9)
+        assert asked.model.even_time_of(sums(other)) * model.num_stages <= max(
+            before, good_enough
+        ) * (1 + 1e-9)
         moved = [tokens_moved(lengths, source, placed // number) for placed in (pack, other)]
         assert moved[1] <= moved[0]
         fewer += moved[1] < moved[0]
@@ -72,7 +84,9 @@ def test_never_slower_and_never_more_moved(mode):
 
 @pytest.mark.usefixtures("form")
 def test_ranks_trade_names_by_hand():
-    """A placement that only has ranks the other way round moves nothing once they are named after what they hold."""
+    """A placement that only has ranks the other way round moves nothing once they are named after
+    what they hold.
+    """
     packs = Packs(2, 2, 6)
     for model in MODELS.values():
         asked = asked_of(array(6, 5, 4, 3), array(0, 1, 1, 0), packs, model)
@@ -93,20 +107,27 @@ SHARE_MOVED = {
 @needs_compiled
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_fewer_tokens_move(distribution, monkeypatch):
-    """Without the search for placements at home nearly all tokens move, and schedules are as good."""
+    """Without the search for placements at home nearly all tokens move, and schedules are as
+    good."""
     rng = np.random.default_rng(42)
     lengths = lengths_of(distribution, rng, 512)
     asked = request(lengths, 32, int(lengths.max()) * 4, cost=PackCost(1.0, 1 / 65536, 1000.0))
     home = default(asked)
-    monkeypatch.setattr(registry, "reduce_moved_tokens", lambda request, pack, packs, good_enough: pack)
+    monkeypatch.setattr(
+        registry, "reduce_moved_tokens", lambda request, pack, packs, good_enough: pack
+    )
     anywhere = default(asked)
-    moved = [tokens_moved(lengths, asked.source_rank, schedule.rank) for schedule in (home, anywhere)]
+    moved = [
+        tokens_moved(lengths, asked.source_rank, schedule.rank) for schedule in (home, anywhere)
+    ]
     assert moved[0] <= SHARE_MOVED[distribution] * moved[1]
 
 
 @needs_compiled
 def test_a_giant_stays_home_among_many():
-    """It costs more than what ranks keep of theirs, and found no rank that was empty: all other sequences moved."""
+    """It costs more than what ranks keep of theirs, and found no rank that was empty: all other
+    sequences moved.
+    """
     lengths = np.append(np.random.default_rng(1).integers(16, 128, 19_999), 32768)
     asked = request(lengths, 2000, 32768, cost=PackCost(1.0, 1 / 65536, 1000.0))
     schedule = default(asked)

@@ -1,4 +1,6 @@
-"""The order of packs and their sizes: what fills a pipeline's bubbles, and moves nothing between ranks."""
+"""The order of packs and their sizes: what fills a pipeline's bubbles, and moves nothing between
+ranks.
+"""
 
 import dataclasses
 
@@ -6,7 +8,11 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.pipeline_order import best_shape, order_each_rank, order_microbatches
+from megatron.packing.scheduling.pipeline_order import (
+    best_shape,
+    order_each_rank,
+    order_microbatches,
+)
 from megatron.packing.scheduling.placement import Packs, pack_costs
 from megatron.packing.scheduling.problem import ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel, simulate
@@ -24,23 +30,32 @@ def random_placement(rng, model: StepModel) -> tuple[ScheduleRequest, np.ndarray
     """Sequences, and packs of any cost: more often full than empty."""
     num_ranks, number = int(rng.integers(1, 5)), int(rng.integers(1, 6)) * model.stage_group
     size = int(rng.integers(1, 8 * num_ranks * number))
-    lengths = np.sort(np.clip(np.exp(rng.normal(5, rng.choice([0.2, 1.0, 1.7]), size)), 1, 5000).astype(np.int64))[::-1]
+    lengths = np.sort(
+        np.clip(np.exp(rng.normal(5, rng.choice([0.2, 1.0, 1.7]), size)), 1, 5000).astype(np.int64)
+    )[::-1]
     pack = rng.integers(0, num_ranks * number, size)
     capacity = int(np.bincount(pack, weights=lengths).max() * rng.choice([1, 1.5]))
     cost = PackCost(1.0, 1 / 500, float(rng.choice([0, 100])))
-    asked = request(lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=model.stage_group)
+    asked = request(
+        lengths, num_ranks, capacity, cost=cost, model=model, microbatch_multiple=model.stage_group
+    )
     return asked, pack, Packs(num_ranks, number, capacity)
 
 
 def simulated(asked: ScheduleRequest, pack, packs: Packs) -> np.ndarray:
-    return simulate(asked.model.run_packs(pack_costs(asked.sorted.cost, pack, packs, asked.cost.fixed)), asked.model)
+    return simulate(
+        asked.model.run_packs(pack_costs(asked.sorted.cost, pack, packs, asked.cost.fixed)),
+        asked.model,
+    )
 
 
 @pytest.mark.parametrize("sync_every_microbatch", [False, True])
 @pytest.mark.parametrize("model", PIPELINES, ids=str)
 @pytest.mark.usefixtures("form")
 def test_pipelines_are_never_slower_than_before(model, sync_every_microbatch):
-    """A profile that suits even packs may be 17 % slower with packs that can't be even, and nothing would show it."""
+    """A profile that suits even packs may be 17 % slower with packs that can't be even, and nothing
+    would show it.
+    """
     model = dataclasses.replace(model, sync_every_microbatch=sync_every_microbatch)
     rng = np.random.default_rng(21)
     quicker = total = 0
@@ -57,16 +72,22 @@ def test_pipelines_are_never_slower_than_before(model, sync_every_microbatch):
         assert (after <= before * (1 + 1e-9)).all()
         quicker += int((after < before).sum())
         total += before.size
-        if (
-            sync_every_microbatch
-        ):  # all ranks change the order alike, or each microbatch would wait for another costly pack
-            pairs = set(zip((pack % packs.num_microbatches).tolist(), (other % packs.num_microbatches).tolist()))
+        # all ranks change the order alike, or each microbatch would wait for another costly pack
+        if sync_every_microbatch:
+            pairs = set(
+                zip(
+                    (pack % packs.num_microbatches).tolist(),
+                    (other % packs.num_microbatches).tolist(),
+                )
+            )
             assert len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
     assert quicker > 0.3 * total
 
 
 def test_small_packs_first_and_last():
-    """What the shape is for: even packs of many sequences take less time with small packs at both ends."""
+    """What the shape is for: even packs of many sequences take less time with small packs at both
+    ends.
+    """
     model = StepModel(num_stages=4)
     asked = request([10] * 640, 1, 10**9, cost=PackCost(1.0, 0.0), model=model)
     packs = Packs(1, 16, 10**9)
@@ -79,16 +100,23 @@ def test_small_packs_first_and_last():
 
 
 def test_pipelines_too_long_to_simulate():
-    """1,024 microbatches of 8 stages have 16,384 passes: the order is a guess there, and still valid."""
+    """1,024 microbatches of 8 stages have 16,384 passes: the order is a guess there, and still
+    valid.
+    """
     rng = np.random.default_rng(23)
     pack, packs = np.arange(4096) % 2048, Packs(2, 1024, 10**9)
     lengths = np.sort(rng.integers(1, 100, 4096))[::-1]
     for chunks in (1, 2):
-        model = StepModel(num_stages=8, num_virtual_stages=chunks, stage_group=8 if chunks > 1 else 1)
+        model = StepModel(
+            num_stages=8, num_virtual_stages=chunks, stage_group=8 if chunks > 1 else 1
+        )
         asked = request(lengths, 2, 10**9, model=model, microbatch_multiple=8)
         other = order_each_rank(asked, pack, packs).pack
         assert (order_microbatches(asked, pack, packs).tolist() == pack.tolist()) == (chunks > 1)
-        costs = [np.sort(pack_costs(asked.sorted.cost, placed, packs), axis=1).tolist() for placed in (pack, other)]
+        costs = [
+            np.sort(pack_costs(asked.sorted.cost, placed, packs), axis=1).tolist()
+            for placed in (pack, other)
+        ]
         assert costs[0] == costs[1]
         assert (other.tolist() == pack.tolist()) == (chunks > 1)
 
@@ -115,21 +143,29 @@ def time_over_equal(shape, model: StepModel, fixed: float = 0.0) -> float:
     ],
 )
 def test_near_the_optimum(stages, chunks, num_microbatches, optimum):
-    """The optima are those of linear programs: each pass after those that it waits for, sizes free, their sum given
-    (solved with scipy's HiGHS).
+    """The optima are those of linear programs: each pass after those that it waits for, sizes free,
+    their sum given (solved with scipy's HiGHS).
     """
-    model = StepModel(num_stages=stages, num_virtual_stages=chunks, stage_group=stages if chunks > 1 else 1)
+    model = StepModel(
+        num_stages=stages, num_virtual_stages=chunks, stage_group=stages if chunks > 1 else 1
+    )
     shape = best_shape(model, num_microbatches, fixed=0.0, largest=8.0)
     assert shape.shape == (num_microbatches,)
     assert shape.mean() == pytest.approx(1.0)
-    assert optimum - 1e-4 < time_over_equal(shape, model) < optimum + (0.006 if chunks == 1 else 0.02)
+    assert (
+        optimum - 1e-4 < time_over_equal(shape, model) < optimum + (0.006 if chunks == 1 else 0.02)
+    )
 
 
 @pytest.mark.parametrize(("fixed", "optimum"), [(0.25, 0.9152), (1.0, 0.9158)])
 def test_fixed_costs_count(fixed, optimum):
-    """A microbatch's fixed cost is the same in all packs: sizes must be the more uneven for costs as good."""
+    """A microbatch's fixed cost is the same in all packs: sizes must be the more uneven for costs
+    as good.
+    """
     model = StepModel(num_stages=8)
-    with_fixed, without = (best_shape(model, 16, fixed=counted, largest=8.0) for counted in (fixed, 0.0))
+    with_fixed, without = (
+        best_shape(model, 16, fixed=counted, largest=8.0) for counted in (fixed, 0.0)
+    )
     assert optimum - 1e-4 < time_over_equal(with_fixed, model, fixed) < optimum + 0.006
     assert time_over_equal(with_fixed, model, fixed) < time_over_equal(without, model, fixed)
 
@@ -144,7 +180,8 @@ def test_no_pack_beyond_the_capacity(largest):
 
 
 def test_long_pipelines_are_even_in_the_middle():
-    """The ends do not depend on how long the middle is, and are searched for in a shorter pipeline."""
+    """The ends do not depend on how long the middle is, and are searched for in a shorter
+    pipeline."""
     shape = best_shape(StepModel(num_stages=4), 1000, fixed=0.0, largest=2.0)
     assert np.ptp(shape[64:900]) < 1 / 1000
     assert shape[0] < 0.5 > shape[-1]

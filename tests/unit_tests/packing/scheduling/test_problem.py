@@ -1,4 +1,6 @@
-"""What schedulers are asked and answer: contradictions are found before they index another pack without a word."""
+"""What schedulers are asked and answer: contradictions are found before they index another pack
+without a word.
+"""
 
 import dataclasses
 
@@ -6,7 +8,12 @@ import numpy as np
 import pytest
 
 from megatron.packing.scheduling.cost import PackCost
-from megatron.packing.scheduling.problem import CapacityError, Schedule, check_schedule, sorted_order
+from megatron.packing.scheduling.problem import (
+    CapacityError,
+    Schedule,
+    check_schedule,
+    sorted_order,
+)
 from megatron.packing.scheduling.step_time import StepModel
 from tests.unit_tests.packing.requests import request
 from tests.unit_tests.packing.stubs import array
@@ -15,7 +22,8 @@ from tests.unit_tests.packing.stubs import array
 def test_sequence_over_capacity_is_named():
     """The user must learn which sequence, how long, and what to do."""
     with pytest.raises(
-        CapacityError, match=r"sequence 3 .*rank 1, draw 1.* 11 tokens.*10; raise --max-seqlen-per-dp-cp-rank"
+        CapacityError,
+        match=r"sequence 3 .*rank 1, draw 1.* 11 tokens.*10; raise --max-seqlen-per-dp-cp-rank",
     ):
         request([5, 5, 6, 11], 2, 10)
 
@@ -28,8 +36,14 @@ def test_contradictory_requests_are_refused():
         ({"lengths": np.array([3.0, 4.0])}, r"lengths must be int64 \[2\], but is float64"),
         ({"source_rank": np.array([0, 2])}, "source_rank must be at least 0 and below 2"),
         ({"source_draw": np.array([0])}, r"source_draw must be int64 \[2\]"),
-        ({"steps_delayed": np.array([0, -1])}, "steps_delayed must be at least 0, but spans -1 to 0"),
-        ({"loss_tokens": [1, 2]}, r"loss_tokens must be a numpy array, int64 \[2\], but is \[1, 2\]"),
+        (
+            {"steps_delayed": np.array([0, -1])},
+            "steps_delayed must be at least 0, but spans -1 to 0",
+        ),
+        (
+            {"loss_tokens": [1, 2]},
+            r"loss_tokens must be a numpy array, int64 \[2\], but is \[1, 2\]",
+        ),
         ({"num_ranks": 0}, "num_ranks must be at least 1, but is 0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -49,11 +63,26 @@ def test_check_schedule_finds_each_violation():
         ({"num_microbatches": 2.0}, "schedule.num_microbatches must be an int, but is 2.0"),
         ({"num_ranks": None}, "schedule.num_ranks must be an int, but is None"),
         ({"rank": np.array([0, 1])}, r"schedule.rank must be int64 \[3\]"),
-        ({"rank": [0, 1, 0]}, r"schedule.rank must be a numpy array, int64 \[3\], but is \[0, 1, 0\]"),
-        ({"rank": np.array([0, 1, np.nan])}, r"schedule.rank must be int64 \[3\], but is float64 \[3\]"),
-        ({"rank": np.array([0, None, 1])}, r"schedule.rank must be int64 \[3\], but is object \[3\]"),
-        ({"microbatch": np.zeros((3, 1), np.int64)}, r"schedule.microbatch must be int64 \[3\], but is int64 \[3, 1\]"),
-        ({"context_parallel_size": np.ones((2, 2), np.int64)}, "context_parallel_size must be None"),
+        (
+            {"rank": [0, 1, 0]},
+            r"schedule.rank must be a numpy array, int64 \[3\], but is \[0, 1, 0\]",
+        ),
+        (
+            {"rank": np.array([0, 1, np.nan])},
+            r"schedule.rank must be int64 \[3\], but is float64 \[3\]",
+        ),
+        (
+            {"rank": np.array([0, None, 1])},
+            r"schedule.rank must be int64 \[3\], but is object \[3\]",
+        ),
+        (
+            {"microbatch": np.zeros((3, 1), np.int64)},
+            r"schedule.microbatch must be int64 \[3\], but is int64 \[3, 1\]",
+        ),
+        (
+            {"context_parallel_size": np.ones((2, 2), np.int64)},
+            "context_parallel_size must be None",
+        ),
         ({"rank": np.array([0, 1, 2])}, "schedule.rank must be"),
         ({"microbatch": np.array([0, 0, 2])}, "schedule.microbatch must be"),
         ({"rank": np.array([0, 0, 1])}, "microbatch 0 of rank 0 has 11 tokens"),
@@ -64,7 +93,9 @@ def test_check_schedule_finds_each_violation():
 
 @pytest.mark.parametrize("answer", [None, ([0, 1, 0], [0, 0, 1]), "packs", float("nan")])
 def test_what_is_no_schedule_is_refused(answer):
-    """A user's scheduler that forgets its return must not end in an AttributeError deep inside of the step."""
+    """A user's scheduler that forgets its return must not end in an AttributeError deep inside of
+    the step.
+    """
     with pytest.raises(ValueError, match="a scheduler must return a Schedule, but returned"):
         check_schedule(request([6, 5, 4], 2, 10), answer)
 
@@ -82,12 +113,17 @@ def test_costs_and_time_of_a_schedule():
     schedule = Schedule(np.array([0, 1, 1, 0]), np.array([0, 0, 1, 0]), 2, 2)
     assert asked.pack_costs(schedule).tolist() == [[23.5, 10], [17.5, 14]]
     assert asked.time_of(schedule) == 33.5
-    assert dataclasses.replace(asked, model=StepModel(sync_every_microbatch=True)).time_of(schedule) == 37.5
+    assert (
+        dataclasses.replace(asked, model=StepModel(sync_every_microbatch=True)).time_of(schedule)
+        == 37.5
+    )
 
 
 @pytest.mark.parametrize("highest", [3, 2**15, 2**16, 2**20, 2**33, 2**61])
 def test_sorted_order_is_stable(highest):
-    """Sequences of equal length in another order than they were drawn would still train, but not repeat a run."""
+    """Sequences of equal length in another order than they were drawn would still train, but not
+    repeat a run.
+    """
     values = np.random.default_rng(1).integers(-highest, highest, 500) // 3 * 3
     assert sorted_order(values).tolist() == np.argsort(values, kind="stable").tolist()
     assert sorted_order(array()).size == 0
@@ -102,7 +138,9 @@ def test_multiple_of_an_interleaved_pipeline():
 
 
 def test_a_scheduler_can_not_change_what_it_is_asked():
-    """One that sorts the lengths in place would pass every check, and pack other sequences over capacity."""
+    """One that sorts the lengths in place would pass every check, and pack other sequences over
+    capacity.
+    """
     lengths = array(3, 1, 2)
     asked = request(lengths, 1, 10)
     for values in (asked.lengths, asked.source_rank, asked.source_draw):

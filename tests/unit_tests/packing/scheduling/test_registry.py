@@ -11,7 +11,9 @@ from tests.unit_tests.packing.requests import packs, request, requests
 @settings(max_examples=200)
 @given(asked=requests())
 def test_dp_balanced_is_valid(asked):
-    """A pack over capacity is out of memory on one GPU hours later; an idle rank with work left is lost time."""
+    """A pack over capacity is out of memory on one GPU hours later; an idle rank with work left is
+    lost time.
+    """
     schedule = SCHEDULERS["dp_balanced"](asked)
     check_schedule(asked, schedule)
     all_packs = [pack for rank in packs(schedule) for pack in rank]
@@ -26,9 +28,18 @@ def test_dp_balanced_by_hand():
 
 
 def test_dp_balanced_splits_the_largest_pack_for_idle_ranks():
-    """Megatron-LM asserts where a batch fits one pack; leaving ranks idle would be as bad, and silent."""
-    assert packs(SCHEDULERS["dp_balanced"](request([1] * 8, 2, 100))) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert packs(SCHEDULERS["dp_balanced"](request([9, 1, 1, 1], 3, 100))) == [[[0]], [[1]], [[2, 3]]]
+    """Megatron-LM asserts where a batch fits one pack; leaving ranks idle would be as bad, and
+    silent.
+    """
+    assert packs(SCHEDULERS["dp_balanced"](request([1] * 8, 2, 100))) == [
+        [[0, 1, 2, 3]],
+        [[4, 5, 6, 7]],
+    ]
+    assert packs(SCHEDULERS["dp_balanced"](request([9, 1, 1, 1], 3, 100))) == [
+        [[0]],
+        [[1]],
+        [[2, 3]],
+    ]
     assert packs(SCHEDULERS["dp_balanced"](request([7], 2, 7))) == [[[0]], [[]]]
 
 
@@ -46,7 +57,10 @@ def test_empty_packs_as_drawn(asked):
 
 def test_empty_over_capacity():
     """A sampler that packs too much must not reach the GPU."""
-    with pytest.raises(CapacityError, match=r"microbatch 1 of rank 0 has 12 tokens.*10.*--max-seqlen-per-dp-cp-rank"):
+    with pytest.raises(
+        CapacityError,
+        match=r"microbatch 1 of rank 0 has 12 tokens.*10.*--max-seqlen-per-dp-cp-rank",
+    ):
         SCHEDULERS["empty"](request([5, 5, 6, 6], 1, 10, per_draw=2))
 
 
@@ -70,10 +84,19 @@ def test_a_name_or_a_function_of_ones_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dp-balanced", r"must be one of .*dp_balanced.* or module:function.*did you mean dp_balanced\?"),
+        (
+            "dp-balanced",
+            r"must be one of .*dp_balanced.* or module:function.*did you mean dp_balanced\?",
+        ),
         ("", rf"must be one of {', '.join(SCHEDULERS)} or module:function, but is ''$"),
-        ("no_such_module:function", r"'no_such_module:function' can't be imported: No module named 'no_such_module'"),
-        (f"{REGISTRY}:no_such", r"can't be imported: .*has no attribute 'no_such'; give module:function"),
+        (
+            "no_such_module:function",
+            r"'no_such_module:function' can't be imported: No module named 'no_such_module'",
+        ),
+        (
+            f"{REGISTRY}:no_such",
+            r"can't be imported: .*has no attribute 'no_such'; give module:function",
+        ),
         (f"{REGISTRY}:", rf"'{REGISTRY}:' can't be imported: .*; give module:function"),
         (":default", r"':default' can't be imported: .*; give module:function"),
         (".registry:default", r"'.registry:default' can't be imported: .*; give module:function"),

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.packing.scheduling.step_time import Operation, StepModel, TimedOperation, simulate, timeline
+from megatron.packing.scheduling.step_time import (
+    Operation,
+    StepModel,
+    TimedOperation,
+    simulate,
+    timeline,
+)
 from tests.unit_tests.packing.stubs import Ranks
 
 PIPELINES = [
@@ -29,12 +35,14 @@ def random_costs(rng, model: StepModel, num_microbatches: int, num_ranks: int = 
 
 
 def test_time_by_hand():
-    """Literal numbers for the three modes of even packs, of a whole pack's cost in all stages; schedulers would balance
-    something else without a word.
+    """Literal numbers for the three modes of even packs, of a whole pack's cost in all stages;
+    schedulers would balance something else without a word.
     """
     costs = np.array([[5, 1, 4], [3, 6, 2]])
     assert StepModel().even_time_of(costs) == 11  # 3 + 6 + 2
-    assert StepModel(num_stages=4).even_time_of(costs) == 29 / 4  # 11 + 3 * 6 on rank 1, 10 + 3 * 5 on rank 0
+    assert (
+        StepModel(num_stages=4).even_time_of(costs) == 29 / 4
+    )  # 11 + 3 * 6 on rank 1, 10 + 3 * 5 on rank 0
     assert StepModel(sync_every_microbatch=True).even_time_of(costs) == 15  # 5 + 6 + 4
     assert StepModel(num_stages=4, sync_every_microbatch=True).even_time_of(costs) == 33 / 4
 
@@ -49,11 +57,15 @@ def test_one_stage_needs_no_simulation():
 def test_two_stages_by_hand():
     """Microbatches of 18 and 36 through two stages: F takes a sixth of their cost, B a third."""
     run: dict[int, list[Any]] = {0: [], 1: []}
-    for stage, (backward, microbatch, _), start, end in timeline(np.array([[18.0, 36]]), StepModel(num_stages=2)):
+    for stage, (backward, microbatch, _), start, end in timeline(
+        np.array([[18.0, 36]]), StepModel(num_stages=2)
+    ):
         run[stage].append((f"{'B' if backward else 'F'}{microbatch}", start.item(), end.item()))
     assert run[0] == [("F0", 0, 3), ("F1", 3, 9), ("B0", 12, 18), ("B1", 30, 42)]
     assert run[1] == [("F0", 3, 6), ("B0", 6, 12), ("F1", 12, 18), ("B1", 18, 30)]
-    assert simulate(np.array([[18.0, 36], [36, 18], [36, 36]]), StepModel(num_stages=2)).tolist() == [42, 42, 54]
+    assert simulate(
+        np.array([[18.0, 36], [36, 18], [36, 36]]), StepModel(num_stages=2)
+    ).tolist() == [42, 42, 54]
 
 
 def test_ranks_that_meet_run_the_costliest_pack():
@@ -62,10 +74,12 @@ def test_ranks_that_meet_run_the_costliest_pack():
     assert model.time_of(np.array([[18.0, 6], [12, 36]])) == 42
 
 
-@pytest.mark.parametrize("model", [model for model in PIPELINES if model.stage_group in (1, model.num_stages)], ids=str)
+@pytest.mark.parametrize(
+    "model", [model for model in PIPELINES if model.stage_group in (1, model.num_stages)], ids=str
+)
 def test_equal_packs_take_as_long_as_in_the_flow_shop(model):
-    """Bounds are proven for the flow shop: they say something about 1F1B because the two agree here. Interleaving
-    shortens only the filling and draining, to one chunk per stage.
+    """Bounds are proven for the flow shop: they say something about 1F1B because the two agree
+    here. Interleaving shortens only the filling and draining, to one chunk per stage.
     """
     for num_microbatches in numbers_of_microbatches(model):
         time = simulate(np.full((2, num_microbatches), 7.0), model)
@@ -75,11 +89,15 @@ def test_equal_packs_take_as_long_as_in_the_flow_shop(model):
 
 
 def test_order_of_packs_matters():
-    """The flow shop does not see the order: without the simulation any would do, and 1F1B would be 7 % slower here."""
+    """The flow shop does not see the order: without the simulation any would do, and 1F1B would be
+    7 % slower here.
+    """
     orders = np.array([[41, 48, 30], [30, 41, 48], [48, 30, 41]])
     model = StepModel(num_stages=2)
     assert [model.even_time_of(row[None]) for row in orders] == [167 / 2] * 3
-    assert [model.time_of(row[None]) for row in orders] == pytest.approx([463 / 6, 481 / 6, 533 / 6], rel=1e-2)
+    assert [model.time_of(row[None]) for row in orders] == pytest.approx(
+        [463 / 6, 481 / 6, 533 / 6], rel=1e-2
+    )
 
 
 def operations_of(stage: int, model: StepModel, num_microbatches: int) -> list[Operation]:
@@ -90,7 +108,10 @@ def operations_of(stage: int, model: StepModel, num_microbatches: int) -> list[O
 @pytest.mark.parametrize("model", PIPELINES, ids=str)
 def test_order_is_that_of_megatron_core(model):
     """A contract with upstream: the order of packs is chosen for the pipeline that runs."""
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
 
     chunks = model.num_virtual_stages
     for num_microbatches in numbers_of_microbatches(model):
@@ -115,7 +136,9 @@ def test_order_is_that_of_megatron_core(model):
 
 @pytest.mark.parametrize("model", PIPELINES, ids=str)
 def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
-    """A pass before its input is there, or idle time without a cause, makes the best order of another pipeline."""
+    """A pass before its input is there, or idle time without a cause, makes the best order of
+    another pipeline.
+    """
     rng = np.random.default_rng(5)
     last_layer = model.num_stages * model.num_virtual_stages - 1
     for num_microbatches in numbers_of_microbatches(model):
@@ -126,12 +149,20 @@ def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
         for stage, (backward, microbatch, chunk), start, end in run:
             layer = chunk * model.num_stages + stage
             if backward:
-                need = (False, microbatch, layer) if layer == last_layer else (True, microbatch, layer + 1)
+                need = (
+                    (False, microbatch, layer)
+                    if layer == last_layer
+                    else (True, microbatch, layer + 1)
+                )
             else:
                 need = (False, microbatch, layer - 1)
             earliest = free[stage] if need[2] < 0 else np.maximum(free[stage], ends[need])
             assert start.tolist() == earliest.tolist()
-            cost = costs[:, microbatch] / (3 * model.num_stages * model.num_virtual_stages) * (1 + backward)
+            cost = (
+                costs[:, microbatch]
+                / (3 * model.num_stages * model.num_virtual_stages)
+                * (1 + backward)
+            )
             assert end.tolist() == (start + cost).tolist()
             assert (backward, microbatch, layer) not in ends
             ends[backward, microbatch, layer] = free[stage] = end
@@ -145,7 +176,9 @@ def test_operations_wait_for_what_they_need_and_for_nothing_else(model):
 
 def test_pipelines_that_would_hang_are_refused():
     """megatron-core refuses them too; here they were an assertion inside of the simulation."""
-    with pytest.raises(ValueError, match=r"stage_group must be at least num_stages, 4, .* but is 2"):
+    with pytest.raises(
+        ValueError, match=r"stage_group must be at least num_stages, 4, .* but is 2"
+    ):
         StepModel(num_stages=4, num_virtual_stages=2, stage_group=2)
     for name in ("num_stages", "num_virtual_stages", "stage_group"):
         changed: dict[str, Any] = {name: 0}

@@ -1,4 +1,6 @@
-"""What one rank decides for all: every sequence placed once, and whatever a scheduler does becomes one error."""
+"""What one rank decides for all: every sequence placed once, and whatever a scheduler does becomes
+one error.
+"""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -13,7 +15,7 @@ from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
 from megatron.packing.scheduling.step_time import StepModel
-from megatron.packing.step.decide import GlobalBatchError, Offer, decide
+from megatron.packing.step.decide import GlobalBatchError, RankReport, decide
 from megatron.packing.step.settings import PackingSettings
 
 CAPACITY = 64
@@ -28,15 +30,21 @@ SETTINGS = PackingSettings(
 )
 
 
-def offer(*lengths: int, **others: Any) -> Offer:
+def offer(*lengths: int, **others: Any) -> RankReport:
     zeros = np.zeros(len(lengths), np.int64)
-    columns: dict[str, Any] = {field.name: zeros for field in fields(Offer) if field.type == "IntArray"}
-    return Offer(**(columns | {"lengths": np.array(lengths, np.int64), "form": ()} | others))
+    columns: dict[str, Any] = {
+        field.name: zeros for field in fields(RankReport) if field.type == "IntArray"
+    }
+    return RankReport(**(columns | {"lengths": np.array(lengths, np.int64), "form": ()} | others))
 
 
 def test_every_sequence_has_a_place() -> None:
     """A sequence without one would be lost, with a loss that looks right."""
-    offers = [offer(30, 1, 64), offer(num_dropped=3), offer(9, 40, form=(LABELS,), num_cut=2, num_dropped=4)]
+    offers = [
+        offer(30, 1, 64),
+        offer(num_dropped=3),
+        offer(9, 40, form=(LABELS,), num_cut=2, num_dropped=4),
+    ]
     decision = decide(offers, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
@@ -60,11 +68,15 @@ def test_a_scheduler_hears_all_that_is_known() -> None:
 
     def scheduler(request: ScheduleRequest) -> Schedule:
         heard.append(request)
-        return Schedule(request.source_rank.copy(), np.zeros_like(request.source_rank), request.num_ranks, 1)
+        return Schedule(
+            request.source_rank.copy(), np.zeros_like(request.source_rank), request.num_ranks, 1
+        )
 
     with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
         counts = {"num_loss_tokens": np.array([3, 1]), "steps_delayed": np.array([2, 0])}
-        decide([offer(5, 2, **counts), offer(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2)
+        decide(
+            [offer(5, 2, **counts), offer(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2
+        )
     (request,) = heard
     assert (request.seed, request.step) == (8, 31)
     assert request.loss_tokens is not None
@@ -90,7 +102,9 @@ def test_the_end_of_the_data() -> None:
     """Ranks that go on with nothing at hand would train on empty batches for ever."""
     assert decide([offer(ended=True), offer(ended=True)], 3, SETTINGS, None) is None
     assert decide([offer(ended=True), offer(5)], 3, SETTINGS, None) is not None
-    assert decide([offer(), offer()], 3, SETTINGS, None) is not None  # all were left out: an empty step
+    assert (
+        decide([offer(), offer()], 3, SETTINGS, None) is not None
+    )  # all were left out: an empty step
 
 
 def test_the_first_error_of_a_rank_is_everyones() -> None:
@@ -105,7 +119,9 @@ def test_extra_columns_that_only_some_ranks_have() -> None:
     decision = decide([offer(5, form=(extra,)), offer()], 3, SETTINGS, None)
     assert decision is not None
     assert decision.form == (extra,)
-    with pytest.raises(GlobalBatchError, match="'advantages' must be in all samples of a global batch or in none"):
+    with pytest.raises(
+        GlobalBatchError, match="'advantages' must be in all samples of a global batch or in none"
+    ):
         decide([offer(5, form=(extra,)), offer(7)], 3, SETTINGS, None)
 
 
@@ -136,8 +152,14 @@ def in_place(request: ScheduleRequest) -> Schedule:
         (lambda request: None, "scheduler 'mine'"),
         (lambda request: 7, "scheduler 'mine'"),
         (lambda request: Schedule(None, None, 2, 1), "scheduler 'mine'"),  # type: ignore[arg-type]
-        (lambda request: Schedule(request.lengths * 0.5, request.lengths, 2, 1), "scheduler 'mine'"),  # type: ignore[arg-type]
-        (lambda request: Schedule(request.source_rank[:1], request.source_rank[:1], 2, 1), "schedule.rank must be"),
+        (
+            lambda request: Schedule(request.lengths * 0.5, request.lengths, 2, 1),
+            "scheduler 'mine'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda request: Schedule(request.source_rank[:1], request.source_rank[:1], 2, 1),
+            "schedule.rank must be",
+        ),
     ],
 )
 def test_a_scheduler_that_fails_is_one_error(scheduler: Any, words: str) -> None:

@@ -34,7 +34,9 @@ def state_of(queue: DelayQueue) -> dict[str, Any]:
 
 
 def test_a_failed_step_changes_nothing() -> None:
-    """The checkpoint that is saved before an error is raised would lack what the failed step had taken."""
+    """The checkpoint that is saved before an error is raised would lack what the failed step had
+    taken.
+    """
     queue = DelayQueue(3)
     queue.finish(delayed(2, 3))
     before = state_of(queue)
@@ -57,8 +59,12 @@ def test_a_repeated_step_begins_with_the_same() -> None:
     st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4),
     st.integers(1, 5),
 )
-def test_state_loads_on_any_number_of_ranks(lengths_of_ranks: list[list[int]], num_ranks: int) -> None:
-    """A sequence that two ranks load, or none, is trained on twice or never; as many ranks take back their own."""
+def test_state_loads_on_any_number_of_ranks(
+    lengths_of_ranks: list[list[int]], num_ranks: int
+) -> None:
+    """A sequence that two ranks load, or none, is trained on twice or never; as many ranks take
+    back their own.
+    """
     states = []
     for rank, lengths in enumerate(lengths_of_ranks):
         queue = DelayQueue(3)
@@ -71,7 +77,9 @@ def test_state_loads_on_any_number_of_ranks(lengths_of_ranks: list[list[int]], n
         if num_ranks == len(states):
             assert content(queue) == [(rank + 1, [100 * n] * n) for n in lengths_of_ranks[rank]]
         loaded.append(content(queue))
-    expected = [(rank + 1, [100 * n] * n) for rank, lengths in enumerate(lengths_of_ranks) for n in lengths]
+    expected = [
+        (rank + 1, [100 * n] * n) for rank, lengths in enumerate(lengths_of_ranks) for n in lengths
+    ]
     assert [sample for samples in loaded for sample in samples] == expected
     assert num_ranks == len(states) or max(map(len, loaded)) - min(map(len, loaded)) <= 1
 
@@ -82,7 +90,9 @@ def test_a_state_of_another_version_is_refused(version: dict[str, int]) -> None:
     queue = DelayQueue(1)
     queue.finish(delayed(2, 3))
     state = {name: value for name, value in queue.state_dict().items() if name != "version"}
-    with pytest.raises(ValueError, match="as another version wrote them; continue it with that version"):
+    with pytest.raises(
+        ValueError, match="as another version wrote them; continue it with that version"
+    ):
         DelayQueue(1).load_state_dict([{**state, **version}], 0, 1)
 
 
@@ -104,7 +114,9 @@ def test_a_damaged_state_is_refused(damaged: str) -> None:
     queue.finish(waiting._replace(samples=with_extra(waiting.samples)))
     state = queue.state_dict()
     part = state[damaged]
-    state[damaged] = {name: values[1:] for name, values in part.items()} if isinstance(part, dict) else part[1:]
+    state[damaged] = (
+        {name: values[1:] for name, values in part.items()} if isinstance(part, dict) else part[1:]
+    )
     with pytest.raises(ValueError, match="delayed sequences are damaged; take another checkpoint"):
         DelayQueue(1).load_state_dict([state], 0, 1)
 

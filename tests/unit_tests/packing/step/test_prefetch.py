@@ -1,4 +1,6 @@
-"""Values prepared ahead are those of calls in order; what goes wrong is heard where it belongs, and threads end."""
+"""Values prepared ahead are those of calls in order; what goes wrong is heard where it belongs, and
+threads end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 from megatron.packing.step.prefetch import Prefetcher
 
 
-def counting(failure: BaseException | None = None, at: int = 0) -> tuple[Callable[[], int], list[int]]:
+def counting(
+    failure: BaseException | None = None, at: int = 0
+) -> tuple[Callable[[], int], list[int]]:
     """A `prepare` that counts its calls, and raises at one; and the calls so far."""
     calls: list[int] = []
 
@@ -26,7 +30,9 @@ def counting(failure: BaseException | None = None, at: int = 0) -> tuple[Callabl
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_values_come_in_order_and_as_many_are_prepared_as_was_said(ahead: int) -> None:
-    """A rank that prepares one more or less than the others waits for them for ever, or they for it."""
+    """A rank that prepares one more or less than the others waits for them for ever, or they for
+    it.
+    """
     before = threading.active_count()
     prepare, calls = counting()
     prefetcher = Prefetcher(prepare, ahead)
@@ -41,7 +47,9 @@ def test_values_come_in_order_and_as_many_are_prepared_as_was_said(ahead: int) -
 
 
 def test_no_more_is_prepared_than_will_be_asked_for() -> None:
-    """The last step takes all delayed sequences: a batch drawn after it would be missing in what was consumed."""
+    """The last step takes all delayed sequences: a batch drawn after it would be missing in what
+    was consumed.
+    """
     prepare, calls = counting()
     prefetcher = Prefetcher(prepare, 3, limit=4)
     assert [next(prefetcher) for _ in range(4)] == calls == [0, 1, 2, 3]
@@ -50,9 +58,13 @@ def test_no_more_is_prepared_than_will_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("failure", [StopIteration(), ValueError("broken"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize(
+    "failure", [StopIteration(), ValueError("broken"), SystemExit(3)], ids=repr
+)
 def test_a_failure_belongs_to_its_step(ahead: int, failure: BaseException) -> None:
-    """Raised earlier, two good steps would be lost; swallowed by the thread, the step would wait for ever."""
+    """Raised earlier, two good steps would be lost; swallowed by the thread, the step would wait
+    for ever.
+    """
     before = threading.active_count()
     prepare, calls = counting(failure, at=2)
     prefetcher = Prefetcher(prepare, ahead)
@@ -85,14 +97,15 @@ def test_closing_finishes_what_other_ranks_prepare_too() -> None:
 
 
 def test_closing_after_an_error_waits_only_so_long() -> None:
-    """The error of one rank would never be seen, while its thread waits for ranks that wait for it."""
-    goes_on = threading.Event()
+    """The error of one rank would never be seen, while its thread waits for ranks that wait for
+    it."""
+    continues_across_epochs = threading.Event()
     prepare, _ = counting()
 
     def stuck() -> int:
         number = prepare()
         if number:
-            goes_on.wait()
+            continues_across_epochs.wait()
         return number
 
     prefetcher = Prefetcher(stuck, 1)
@@ -100,7 +113,7 @@ def test_closing_after_an_error_waits_only_so_long() -> None:
     start = time.monotonic()
     prefetcher.close(timeout_seconds=0.05)
     assert time.monotonic() - start < 5
-    goes_on.set()
+    continues_across_epochs.set()
     prefetcher.close()
 
 

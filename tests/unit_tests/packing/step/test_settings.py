@@ -11,7 +11,9 @@ from tests.unit_tests.packing.stubs import Ranks
 
 @pytest.mark.parametrize(("recipe", "pack"), [(None, 4), ("delayed", 32), ("mxfp8", 64)])
 def test_packs_are_what_fp8_takes(recipe, pack):
-    """Transformer Engine ends the run at the first pack whose tokens on a rank are no multiple of its GEMMs'."""
+    """Transformer Engine ends the run at the first pack whose tokens on a rank are no multiple of
+    its GEMMs'.
+    """
     config = make_config(max_seqlen_per_dp_cp_rank=50)
     if recipe is not None:
         config.fp8, config.fp8_recipe = "hybrid", recipe

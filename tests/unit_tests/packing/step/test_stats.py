@@ -44,8 +44,11 @@ def account(
 
 
 def test_literal_account():
-    """The reported utilisation, padding and balance rest on these numbers; nothing else would notice a wrong one."""
-    # Packs: rank 0 [4 + 8 -> 16, dummy 8], rank 1 [dummy 8, 4 -> 8]. Sequences cost 12, 40, 12 and each pack 2.
+    """The reported utilisation, padding and balance rest on these numbers; nothing else would
+    notice a wrong one.
+    """
+    # Packs: rank 0 [4 + 8 -> 16, dummy 8], rank 1 [dummy 8, 4 -> 8]. Sequences cost 12, 40, 12 and
+    # each pack 2.
     stats = account([3, 5, 2], rank=[0, 0, 1], microbatch=[0, 0, 1])
     assert stats == PackingStats(
         sequences=3,
@@ -70,19 +73,24 @@ def test_literal_account():
 
 
 def test_rows_without_packing_by_hand():
-    """README's factor is over this baseline: padded to the longest that may be, it would look several times better."""
+    """README's factor is over this baseline: padded to the longest that may be, it would look
+    several times better.
+    """
     assert padded_rows([3, 5, 9, 2], 12) == [(5, 2), (9, 1), (2, 1)]
     assert padded_rows([4, 4, 4], 12) == [(4, 3)]
     assert padded_rows([], 12) == [(0, 0)]
 
 
 def test_no_more_is_moved_than_there_is():
-    """Padding of short sequences, counted as moved, came to several times the tokens of the batch."""
+    """Padding of short sequences, counted as moved, came to several times the tokens of the
+    batch."""
     assert account([1, 2, 3], rank=[1, 1, 1], microbatch=[0, 0, 1]).moved == 1
 
 
 def test_pipelines_are_accounted_for_by_simulation():
-    """Two stages run packs of 6 and 12 in 14 of a stage's time; two even packs of 9 would take (9 + 9 + 9) / 2."""
+    """Two stages run packs of 6 and 12 in 14 of a stage's time; two even packs of 9 would take (9 +
+    9 + 9) / 2.
+    """
     stats = account(
         *([8, 16], [0, 0], [0, 1]),
         num_ranks=1,
@@ -107,9 +115,15 @@ def test_ranks_that_meet_are_accounted_for():
 
 
 def test_empty_batch():
-    """A batch of dummy packs only (all samples dropped) must be accounted for, not divide by zero."""
+    """A batch of dummy packs only (all samples dropped) must be accounted for, not divide by
+    zero."""
     stats = account([], rank=[], microbatch=[])
-    assert (stats.sequences, stats.tokens, stats.square_sum, stats.padded_tokens) == (0, 0, 0, 4 * 8)
+    assert (stats.sequences, stats.tokens, stats.square_sum, stats.padded_tokens) == (
+        0,
+        0,
+        0,
+        4 * 8,
+    )
     assert (stats.step_cost, stats.step_cost_bound, stats.bubble) == (4.0, 2.0, 0.0)
     assert (stats.balance, stats.fill, stats.padding, stats.moved) == (2.0, 0.0, 1.0, 0.0)
     free = account([], rank=[], microbatch=[], cost=PackCost(1.0, 0.0))

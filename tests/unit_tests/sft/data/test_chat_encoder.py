@@ -34,17 +34,25 @@ def ids_of(sample):
 
 
 def test_literal_sample(encoder):
-    """A mask that follows the token and not the label trains on the token before each answer, and not on its end."""
+    """A mask that follows the token and not the label trains on the token before each answer, and
+    not on its end.
+    """
     sample = encoder.encode(messages(("user", "u"), ("assistant", "ab")))
     assert sample.tokens.tolist() == [USER, 117, END, ASSISTANT, 97, 98]
     assert sample.labels.tolist() == [117, END, ASSISTANT, 97, 98, END]
     assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
     assert not sample.is_cut
-    assert (sample.tokens.dtype, sample.labels.dtype, sample.loss_mask.dtype) == ("int64", "int64", "float32")
+    assert (sample.tokens.dtype, sample.labels.dtype, sample.loss_mask.dtype) == (
+        "int64",
+        "int64",
+        "float32",
+    )
 
 
 def test_tokens_and_labels_share_no_memory(encoder):
-    """Labels that are overwritten where masked, as is common, would change the tokens that the model reads."""
+    """Labels that are overwritten where masked, as is common, would change the tokens that the
+    model reads.
+    """
     sample = encoder.encode({"text": "abc"})
     assert not np.shares_memory(sample.tokens, sample.labels)
 
@@ -57,19 +65,38 @@ def test_text_is_trained_on_to_its_end(encoder):
 
 
 def test_every_role(encoder):
-    """A system or tool turn that is taken for the user's, or trained on, goes unnoticed in the loss."""
+    """A system or tool turn that is taken for the user's, or trained on, goes unnoticed in the
+    loss.
+    """
     sample = encoder.encode(
         {
             "conversations": [
-                {"from": role, "value": ""} for role in ("system", "human", "gpt", "tool", "assistant", "user")
+                {"from": role, "value": ""}
+                for role in ("system", "human", "gpt", "tool", "assistant", "user")
             ]
         }
     )
-    assert ids_of(sample) == [SYSTEM, END, USER, END, ASSISTANT, END, TOOL, END, ASSISTANT, END, USER, END]
+    assert ids_of(sample) == [
+        SYSTEM,
+        END,
+        USER,
+        END,
+        ASSISTANT,
+        END,
+        TOOL,
+        END,
+        ASSISTANT,
+        END,
+        USER,
+        END,
+    ]
     assert np.flatnonzero(sample.loss_mask).tolist() == [4, 8]
 
 
-TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=9)), min_size=1)
+TURNS = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=9)),
+    min_size=1,
+)
 
 
 @given(turns=TURNS, weight=st.sampled_from([None, 0.25, 2]))
@@ -88,7 +115,9 @@ def test_masked_labels_are_the_answers(encoder, turns, weight):
 
 @given(turns=TURNS, seq_length=st.integers(1, 40))
 def test_policies_agree_on_what_is_too_long(tokenizer, turns, seq_length):
-    """A sample one token over seq_length would fail later, in a pack; a cut one must be a prefix of the whole one."""
+    """A sample one token over seq_length would fail later, in a pack; a cut one must be a prefix of
+    the whole one.
+    """
     whole = ChatEncoder(tokenizer, 10**6, "error").encode(messages(*turns))
     cut = ChatEncoder(tokenizer, seq_length, "truncate").encode(messages(*turns))
     dropped = ChatEncoder(tokenizer, seq_length, "drop").encode(messages(*turns))
@@ -111,7 +140,9 @@ def test_policies_agree_on_what_is_too_long(tokenizer, turns, seq_length):
 
 
 def test_truncation_literally(tokenizer):
-    """Cut one token too late or too early, every truncated sample would differ from what seq_length says."""
+    """Cut one token too late or too early, every truncated sample would differ from what seq_length
+    says.
+    """
     record = messages(("user", "u"), ("assistant", "ab"))
     sample = ChatEncoder(tokenizer, 4, "truncate").encode(record)
     assert isinstance(sample, EncodedSample)
@@ -120,15 +151,20 @@ def test_truncation_literally(tokenizer):
         [0, 0, 0, 1],
         True,
     )
-    assert ChatEncoder(tokenizer, 3, "truncate").encode(record) == Dropped("no loss token left after truncation")
+    assert ChatEncoder(tokenizer, 3, "truncate").encode(record) == Dropped(
+        "no loss token left after truncation"
+    )
     with pytest.raises(
         SampleError,
-        match=r"^sample is 6 tokens long, but --seq-length is 5; raise it or pass --over-length-policy truncate\|drop$",
+        match=r"^sample is 6 tokens long, but --seq-length is 5; raise it or pass "
+        r"--over-length-policy truncate\|drop$",
     ):
         ChatEncoder(tokenizer, 5, "error").encode(record)
 
 
-@pytest.mark.parametrize("record", [{"text": ""}, {"text": "abc", "weight": 0}, messages(("user", "u"))])
+@pytest.mark.parametrize(
+    "record", [{"text": ""}, {"text": "abc", "weight": 0}, messages(("user", "u"))]
+)
 def test_nothing_to_learn_is_dropped(encoder, record):
     """A sample without loss costs a forward pass and, alone in a batch, divides by zero tokens."""
     assert encoder.encode(record) == Dropped("no loss token")
@@ -136,7 +172,9 @@ def test_nothing_to_learn_is_dropped(encoder, record):
 
 def test_wrong_flags(tokenizer):
     """A policy that is mistyped would be taken for another."""
-    with pytest.raises(ValueError, match=r"--over-length-policy must be error\|truncate\|drop, but is 'cut'"):
+    with pytest.raises(
+        ValueError, match=r"--over-length-policy must be error\|truncate\|drop, but is 'cut'"
+    ):
         ChatEncoder(tokenizer, 10, "cut")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="--seq-length must be at least 1, but is 0"):
         ChatEncoder(tokenizer, 0, "error")

@@ -16,7 +16,10 @@ from megatron.sft.data.messages import Message, SampleError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + PROMPT
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
+    "endfor %}" + PROMPT
+)
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
 {%- set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
 {%- for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -100,7 +103,8 @@ MARKED = (
 {{- '\n' }}{% endfor %}"""
     + PROMPT
 )
-# As TRL marks Phi 3: the end of the text, which stands behind the last turn alone, is a mark of its own.
+# As TRL marks Phi 3: the end of the text, which stands behind the last turn alone, is a mark of its
+# own.
 PHI_MARKED = """{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}
 {%- generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% elif messages[-1].role == 'assistant' %}
@@ -159,10 +163,13 @@ def render(source, messages, tools=None):
         (MARKED, [" a1 <|im_end|>", "a2<|im_end|>"]),
         (PHI_MARKED, [" a1 <|end|>\n", "a2<|end|>\n", "</s>"]),
     ],
-    ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked PhiMarked".split(),
+    ids="ChatML Llama2 Llama3 Llama3.1 Mistral Mistral3 Qwen2.5 Qwen3 Gemma Phi Zephyr marked "
+    "PhiMarked".split(),
 )
 def test_every_turn_is_trained_to_its_end(source, trained):
-    """A span off by some characters trains on headers, or never on the end of the turn: answers would not end."""
+    """A span off by some characters trains on headers, or never on the end of the turn: answers
+    would not end.
+    """
     assert render(source, LONG)[1] == trained
     assert render(source, SHORT)[1] == [trained[0], *trained[2:]]
     if source not in (GEMMA, MISTRAL):  # which know no system prompt
@@ -175,25 +182,35 @@ def released(source, messages, **options):
     """The rendering of transformers."""
     templates = pytest.importorskip("transformers.utils.chat_template_utils")
     conversations = [[message.as_dict() for message in messages]]
-    return templates.render_jinja_template(conversations, chat_template=source, **TOKENS, **options)[0][0]
+    return templates.render_jinja_template(
+        conversations, chat_template=source, **TOKENS, **options
+    )[0][0]
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1, max_size=9)
 
 
-@given(texts=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), system=st.none() | CONTENT)
+@given(
+    texts=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=5), system=st.none() | CONTENT
+)
 @settings(max_examples=20)
 @pytest.mark.parametrize("source", [CHATML, LLAMA2, LLAMA3, QWEN25, PHI, ZEPHYR])
 def test_text_is_that_of_transformers(source, texts, system):
-    """Trained behind anything else than what it is generated behind, a model is off its prompt at every turn."""
+    """Trained behind anything else than what it is generated behind, a model is off its prompt at
+    every turn.
+    """
     messages = [] if system is None else [Message("system", system)]
-    messages += [Message(role, text) for pair in texts for role, text in zip(("user", "assistant"), pair)]
+    messages += [
+        Message(role, text) for pair in texts for role, text in zip(("user", "assistant"), pair)
+    ]
     rendering = ChatTemplate(source, TOKENS).render(Conversation(messages))
     assert rendering.text == released(source, messages)
     turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
     assert len(rendering.spans) == len(turns) == len(texts)
     for number, span in zip(turns, rendering.spans):
-        assert rendering.text[: span.start] == released(source, messages[:number], add_generation_prompt=True)
+        assert rendering.text[: span.start] == released(
+            source, messages[:number], add_generation_prompt=True
+        )
 
 
 def test_tools_and_calls():
@@ -208,19 +225,37 @@ def test_tools_and_calls():
 
 
 def test_calls_without_ids_get_those_that_nemo_needs():
-    """Tool data of most collections have no ids, and Mistral's templates refuse each such conversation."""
+    """Tool data of most collections have no ids, and Mistral's templates refuse each such
+    conversation.
+    """
 
     def calls(*ids):
         return Message(
-            "assistant", "", fields={"tool_calls": [{**CALL, **({"id": one} if one else {})} for one in ids]}
+            "assistant",
+            "",
+            fields={"tool_calls": [{**CALL, **({"id": one} if one else {})} for one in ids]},
         )
 
     messages = [
-        *(LONG[0], calls(None, None), Message("tool", "r1"), Message("tool", "r2"), calls("given6789", None)),
-        *(Message("tool", "r4", fields={"tool_call_id": "call00003"}), Message("tool", "r3"), LONG[3]),
+        *(
+            LONG[0],
+            calls(None, None),
+            Message("tool", "r1"),
+            Message("tool", "r2"),
+            calls("given6789", None),
+        ),
+        *(
+            Message("tool", "r4", fields={"tool_call_id": "call00003"}),
+            Message("tool", "r3"),
+            LONG[3],
+        ),
     ]
     text, trained = render(NEMO, messages)
-    assert trained == ["[CALLS][f call00001, f call00002]</s>", "[CALLS][f given6789, f call00003]</s>", "a2</s>"]
+    assert trained == [
+        "[CALLS][f call00001, f call00002]</s>",
+        "[CALLS][f given6789, f call00003]</s>",
+        "a2</s>",
+    ]
     assert [part.split("[/RESULT]")[0] for part in text.split("[RESULT]")[1:]] == [
         *("call00001 r1", "call00002 r2", "call00003 r4", "given6789 r3")
     ]
@@ -229,9 +264,14 @@ def test_calls_without_ids_get_those_that_nemo_needs():
 
 
 def test_thoughts_of_every_turn_are_trained():
-    """Qwen3 as released writes the thoughts of the last turn only: others would be trained to answer without."""
+    """Qwen3 as released writes the thoughts of the last turn only: others would be trained to
+    answer without.
+    """
     text, trained = render(QWEN3, THOUGHTS)
-    assert trained == ["<think>\nt1\n</think>\n\na1<|im_end|>", "<think>\nt2\n</think>\n\na2<|im_end|>"]
+    assert trained == [
+        "<think>\nt1\n</think>\n\na1<|im_end|>",
+        "<think>\nt2\n</think>\n\na2<|im_end|>",
+    ]
     assert "t1" not in released(QWEN3, THOUGHTS)
     assert text.count("<think>") == 2
     single = THOUGHTS[:2]
@@ -239,8 +279,13 @@ def test_thoughts_of_every_turn_are_trained():
 
 
 def test_options_of_a_conversation_change_its_prompt():
-    """Where generation starts behind an empty thought, training on it would make the model write another one."""
-    off = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    """Where generation starts behind an empty thought, training on it would make the model write
+    another one.
+    """
+    off = (
+        "{% if enable_thinking is defined and not enable_thinking %}{{ "
+        "'<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    )
     template = ChatTemplate(
         QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n' }}" + off + "{% endif %}"), TOKENS
     )
@@ -250,11 +295,16 @@ def test_options_of_a_conversation_change_its_prompt():
 
 
 def test_system_prompt_of_mistral_is_trained_behind():
-    """Mistral 0.3 as released writes it into a last message of the user, and in training none is the last."""
+    """Mistral 0.3 as released writes it into a last message of the user, and in training none is
+    the last.
+    """
     single = [Message("system", "be kind"), *SHORT]
     assert "be kind" not in released(MISTRAL3, single)
     assert render(MISTRAL3, single)[0] == "<s>[INST] be kind\n\nq1[/INST] a1</s>"
-    assert released(MISTRAL3, single[:2], add_generation_prompt=True) == "<s>[INST] be kind\n\nq1[/INST]"
+    assert (
+        released(MISTRAL3, single[:2], add_generation_prompt=True)
+        == "<s>[INST] be kind\n\nq1[/INST]"
+    )
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED])
@@ -264,12 +314,16 @@ def test_turns_have_weights(source):
     template = ChatTemplate(source, TOKENS)
     spans = template.render(Conversation(messages)).spans
     assert [span.weight for span in spans] == [0, 0.5]
-    assert [span._replace(weight=1.0) for span in spans] == template.render(Conversation(LONG)).spans
+    assert [span._replace(weight=1.0) for span in spans] == template.render(
+        Conversation(LONG)
+    ).spans
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA31, QWEN25, QWEN3, MARKED])
 def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
-    """At two renderings for each turn, long conversations cost their square: a second for 400 turns."""
+    """At two renderings for each turn, long conversations cost their square: a second for 400
+    turns.
+    """
     template = ChatTemplate(source, TOKENS)
     template.render(Conversation(LONG))  # checks this kind of conversation, turn by turn
     written = []
@@ -285,11 +339,15 @@ def test_one_rendering_for_any_number_of_turns(source, monkeypatch):
         assert len(template.render(Conversation(LONG * turns)).spans) == 2 * turns
         assert len(written) == number
     template.render(Conversation(SYSTEM))
-    assert len(written) <= 3 + 1 + 2 * 2, "a kind that is new is checked with two renderings for each answer"
+    assert len(written) <= 3 + 1 + 2 * 2, (
+        "a kind that is new is checked with two renderings for each answer"
+    )
     before = len(written)
     template._checked.clear()
     template.render(Conversation(LONG * 50))
-    assert len(written) - before <= 1 + 2 * 8, "of long ones only the first and last answers are checked"
+    assert len(written) - before <= 1 + 2 * 8, (
+        "of long ones only the first and last answers are checked"
+    )
 
 
 def test_time_is_linear_in_turns():
@@ -316,19 +374,45 @@ NO_END = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        (NO_END, "under the chat template no end of a turn would be trained, so no answer ends; pass --chat-template"),
-        (MARKED.replace("{{ '<|im_end|>' }}{% endgen", "{% endgen"), "under the chat template no end of a turn"),
-        ("{{ messages | length }}" + CHATML, "the chat template renders turns up to number 1 anew as more follow"),
-        (QWEN3.replace("loop.index0 > ns", "loop.index0 >  ns"), "the chat template renders turns up to number 1 anew"),
+        (
+            NO_END,
+            "under the chat template no end of a turn would be trained, so no answer ends; pass "
+            "--chat-template",
+        ),
+        (
+            MARKED.replace("{{ '<|im_end|>' }}{% endgen", "{% endgen"),
+            "under the chat template no end of a turn",
+        ),
+        (
+            "{{ messages | length }}" + CHATML,
+            "the chat template renders turns up to number 1 again as more follow",
+        ),
+        (
+            QWEN3.replace("loop.index0 > ns", "loop.index0 >  ns"),
+            "the chat template renders turns up to number 1 again",
+        ),
         ("{% for m in messages %}", "the chat template cannot be read: Unexpected end of template"),
-        ("{{ messages.__class__ }}" + CHATML, "the chat template cannot be read: it uses the private name __class__"),
-        ("{{ strftime_now('%d') }}" + CHATML, "the chat template asks for today's date, by which samples would change"),
-        ("{{ raise_exception('never') }}", "the chat template refuses the conversation: never, although it is a ques"),
-        (CHATML.replace("user", "") + "{% for m in messages %}{{ m.content }}{% endfor %}", "the chat template writes"),
+        (
+            "{{ messages.__class__ }}" + CHATML,
+            "the chat template cannot be read: it uses the private name __class__",
+        ),
+        (
+            "{{ strftime_now('%d') }}" + CHATML,
+            "the chat template asks for today's date, by which samples would change",
+        ),
+        (
+            "{{ raise_exception('never') }}",
+            "the chat template refuses the conversation: never, although it is a ques",
+        ),
+        (
+            CHATML.replace("user", "") + "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "the chat template writes",
+        ),
     ],
 )
 def test_templates_that_train_wrongly_are_refused(source, fault):
-    """Every answer would be trained behind what it is never generated behind, or never to its end."""
+    """Every answer would be trained behind what it is never generated behind, or never to its
+    end."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         render(source, LONG)
     assert str(caught.value).startswith(fault)
@@ -339,9 +423,19 @@ def test_templates_that_train_wrongly_are_refused(source, fault):
     ("source", "messages", "tools", "fault"),
     [
         (GEMMA, SYSTEM, None, "the chat template refuses the conversation: no system role"),
-        (LLAMA3, CALLS, None, "message 1, of the assistant, holds 'f', which the chat template leaves out; remove it"),
+        (
+            LLAMA3,
+            CALLS,
+            None,
+            "message 1, of the assistant, holds 'f', which the chat template leaves out; remove it",
+        ),
         (LLAMA3, LONG, TOOLS, "the chat template leaves out the tool 'f'; remove tools"),
-        (CHATML, THOUGHTS, None, "message 3, of the assistant, holds 't2', which the chat template leaves out"),
+        (
+            CHATML,
+            THOUGHTS,
+            None,
+            "message 3, of the assistant, holds 't2', which the chat template leaves out",
+        ),
         (LLAMA31, CALLS, TOOLS, None),
         (CHATML, [Message("user", "q"), Message("assistant", "")], None, None),
         (
@@ -364,7 +458,9 @@ def test_conversations_that_lose_something_are_refused(source, messages, tools, 
 
 
 def test_marks_within_a_scope_of_their_own():
-    """A variable set in the marked part would change what follows it, otherwise than transformers renders it."""
+    """A variable set in the marked part would change what follows it, otherwise than transformers
+    renders it.
+    """
     source = (
         "{% set end = '!' %}"
         + MARKED.replace("{{ m.content }}", "{% set end = '?' %}{{ m.content + end }}")
@@ -381,4 +477,6 @@ def test_templates_pickle():
     before = template.render(Conversation(SHORT))
     copy = pickle.loads(pickle.dumps(template))
     assert copy.render(Conversation(SHORT)) == before
-    assert before.spans == [Span(len(before.text) - len(" a1 <|im_end|>\n"), len(before.text) - 1, 1.0)]
+    assert before.spans == [
+        Span(len(before.text) - len(" a1 <|im_end|>\n"), len(before.text) - 1, 1.0)
+    ]

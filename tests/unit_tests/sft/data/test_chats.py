@@ -22,7 +22,11 @@ ROLELESS = '{"messages": [{"role": "robot", "content": "x"}]}'
 
 @pytest.fixture(scope="module")
 def task():
-    return ChatTask(ChatEncoder(build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"))
+    return ChatTask(
+        ChatEncoder(
+            build_tokenizer("ByteLevelTokenizer"), seq_length=64, over_length_policy="error"
+        )
+    )
 
 
 def chats(task, path, max_bad=None, batch=1):
@@ -31,7 +35,9 @@ def chats(task, path, max_bad=None, batch=1):
     opened = open_chats(entry, task)
     assert opened.load is not None
     load = ChatLoad(opened.load, task, 0)
-    samples = concatenated(["some"], [SourceDataset(opened.source, load=load, shuffle=False, name="some")])
+    samples = concatenated(
+        ["some"], [SourceDataset(opened.source, load=load, shuffle=False, name="some")]
+    )
     return SampleStream(samples, Share(0, 1, batch, batch), max_bad_samples_in_a_row=max_bad)
 
 
@@ -40,7 +46,9 @@ def text_in(stream):
     return text_of(sample["tokens"])
 
 
-@pytest.mark.parametrize(("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")])
+@pytest.mark.parametrize(
+    ("line", "words"), [(BROKEN, "not JSON"), (ROLELESS, "role"), ('{"txt": [1]}', "'txt'")]
+)
 def test_error_names_file_and_line(task, write_lines, line, words):
     """One bad line in a million must be found by its place, also after blank lines."""
     path = write_lines("b.jsonl", text_line("three"), "", line)
@@ -54,7 +62,9 @@ def test_error_names_file_and_line(task, write_lines, line, words):
 
 
 def test_over_long_sample_names_file_and_line(task, write_lines):
-    """--seq-length too small is the commonest of mistakes; the message must say by how much and where."""
+    """--seq-length too small is the commonest of mistakes; the message must say by how much and
+    where.
+    """
     path = write_lines("a.jsonl", text_line("one"), text_line("x" * 100))
     source = chats(task, path)
     next(source)
@@ -63,7 +73,9 @@ def test_over_long_sample_names_file_and_line(task, write_lines):
 
 
 def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, caplog):
-    """Skipping that does not count hides that half of a file is unreadable; a line per epoch hides all else."""
+    """Skipping that does not count hides that half of a file is unreadable; a line per epoch hides
+    all else.
+    """
     path = write_lines("a.jsonl", text_line("one"), BROKEN, text_line("two"), ROLELESS)
     stream = chats(task, path, 100, batch=4)
     with caplog.at_level(logging.WARNING, "megatron.blending"):
@@ -75,7 +87,9 @@ def test_bad_samples_are_skipped_counted_and_logged_once(task, write_lines, capl
 
 
 def test_a_broken_source_is_an_error(task, write_lines):
-    """Hours later one would find that a source of the blend gave nothing; samples between broken ones are no row."""
+    """Hours later one would find that a source of the blend gave nothing; samples between broken
+    ones are no row.
+    """
     path = write_lines("a.jsonl", *[BROKEN, text_line("good")] * 5, *[BROKEN] * 5)
     source = chats(task, path, 3)
     assert [len(next(source)) for _ in range(12)] == [0, 1] * 5 + [0, 0]
@@ -91,7 +105,11 @@ def test_a_broken_source_is_an_error(task, write_lines):
 
 def folder(tmp_path, dataset, **parts):
     return str(
-        write_folder(tmp_path / "folder", {"s.tar": [("key", {n: p.encode() for n, p in parts.items()})]}, dataset)
+        write_folder(
+            tmp_path / "folder",
+            {"s.tar": [("key", {n: p.encode() for n, p in parts.items()})]},
+            dataset,
+        )
     )
 
 
@@ -117,7 +135,9 @@ def test_webdataset_of_something_else_is_refused_when_opened(task, tmp_path):
 
 
 def test_weights_multiply(task, write_lines):
-    """A weight that is lost trains on what it should not; one in the count too would change others' loss."""
+    """A weight that is lost trains on what it should not; one in the count too would change others'
+    loss.
+    """
     path = write_lines("a.jsonl", text_line("x", weight=0.5))
     blend = write_lines(
         "b.yaml",
@@ -130,7 +150,9 @@ def test_weights_multiply(task, write_lines):
 
 @pytest.mark.parametrize("weight", [0, -1, "heavy", True, float("inf")])
 def test_wrong_source_weight_is_refused_by_place(weight):
-    """Zero would drop every sample of the source as one without loss; the blend's weight is the place for that."""
+    """Zero would drop every sample of the source as one without loss; the blend's weight is the
+    place for that.
+    """
     with pytest.raises(ValueError, match=r"^here: sample_weight must be a number above 0"):
         source_weight({"sample_weight": weight}, "here: ")
 
@@ -138,11 +160,18 @@ def test_wrong_source_weight_is_refused_by_place(weight):
 def test_records_of_samples():
     """Bookkeeping of the source taken for content is refused as unknown keys, or trained on."""
     assert record_of(TextSample(__key__="0", text="t")) == {"text": "t"}
-    assert record_of(CrudeSample(__key__="0", txt="t", json={"weight": 2})) == {"text": "t", "weight": 2}
-    assert record_of(CrudeSample(__key__="0", output="o", instruction="i")) == {"output": "o", "instruction": "i"}
+    assert record_of(CrudeSample(__key__="0", txt="t", json={"weight": 2})) == {
+        "text": "t",
+        "weight": 2,
+    }
+    assert record_of(CrudeSample(__key__="0", output="o", instruction="i")) == {
+        "output": "o",
+        "instruction": "i",
+    }
 
 
 def test_probing_skips_what_is_dropped(task):
-    """Weights by tokens are taken from what the stream will hold: a dropped record has no tokens."""
+    """Weights by tokens are taken from what the stream will hold: a dropped record has no
+    tokens."""
     with pytest.raises(SkipSample):
         task.encode_sample(CrudeSample(__key__="0", json={"text": "a", "weight": 0}))

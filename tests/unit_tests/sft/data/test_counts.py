@@ -9,7 +9,12 @@ def test_columns():
     """A column taken for another reports cut samples as dropped, or tokens as sequences."""
     table = np.arange(2 * len(COLUMNS)).reshape(2, -1)
     counts = Counts(table)
-    assert (counts.num_sequences, counts.num_tokens, counts.square_sum, counts.num_cut) == (8, 10, 12, 14)
+    assert (counts.num_sequences, counts.num_tokens, counts.square_sum, counts.num_cut) == (
+        8,
+        10,
+        12,
+        14,
+    )
     assert counts.num_dropped == 4 + 5 + 6 + 7 + 12 + 13 + 14 + 15
     assert counts.dropped(0) == {
         "over length": 4,

@@ -27,7 +27,10 @@ def loss_sum(sample):
     return int(sample["loss_mask"].sum())
 
 
-BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --lr 1e-3"
+BASE = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 "
+    "--lr 1e-3"
+)
 
 
 def build(*arguments, batch=4, seed=1234):
@@ -36,7 +39,8 @@ def build(*arguments, batch=4, seed=1234):
 
 
 RECORDS = [
-    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a" * i}]} for i in range(20)
+    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a" * i}]}
+    for i in range(20)
 ]
 
 
@@ -52,7 +56,9 @@ def data_path(tmp_path):
             path.write_text(json.dumps(RECORDS, indent=1))
         else:
             parquet = pytest.importorskip("pyarrow.parquet")
-            parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(RECORDS), path, row_group_size=7)
+            parquet.write_table(
+                pytest.importorskip("pyarrow").Table.from_pylist(RECORDS), path, row_group_size=7
+            )
         return str(path)
 
     return write
@@ -60,7 +66,9 @@ def data_path(tmp_path):
 
 def test_tokenizer_model_alone_is_read(data_path):
     """Left unread, the model would be trained on bytes."""
-    with pytest.raises(ValueError, match=r"--tokenizer-model must be the directory .* but is 'absent'"):
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model must be the directory .* but is 'absent'"
+    ):
         build("--data-path", data_path(".jsonl"), "--tokenizer-model", "absent")
 
 
@@ -71,14 +79,23 @@ def test_every_format_gives_the_same_samples(data_path, suffix):
     assert len(datasets.train) == len(RECORDS)
     samples = sorted(read(datasets.train), key=loss_sum)
     for i, (record, sample) in enumerate(zip(RECORDS, samples, strict=True)):
-        assert text_of(sample["tokens"]) == record["messages"][0]["content"] + record["messages"][1]["content"]
+        assert (
+            text_of(sample["tokens"])
+            == record["messages"][0]["content"] + record["messages"][1]["content"]
+        )
         assert loss_sum(sample) == i + 1  # the answer and its end
         assert sample["tokens"].max() < datasets.vocab_size
 
 
 @pytest.mark.parametrize(
     ("split", "sizes"),
-    [("1", (20, 0, 0)), ("8,1,1", (16, 2, 2)), ("1,1", (10, 10, 0)), ("9,0,1", (18, 0, 2)), ("96,2,2", (19, 1, 0))],
+    [
+        ("1", (20, 0, 0)),
+        ("8,1,1", (16, 2, 2)),
+        ("1,1", (10, 10, 0)),
+        ("9,0,1", (18, 0, 2)),
+        ("96,2,2", (19, 1, 0)),
+    ],
 )
 def test_split_shares_records_out_without_overlap(data_path, split, sizes):
     """A record in two parts makes the held-out loss a training loss; one in none is lost."""
@@ -87,7 +104,9 @@ def test_split_shares_records_out_without_overlap(data_path, split, sizes):
     assert tuple(map(len, parts)) == sizes
     assert sum(sizes) == len(RECORDS)
     answers = [[loss_sum(sample) - 1 for sample in read(part)] for part in parts if len(part)]
-    assert [*sorted(answers[0]), *(answer for part in answers[1:] for answer in part)] == list(range(20))
+    assert [*sorted(answers[0]), *(answer for part in answers[1:] for answer in part)] == list(
+        range(20)
+    )
 
 
 def test_split_without_training_records_is_refused(data_path):
@@ -98,7 +117,12 @@ def test_split_without_training_records_is_refused(data_path):
 
 def test_validation_files_take_the_place_of_the_split(data_path, write_lines):
     """With files of its own for validation, all of --data-path is for training."""
-    datasets = build("--data-path", data_path(".json"), "--valid-data-path", write_lines("v.jsonl", text_line("held")))
+    datasets = build(
+        "--data-path",
+        data_path(".json"),
+        "--valid-data-path",
+        write_lines("v.jsonl", text_line("held")),
+    )
     assert (len(datasets.train), len(datasets.valid), len(datasets.test)) == (20, 1, 0)
     assert text_of(read(datasets.valid)[0]["tokens"]) == "held"
 
@@ -128,7 +152,9 @@ def test_mock_validation_differs_from_training():
 
 def test_mock_data_is_a_function_of_the_seed():
     """Benchmarks that claim the same data for two layouts must have it."""
-    first, again, other = (mock_tokens(build("--mock-data", seed=seed).train, 12) for seed in (1, 1, 2))
+    first, again, other = (
+        mock_tokens(build("--mock-data", seed=seed).train, 12) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -164,7 +190,9 @@ def tokens_file(path, *sequences):
 
 @pytest.fixture
 def sources(tmp_path):
-    """A folder with chats.jsonl, texts/ (prepared) and docs.bin/.idx, whose samples are 5, 5 and 3 tokens long."""
+    """A folder with chats.jsonl, texts/ (prepared) and docs.bin/.idx, whose samples are 5, 5 and 3
+    tokens long.
+    """
     write_jsonl(tmp_path / "chats.jsonl", [{"instruction": "q", "output": "a"} for _ in range(40)])
     samples = [(f"k{i}", {"txt": b"text!"}) for i in range(8)]
     shards = {"s_0.tar": samples[:6], "s_1.tar": samples[6:]}
@@ -176,7 +204,11 @@ def sources(tmp_path):
 def metadataset(folder, train, val=None):
     path = folder / "blend.yaml"
     splits = {"train": train} | ({} if val is None else {"val": val})
-    path.write_text(json.dumps({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}))
+    path.write_text(
+        json.dumps(
+            {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
+        )
+    )
     return str(path)
 
 
@@ -193,7 +225,9 @@ def source_counts(samples, number):
 
 
 def test_blend_of_every_format(sources):
-    """A source whose records become other tokens, or that is drawn out of proportion, trains another model."""
+    """A source whose records become other tokens, or that is drawn out of proportion, trains
+    another model.
+    """
     datasets = build("--data-path", metadataset(sources, blend(), {"path": "texts"}))
     assert isinstance(datasets.train.dataset, BlendDataset)
     assert datasets.train.names == ["chats", "texts", "docs"]
@@ -207,20 +241,28 @@ def test_blend_of_every_format(sources):
 
 
 def test_blend_without_val_is_split_source_by_source(sources):
-    """A held-out part of the first source alone would say nothing of the others; a shared record, too much."""
+    """A held-out part of the first source alone would say nothing of the others; a shared record,
+    too much.
+    """
     datasets = build("--data-path", metadataset(sources, blend()), "--split", "5,4,1")
     assert list(map(len, datasets.train.dataset.children)) == [20, 3, 5]
     assert datasets.valid.names == ["chats", "texts", "docs"]
     assert source_counts(datasets.valid, 22) == [16, 2, 4]
     assert source_counts(datasets.test, 6) == [4, 1, 1]
     assert source_counts(datasets.train, 100) == [50, 30, 20]
-    with pytest.raises(ValueError, match=r"--split 1,99 leaves no record of 40 of .*blend\[0\] for training"):
+    with pytest.raises(
+        ValueError, match=r"--split 1,99 leaves no record of 40 of .*blend\[0\] for training"
+    ):
         build("--data-path", metadataset(sources, blend()), "--split", "1,99")
 
 
 def test_epochized_blend_reads_each_source_so_often(sources):
-    """Repetitions are of records per epoch; taken for weights they would read small sources much more often."""
-    path = metadataset(sources, blend("blend_epochized", "repetitions", (1, 2, 0.5)), {"path": "texts"})
+    """Repetitions are of records per epoch; taken for weights they would read small sources much
+    more often.
+    """
+    path = metadataset(
+        sources, blend("blend_epochized", "repetitions", (1, 2, 0.5)), {"path": "texts"}
+    )
     datasets = build("--data-path", path)
     assert source_counts(datasets.train, 40 + 12 + 5) == [40, 12, 5]
     assert source_counts(datasets.train, 2 * (40 + 12 + 5)) == [80, 24, 10]
@@ -229,7 +271,8 @@ def test_epochized_blend_reads_each_source_so_often(sources):
 
 
 def test_weights_by_tokens(sources):
-    """Shares of samples are not shares of what is trained on: long samples would take most of it."""
+    """Shares of samples are not shares of what is trained on: long samples would take most of
+    it."""
     path = metadataset(sources, blend(shares=(1, 1, 1)), {"path": "texts"})
     train = build("--data-path", path, "--blend-weights-by", "tokens").train
     lengths = [5, 5, 3]
@@ -238,13 +281,19 @@ def test_weights_by_tokens(sources):
 
 
 def test_folder_and_token_file_without_a_metadataset(sources):
-    """The parts that a prepared folder has are its own: a --split of it would train on its validation part."""
+    """The parts that a prepared folder has are its own: a --split of it would train on its
+    validation part.
+    """
     datasets = build("--data-path", str(sources / "texts"))
     assert (len(datasets.train), len(datasets.valid), len(datasets.test)) == (6, 2, 0)
-    datasets = build("--data-path", str(sources / "docs"), str(sources / "chats.jsonl"), "--split", "1")
+    datasets = build(
+        "--data-path", str(sources / "docs"), str(sources / "chats.jsonl"), "--split", "1"
+    )
     assert datasets.train.names == ["docs", "chats"]
     assert source_counts(datasets.train, 50) == [10, 40]
-    with pytest.raises(ValueError, match=r"texts has data to hold out, but .*docs has none; pass --valid-data-path"):
+    with pytest.raises(
+        ValueError, match=r"texts has data to hold out, but .*docs has none; pass --valid-data-path"
+    ):
         build("--data-path", str(sources / "texts"), str(sources / "docs"))
     datasets = build(
         *("--data-path", str(sources / "texts"), str(sources / "docs")),
@@ -256,10 +305,19 @@ def test_folder_and_token_file_without_a_metadataset(sources):
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ({"blend": [{"weight": 1, "path": "chats.json"}]}, r"blend.yaml:1: .*blend\[0\].*chats\.jsonl"),
+        (
+            {"blend": [{"weight": 1, "path": "chats.json"}]},
+            r"blend.yaml:1: .*blend\[0\].*chats\.jsonl",
+        ),
         ({"blend": [{"wieght": 1, "path": "docs"}]}, "blend.yaml.*'wieght'.*weight"),
-        ({"blend": [{"weight": 1, "path": "texts", "split_part": "tarin"}]}, "texts.*'tarin'.*train"),
-        ({"path": "docs", "subflavors": {"sample_weight": -1}}, "blend.yaml.*sample_weight must be a number above 0"),
+        (
+            {"blend": [{"weight": 1, "path": "texts", "split_part": "tarin"}]},
+            "texts.*'tarin'.*train",
+        ),
+        (
+            {"path": "docs", "subflavors": {"sample_weight": -1}},
+            "blend.yaml.*sample_weight must be a number above 0",
+        ),
     ],
 )
 def test_wrong_metadataset_is_one_line(sources, train, words):
@@ -299,7 +357,9 @@ def test_weights_over_steps(sources):
     assert [source_counts(train, 20 * step)[0] for step in range(1, 7)] == [18, 32, 42, 48, 50, 50]
     abrupt = json.dumps({"points": [[0, [5, 3, 1]], [3, [0, 1, 0]]]})
     by_tokens = ("--blend-weights-by", "tokens")
-    train = build("--data-path", path, *by_tokens, "--blend-weight-schedule", abrupt, batch=20).train
+    train = build(
+        "--data-path", path, *by_tokens, "--blend-weight-schedule", abrupt, batch=20
+    ).train
     before, after = (source_counts(train, 20 * steps) for steps in (3, 8))
     assert [late - early for early, late in zip(before, after)] == [0, 100, 0]
     assert before[0] > 0
@@ -345,7 +405,12 @@ def test_short_names(paths, names):
     assert short_names(paths) == names
 
 
-@given(st.lists(st.lists(st.sampled_from(["a", "b", "a.jsonl", "b.json"]), min_size=1, max_size=3), max_size=6))
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["a", "b", "a.jsonl", "b.json"]), min_size=1, max_size=3),
+        max_size=6,
+    )
+)
 def test_no_two_names_alike(parts):
     """Two sources under one name would be one source in the metrics."""
     names = short_names(["/".join(path) for path in parts])
@@ -355,7 +420,9 @@ def test_no_two_names_alike(parts):
 def test_weights_before_paths_are_a_blend(tmp_path):
     """Megatron's way to blend would need a metadataset written for it."""
     for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(40)])
+        write_jsonl(
+            tmp_path / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(40)]
+        )
     (tmp_path / "blend.yaml").write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
         "      - {weight: 3, path: a.jsonl}\n      - {weight: 1, path: b.jsonl}\n"
@@ -372,7 +439,9 @@ def test_weights_before_paths_are_a_blend(tmp_path):
 
 
 def test_unread_keys_are_listed_before_processes_read(write_lines, caplog):
-    """Each process that reads would list them again; a broken first record must not end a run that skips such."""
+    """Each process that reads would list them again; a broken first record must not end a run that
+    skips such.
+    """
     path = write_lines("train.jsonl", text_line("abc", id=7), text_line("abd", id=8))
     broken = write_lines("broken.jsonl", "{", text_line("abc", url="u"))
     build("--data-path", path, broken, "--split", "1")

@@ -32,9 +32,18 @@ TRAINED = "a<end>"
 TWO = "<user>p<end><assistant>b<end>" + WHOLE
 
 LAYOUTS = {
-    "OpenAI, TRL, ms-swift": ({"messages": chat(("user", "q"), ("assistant", "a"))}, WHOLE, TRAINED),
+    "OpenAI, TRL, ms-swift": (
+        {"messages": chat(("user", "q"), ("assistant", "a"))},
+        WHOLE,
+        TRAINED,
+    ),
     "OpenAI, parts": (
-        {"messages": chat(("user", [{"type": "text", "text": "q"}]), ("assistant", [{"type": "text", "text": "a"}]))},
+        {
+            "messages": chat(
+                ("user", [{"type": "text", "text": "q"}]),
+                ("assistant", [{"type": "text", "text": "a"}]),
+            )
+        },
         WHOLE,
         TRAINED,
     ),
@@ -57,17 +66,31 @@ LAYOUTS = {
     ),
     "ShareGPT": ({"conversations": turns(q=("a", {}))}, WHOLE, TRAINED),
     "OpenHermes": (
-        {"conversations": turns(q=("a", {"weight": None})), "system_prompt": "s", "views": 3, "avatarUrl": None},
+        {
+            "conversations": turns(q=("a", {"weight": None})),
+            "system_prompt": "s",
+            "views": 3,
+            "avatarUrl": None,
+        },
         WITH_SYSTEM,
         TRAINED,
     ),
     "OpenHermes, system twice": (
-        {"conversations": [{"from": "system", "value": "s"}, *turns(q=("a", {}))], "system_prompt": "s"},
+        {
+            "conversations": [{"from": "system", "value": "s"}, *turns(q=("a", {}))],
+            "system_prompt": "s",
+        },
         WITH_SYSTEM,
         TRAINED,
     ),
     "OpenChat": (
-        {"items": [], "conversations": [{"from": "human", "value": "q", "weight": 0.0}, *turns(q=("a", {}))[1:]]},
+        {
+            "items": [],
+            "conversations": [
+                {"from": "human", "value": "q", "weight": 0.0},
+                *turns(q=("a", {}))[1:],
+            ],
+        },
         WHOLE,
         TRAINED,
     ),
@@ -76,9 +99,21 @@ LAYOUTS = {
         WITH_SYSTEM,
         TRAINED,
     ),
-    "Axolotl, train": ({"conversations": turns(p=("b", {"train": False}), q=("a", {"train": True}))}, TWO, TRAINED),
-    "Axolotl, training": ({"messages": turns(p=("b", {"training": False}), q=("a", {}))}, TWO, TRAINED),
-    "ms-swift, loss": ({"messages": turns(p=("b", {"loss": False}), q=("a", {"loss": True}))}, TWO, TRAINED),
+    "Axolotl, train": (
+        {"conversations": turns(p=("b", {"train": False}), q=("a", {"train": True}))},
+        TWO,
+        TRAINED,
+    ),
+    "Axolotl, training": (
+        {"messages": turns(p=("b", {"training": False}), q=("a", {}))},
+        TWO,
+        TRAINED,
+    ),
+    "ms-swift, loss": (
+        {"messages": turns(p=("b", {"loss": False}), q=("a", {"loss": True}))},
+        TWO,
+        TRAINED,
+    ),
     "ms-swift, loss_scale": (
         {"messages": turns(p=("b", {"loss_scale": 0}), q=("a", {"loss_scale": 1.0}))},
         TWO,
@@ -89,7 +124,11 @@ LAYOUTS = {
             "messages": [
                 {"role": "system", "content": [{"type": "text", "value": "s"}], "loss_weight": 0.0},
                 {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
-                {"role": "assistant", "content": [{"type": "text", "value": "a", "text": None}], "loss_weight": 1.0},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "value": "a", "text": None}],
+                    "loss_weight": 1.0,
+                },
             ],
             "extra_info": "",
         },
@@ -106,7 +145,11 @@ LAYOUTS = {
         WITH_SYSTEM,
         TRAINED,
     ),
-    "ms-swift, query": ({"query": "q", "response": "a", "history": [["p", "b"]]}, TWO, "b<end>a<end>"),
+    "ms-swift, query": (
+        {"query": "q", "response": "a", "history": [["p", "b"]]},
+        TWO,
+        "b<end>a<end>",
+    ),
     "Alpaca": ({"instruction": "q", "input": "", "output": "a"}, WHOLE, TRAINED),
     "Alpaca, input": (
         {"instruction": "q", "input": "i", "output": "a"},
@@ -115,7 +158,12 @@ LAYOUTS = {
     ),
     "Alpaca, input alone": ({"instruction": "", "input": "q", "output": "a"}, WHOLE, TRAINED),
     "Alpaca, as first released": (
-        {"instruction": "q", "input": "", "output": "a", "text": "Below is ...\nq\n### Response:\na"},
+        {
+            "instruction": "q",
+            "input": "",
+            "output": "a",
+            "text": "Below is ...\nq\n### Response:\na",
+        },
         WHOLE,
         TRAINED,
     ),
@@ -129,7 +177,11 @@ LAYOUTS = {
         "<user>q\n\nc<end><assistant>a<end>",
         TRAINED,
     ),
-    "OpenOrca": ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, WITH_SYSTEM, TRAINED),
+    "OpenOrca": (
+        {"id": "1", "system_prompt": "s", "question": "q", "response": "a"},
+        WITH_SYSTEM,
+        TRAINED,
+    ),
     "GSM8K": ({"question": "q", "answer": "a"}, WHOLE, TRAINED),
     "UltraChat": (
         {"prompt": "q", "prompt_id": "1", "messages": chat(("user", "q"), ("assistant", "a"))},
@@ -152,7 +204,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout(tokenizer, name):
-    """A field that is passed over trains on something else than its author wrote, without a word."""
+    """A field that is passed over trains on something else than its author wrote, without a
+    word."""
     record, whole, trained = LAYOUTS[name]
     sample = ChatEncoder(tokenizer, 1000, "error").encode(record)
     assert isinstance(sample, EncodedSample)
@@ -220,7 +273,9 @@ SCHEMA = {"name": "f", "parameters": {}}
     ids=["OpenAI, TRL", "OpenAI, function_call", "LLaMA-Factory", "ms-swift"],
 )
 def test_tool_calls_of_every_layout(record, tools):
-    """Arguments left as text would be written as a string in a string; calls as content are no calls to a template."""
+    """Arguments left as text would be written as a string in a string; calls as content are no
+    calls to a template.
+    """
     content = read_record(record, {}).content
     assert isinstance(content, Conversation)
     assert [(message.role, message.fields) for message in content.messages] == CALLED
@@ -254,7 +309,10 @@ def test_thoughts_by_every_name(key):
 
 def test_weights_of_turns_multiply_the_records(tokenizer):
     """A turn of half weight in a record of half weight would count as whole."""
-    record = {"conversations": turns(p=("b", {"weight": 0.5}), q=("a", {"weight": 3})), "weight": 0.5}
+    record = {
+        "conversations": turns(p=("b", {"weight": 0.5}), q=("a", {"weight": 3})),
+        "weight": 0.5,
+    }
     sample = ChatEncoder(tokenizer, 1000, "error").encode(record, 2.0)
     assert isinstance(sample, EncodedSample)
     assert sample.loss_mask[sample.loss_mask > 0].tolist() == [0.5, 0.5, 3, 3]
@@ -273,7 +331,10 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ),
         ({}, "record has keys (none), but must have messages"),
         ({"instruction": "q", "output": None}, "record has keys 'instruction', but must have"),
-        (PAIR | {"response": "b"}, "record has response, which would be lost beside what is read; name its meaning"),
+        (
+            PAIR | {"response": "b"},
+            "record has response, which would be lost beside what is read; name its meaning",
+        ),
         (PAIR | {"input": "i", "context": "c"}, "record has context, which would be lost"),
         (PAIR | {"text": "another"}, "record has text, which would be lost"),
         (PAIR | {"reasoning": "r"}, "record has reasoning, which would be lost"),
@@ -283,7 +344,8 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ({"text": "a", "tools": [SCHEMA]}, "record has tools, which would be lost"),
         (
             {"messages": chat(("system", "t"), ("user", "q"), ("assistant", "a")), "system": "s"},
-            "record has two system prompts, system and another one; leave one out, as by none=system",
+            "record has two system prompts, system and another one; leave one out, as by "
+            "none=system",
         ),
         (PAIR | {"history": [["p"]]}, "history[0] must be [question, answer], but is ['p']"),
         (
@@ -292,7 +354,10 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ),
         (PAIR | {"tools": "{"}, "tools must be JSON, but is '{'"),
         (PAIR | {"tools": {"a": 1}}, "tools must be a list of JSON schemas, but is {'a': 1}"),
-        ({"prompt": "q", "completion": chat(("assistant", "a"))}, "prompt must be a list of at least one message"),
+        (
+            {"prompt": "q", "completion": chat(("assistant", "a"))},
+            "prompt must be a list of at least one message",
+        ),
         ({"instruction": "q", "input": 3, "output": "a"}, "input must be a string, but is 3"),
         ({"instruction": "q", "output": 0}, "output must be a string, but is 0"),
         ({"text": ["a"]}, "text must be a string, but is ['a']"),
@@ -301,12 +366,16 @@ def test_weights_of_turns_multiply_the_records(tokenizer):
         ({"text": "a", "weight": 3e38}, "weight must be a number from 0 to 10,000, but is 3e+38"),
         ({"text": "a", "weight": 10**400}, "weight must be a number from 0 to 10,000, but is 1000"),
         ({"text": "a", "weight": -1}, "weight must be a number from 0 to 10,000, but is -1"),
-        ({"text": "a", "weight": float("nan")}, "weight must be a number from 0 to 10,000, but is nan"),
+        (
+            {"text": "a", "weight": float("nan")},
+            "weight must be a number from 0 to 10,000, but is nan",
+        ),
         ({"text": "a", "weight": True}, "weight must be a number from 0 to 10,000, but is True"),
     ],
 )
 def test_what_would_be_lost_is_explained(record, fault):
-    """A record that is half understood trains on something else than was written, without a word."""
+    """A record that is half understood trains on something else than was written, without a
+    word."""
     with pytest.raises(SampleError) as caught:
         read_record(record, {})
     assert str(caught.value).startswith(fault)
@@ -324,10 +393,12 @@ def test_what_would_be_lost_is_explained(record, fault):
     ],
 )
 def test_answers_marked_as_good_or_bad_are_refused(record, key, is_good):
-    """KTO's bad answers would be trained as good ones. Its good ones are refused, too, since most files begin with one
-    and hold both.
+    """KTO's bad answers would be trained as good ones. Its good ones are refused, too, since most
+    files begin with one and hold both.
     """
-    with pytest.raises(SampleError, match=rf"record has {key} {str(is_good).lower()} .*--data-columns none={key}$"):
+    with pytest.raises(
+        SampleError, match=rf"record has {key} {str(is_good).lower()} .*--data-columns none={key}$"
+    ):
         read_record({**record, key: is_good}, {})
     read_record({**record, key: is_good}, {key: "none"})
     if key != "chosen":
@@ -343,13 +414,31 @@ def test_labels_of_texts_are_not_preferences():
     ("turn", "fault"),
     [
         ("hi", "messages[0] must be {role, content} or {from, value}, but is 'hi'"),
-        ({"content": "hi"}, "messages[0] must have role and content, or from and value, but has keys ['content']"),
-        ({"from": "gpt"}, "messages[0] must have role and content, or from and value, but has keys ['from']"),
-        ({"role": "robot", "content": "r"}, "messages[0].role must be one of system, developer, user, "),
+        (
+            {"content": "hi"},
+            "messages[0] must have role and content, or from and value, but has keys ['content']",
+        ),
+        (
+            {"from": "gpt"},
+            "messages[0] must have role and content, or from and value, but has keys ['from']",
+        ),
+        (
+            {"role": "robot", "content": "r"},
+            "messages[0].role must be one of system, developer, user, ",
+        ),
         ({"role": "user", "content": None}, "messages[0].content must be a string, but is None"),
-        ({"role": "user", "content": [{"type": "image"}]}, 'messages[0].content must hold parts {"type": "text", '),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content part must be a string, but is None"),
-        ({"role": "user", "content": "q", "train": True}, "messages[0].train asks to train on a turn of the user"),
+        (
+            {"role": "user", "content": [{"type": "image"}]},
+            'messages[0].content must hold parts {"type": "text", ',
+        ),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            "messages[0].content part must be a string, but is None",
+        ),
+        (
+            {"role": "user", "content": "q", "train": True},
+            "messages[0].train asks to train on a turn of the user",
+        ),
         (
             {"role": "user", "content": "q", "loss_weight": 1.0},
             "messages[0].loss_weight asks to train on a turn of the ",
@@ -358,14 +447,35 @@ def test_labels_of_texts_are_not_preferences():
             {"role": "user", "content": [{"type": "text", "value": 3}]},
             "messages[0].content part must be a string, but is 3",
         ),
-        ({"role": "assistant", "content": "a", "train_detail": [{}]}, "messages[0].train_detail would be lost"),
+        (
+            {"role": "assistant", "content": "a", "train_detail": [{}]},
+            "messages[0].train_detail would be lost",
+        ),
         ({"role": "user", "content": "q", "images": ["1.png"]}, "messages[0].images would be lost"),
-        ({"role": "assistant", "content": "a", "weight": -1}, "messages[0].weight must be a number from 0 to 10,000"),
-        ({"role": "assistant", "content": "a", "loss": "no"}, "messages[0].loss must be a number from 0 to 10,000"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls must hold calls {name, "),
-        ({"role": "assistant", "content": "", "tool_calls": {"a": 1}}, "messages[0].tool_calls must be a list"),
-        ({"from": "function_call", "value": "f(x)"}, "messages[0].value must be JSON, but is 'f(x)'"),
-        ({"role": "assistant", "content": "a", "thinking": "t", "reasoning": "r"}, "messages[0] has reasoning and th"),
+        (
+            {"role": "assistant", "content": "a", "weight": -1},
+            "messages[0].weight must be a number from 0 to 10,000",
+        ),
+        (
+            {"role": "assistant", "content": "a", "loss": "no"},
+            "messages[0].loss must be a number from 0 to 10,000",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{}]},
+            "messages[0].tool_calls must hold calls {name, ",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": {"a": 1}},
+            "messages[0].tool_calls must be a list",
+        ),
+        (
+            {"from": "function_call", "value": "f(x)"},
+            "messages[0].value must be JSON, but is 'f(x)'",
+        ),
+        (
+            {"role": "assistant", "content": "a", "thinking": "t", "reasoning": "r"},
+            "messages[0] has reasoning and th",
+        ),
     ],
 )
 def test_wrong_turns_are_explained(turn, fault):
@@ -376,10 +486,14 @@ def test_wrong_turns_are_explained(turn, fault):
 
 
 def test_other_keys_are_listed_once(tokenizer, caplog):
-    """A column that the user thought was trained would go unnoticed; one line per record would hide all others."""
+    """A column that the user thought was trained would go unnoticed; one line per record would hide
+    all others.
+    """
     encoder = ChatEncoder(tokenizer, 1000, "error")
     for _ in range(3):
-        encoder.encode({"messages": turns(q=("a", {"rating": 5})), "id": 7, "topic": "t", "views": None})
+        encoder.encode(
+            {"messages": turns(q=("a", {"rating": 5})), "id": 7, "topic": "t", "views": None}
+        )
     encoder.encode({"text": "abc", "id": 8, "url": "u"})
     assert caplog.messages == ["not read of records: id, rating, topic", "not read of records: url"]
 
@@ -394,15 +508,23 @@ def test_odd_names_of_columns(tokenizer):
     assert tokenizer.show([int(sample.tokens[0]), *sample.labels.tolist()]) == WHOLE
     assert np.flatnonzero(sample.loss_mask).size == 2
     chosen = read_record(
-        {"prompt": "p", "chosen": "c", "rejected": "r"}, parse_columns("completion=chosen,none=rejected")
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        parse_columns("completion=chosen,none=rejected"),
     )
     assert chosen.content == ("p", "c")
-    with pytest.raises(SampleError, match="record has messages twice, by --data-columns; add none=COLUMN"):
+    with pytest.raises(
+        SampleError, match="record has messages twice, by --data-columns; add none=COLUMN"
+    ):
         read_record({"messages": chat(("user", "q")), "dialogue": dialogue}, columns)
 
 
-@pytest.mark.parametrize("wrong", ["messages", "messages=", "talk=dialogue", "text=a,messages=a", ""])
+@pytest.mark.parametrize(
+    "wrong", ["messages", "messages=", "talk=dialogue", "text=a,messages=a", ""]
+)
 def test_wrong_columns(wrong):
     """A mapping that is mistyped would be passed over."""
-    with pytest.raises(ValueError, match=r"^--data-columns must be pairs such as messages=conversation,content=utter"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--data-columns must be pairs such as messages=conversation,content=utter",
+    ):
         parse_columns(wrong)

@@ -51,7 +51,8 @@ CHATS: list[dict[str, object]] = [
 
 
 def test_chats(tmp_path):
-    """user + hi + end + assistant + yes + end, less the last one: 8; a text has an end of its own."""
+    """user + hi + end + assistant + yes + end, less the last one: 8; a text has an end of its
+    own."""
     path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     found = read(path)
     assert (found.lengths.tolist(), found.dropped) == ([8, 5], 1)
@@ -91,14 +92,19 @@ def test_mock_data_of_nothing_but_a_mode_needs_a_length():
 
 def test_runs(tmp_path):
     """A folder, and either of its files, mean its packs."""
-    lines = [{"iteration": 1, "capacity": 9, "packs": [[[3, 4]], [[5]]]}, {"iteration": 2, "packs": [[[6]]]}]
+    lines = [
+        {"iteration": 1, "capacity": 9, "packs": [[[3, 4]], [[5]]]},
+        {"iteration": 2, "packs": [[[6]]]},
+    ]
     write_jsonl(tmp_path / "packs.jsonl", lines)
     (tmp_path / "metrics.jsonl").write_text("")
     for source in (tmp_path, tmp_path / "packs.jsonl", tmp_path / "metrics.jsonl"):
         assert read(source).lengths.tolist() == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("text", [None, "", '{"packs": 3}\n', "{\n", '{"packs": [[["x"]]]}\n', '{"packs": [[[0]]]}\n'])
+@pytest.mark.parametrize(
+    "text", [None, "", '{"packs": 3}\n', "{\n", '{"packs": [[["x"]]]}\n', '{"packs": [[[0]]]}\n']
+)
 def test_runs_without_packs(tmp_path, text):
     """A padded run has none."""
     if text is not None:

@@ -1,4 +1,6 @@
-"""Mock data: lengths as asked for, a function of (seed, index), and errors that say what to write instead."""
+"""Mock data: lengths as asked for, a function of (seed, index), and errors that say what to write
+instead.
+"""
 
 import json
 import pickle
@@ -36,20 +38,31 @@ def dataset(config, seq_length=8192, vocab_size=100, seed=7) -> MockSFTDataset:
     ],
 )
 def test_lognormal_has_the_mean_asked_for_and_no_pile_up(shortest, longest, mean, sigma):
-    """Clipping instead of truncating puts most samples at the minimum: benchmarks then measure another workload."""
-    keys = {"min_seq_len": shortest, "max_seq_len": longest, "mean_seq_len": mean, "lognormal_sigma": sigma}
+    """Clipping instead of truncating puts most samples at the minimum: benchmarks then measure
+    another workload.
+    """
+    keys = {
+        "min_seq_len": shortest,
+        "max_seq_len": longest,
+        "mean_seq_len": mean,
+        "lognormal_sigma": sigma,
+    }
     lengths = dataset({**LOGNORMAL, **keys}).lengths(MANY)
     assert abs(lengths.mean() / mean - 1) < 0.01
     assert lengths.min() >= shortest
     assert lengths.max() <= longest
     # A smooth density: about as many samples on the end itself as on the lengths beside it.
     counts = np.bincount(lengths, minlength=longest + 2)
-    for end, beside in ((shortest, counts[shortest + 1 : shortest + 6]), (longest, counts[longest - 5 : longest])):
+    for end, beside in (
+        (shortest, counts[shortest + 1 : shortest + 6]),
+        (longest, counts[longest - 5 : longest]),
+    ):
         assert counts[end] <= 2 * beside.max() + 20
 
 
 def test_default_config():
-    """Without a configuration: half of the sequence length to all of it, three quarters on average."""
+    """Without a configuration: half of the sequence length to all of it, three quarters on
+    average."""
     lengths = dataset(None, seq_length=4096).lengths(MANY)
     assert lengths.min() >= 2048
     assert lengths.max() <= 4096
@@ -60,7 +73,9 @@ def test_default_config():
 
 def test_uniform_and_constant():
     """Both ends must be drawn, and as often as the rest."""
-    lengths = dataset({"mode": "distribution", "type": "uniform", "min_seq_len": 3, "max_seq_len": 7}).lengths(MANY)
+    lengths = dataset(
+        {"mode": "distribution", "type": "uniform", "min_seq_len": 3, "max_seq_len": 7}
+    ).lengths(MANY)
     values, counts = np.unique(lengths, return_counts=True)
     assert values.tolist() == [3, 4, 5, 6, 7]
     assert abs(counts / MANY.size - 0.2).max() < 0.01
@@ -72,7 +87,9 @@ def test_mixture():
     """Weights are shares of samples, whatever their sum."""
     short = {"type": "uniform", "min_seq_len": 10, "max_seq_len": 20, "weight": 3}
     long = {"type": "constant", "seq_len": 4000, "weight": 1}
-    lengths = dataset({"mode": "distribution", "type": "mixture", "components": [short, long]}).lengths(MANY)
+    lengths = dataset(
+        {"mode": "distribution", "type": "mixture", "components": [short, long]}
+    ).lengths(MANY)
     assert abs((lengths == 4000).mean() - 0.25) < 0.01
     rest = lengths[lengths != 4000]
     assert (rest.min(), rest.max()) == (10, 20)
@@ -80,8 +97,14 @@ def test_mixture():
 
 
 def test_empirical():
-    """Quantiles drawn must be those written; a maximum leaves longer samples out and keeps the shape of the rest."""
-    config = {"mode": "distribution", "type": "empirical", "quantiles": [[0, 100], [0.5, 200], [1, 1000]]}
+    """Quantiles drawn must be those written; a maximum leaves longer samples out and keeps the
+    shape of the rest.
+    """
+    config = {
+        "mode": "distribution",
+        "type": "empirical",
+        "quantiles": [[0, 100], [0.5, 200], [1, 1000]],
+    }
     lengths = dataset(config).lengths(MANY)
     assert (lengths.min(), lengths.max()) == (100, 1000)
     assert abs(np.quantile(lengths, [0.25, 0.5, 0.75]) - [150, 200, 600]).max() < 10
@@ -98,13 +121,17 @@ def test_presets(preset):
     lengths = dataset(config, seq_length=131072).lengths(MANY)
     for share, tokens in PRESETS[preset][1:-1]:
         assert abs((lengths < tokens).mean() - share) < 0.01
-    with pytest.raises(ValueError, match=r"longer than --seq-length 512 .* give a lower max_seq_len"):
+    with pytest.raises(
+        ValueError, match=r"longer than --seq-length 512 .* give a lower max_seq_len"
+    ):
         dataset(config, seq_length=512)
     assert dataset({**config, "max_seq_len": 512}, seq_length=512).lengths(MANY).max() <= 512
 
 
 def test_sample_is_a_function_of_seed_and_index():
-    """Workers and restarts read in another order; a sample that depends on it makes no run reproducible."""
+    """Workers and restarts read in another order; a sample that depends on it makes no run
+    reproducible.
+    """
     data = dataset(LOGNORMAL)
     again = pickle.loads(pickle.dumps(dataset(LOGNORMAL)))
     for i in (3, 0, 999, 3):
@@ -146,7 +173,8 @@ def test_sample_contents():
     ],
 )
 def test_file_of_lengths(tmp_path, text, expected):
-    """The first line taken for a header, or the last for blank, is one length lost in every epoch."""
+    """The first line taken for a header, or the last for blank, is one length lost in every
+    epoch."""
     (tmp_path / "lengths.csv").write_text(text, encoding="utf-8", newline="")
     (tmp_path / "config.json").write_text('{"mode": "file", "path": "lengths.csv"}')
     data = dataset(str(tmp_path / "config.json"), seq_length=8)
@@ -182,18 +210,27 @@ def without(key):
     ("config", "message"),
     [
         ("{oops", "the JSON is not valid JSON"),
-        ("nowhere.json", "must be a JSON object or the path of a file with one, but is 'nowhere.json'"),
+        (
+            "nowhere.json",
+            "must be a JSON object or the path of a file with one, but is 'nowhere.json'",
+        ),
         ("{}", "key mode is missing"),
         ({"mod": "file"}, "key mode is missing; did you mean 'mod'?"),
         ({"mode": "files"}, "mode must be file, distribution or verification, but is 'files'"),
         ({"mode": "file"}, "key path is missing"),
-        ({"mode": "file", "path": "nowhere.csv"}, "path must be a readable text file of lengths, but is 'nowhere.csv'"),
+        (
+            {"mode": "file", "path": "nowhere.csv"},
+            "path must be a readable text file of lengths, but is 'nowhere.csv'",
+        ),
         (without("type"), "key type is missing"),
         (
             {**LOGNORMAL, "type": "lognorm"},
             "type must be one of lognormal, uniform, ",
         ),
-        ({**without("min_seq_len"), "min_seqlen": 3}, "unknown key min_seqlen; did you mean 'min_seq_len'?"),
+        (
+            {**without("min_seq_len"), "min_seqlen": 3},
+            "unknown key min_seqlen; did you mean 'min_seq_len'?",
+        ),
         (without("lognormal_sigma"), "key lognormal_sigma is missing"),
         ({**LOGNORMAL, "min_seq_len": "1024"}, "min_seq_len must be an integer, but is '1024'"),
         ({**LOGNORMAL, "min_seq_len": True}, "min_seq_len must be an integer, but is True"),
@@ -201,12 +238,28 @@ def without(key):
         ({**LOGNORMAL, "mean_seq_len": float("nan")}, "mean_seq_len must be above 0 and finite"),
         ({**LOGNORMAL, "lognormal_sigma": 1e-9}, "lognormal_sigma must be at least 0.001"),
         ({**LOGNORMAL, "min_seq_len": 9000}, "min_seq_len 9000 must be at most max_seq_len 8192"),
-        ({**LOGNORMAL, "max_seq_len": 10**13}, "samples longer than --seq-length 8192 cannot be trained"),
-        ({**LOGNORMAL, "mean_seq_len": 1024}, "mean_seq_len must lie between min_seq_len 1024 and max_seq_len 8192"),
-        ({**LOGNORMAL, "mean_seq_len": 9000}, "mean_seq_len must lie between min_seq_len 1024 and max_seq_len 8192"),
-        ({"mode": "distribution", "type": "mixture", "components": [{}]}, "components must be two distributions"),
         (
-            {"mode": "distribution", "type": "mixture", "components": [{"weight": 1, "type": "constant"}, {}]},
+            {**LOGNORMAL, "max_seq_len": 10**13},
+            "samples longer than --seq-length 8192 cannot be trained",
+        ),
+        (
+            {**LOGNORMAL, "mean_seq_len": 1024},
+            "mean_seq_len must lie between min_seq_len 1024 and max_seq_len 8192",
+        ),
+        (
+            {**LOGNORMAL, "mean_seq_len": 9000},
+            "mean_seq_len must lie between min_seq_len 1024 and max_seq_len 8192",
+        ),
+        (
+            {"mode": "distribution", "type": "mixture", "components": [{}]},
+            "components must be two distributions",
+        ),
+        (
+            {
+                "mode": "distribution",
+                "type": "mixture",
+                "components": [{"weight": 1, "type": "constant"}, {}],
+            },
             "key components[0].seq_len is missing",
         ),
         ({"mode": "distribution", "type": "empirical"}, "give either preset or quantiles"),
@@ -219,7 +272,10 @@ def without(key):
             "max_seq_len must be above 16 and at most 16384",
         ),
         *(
-            ({"mode": "distribution", "type": "empirical", "quantiles": quantiles}, "quantiles must be pairs")
+            (
+                {"mode": "distribution", "type": "empirical", "quantiles": quantiles},
+                "quantiles must be pairs",
+            )
             for quantiles in (
                 [],
                 [[0, 1]],
@@ -234,7 +290,10 @@ def without(key):
             'format must be "thd": samples are padded where --sequence-packing is left out',
         ),
         ({**LOGNORMAL, "fromat": "thd"}, "unknown key fromat; "),
-        ({"mode": "verification", "data_path": "nowhere", "min_len": 2}, "unknown key min_len; did you mean"),
+        (
+            {"mode": "verification", "data_path": "nowhere", "min_len": 2},
+            "unknown key min_len; did you mean",
+        ),
         (
             {"mode": "verification", "data_path": "nowhere"},
             "data_path must name a .bin/.idx pair, but nowhere.bin: no such file",
@@ -249,7 +308,8 @@ def test_errors_name_the_flag_and_the_way_out(config, message):
 
 
 def test_verification_reads_real_tokens(tmp_path, monkeypatch):
-    """Documents must follow one another, round and round, without a token lost or made up between."""
+    """Documents must follow one another, round and round, without a token lost or made up
+    between."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     documents = [[10, 11, 12], [20], [30, 31, 32, 33]]
@@ -287,5 +347,7 @@ def test_verification_reads_real_tokens(tmp_path, monkeypatch):
         same = dataset({"mode": "distribution", **upstream, **given})
         assert (drawn.lengths(MANY) == same.lengths(MANY)).all()
     small = dataset({"mode": "verification", "data_path": "real"}, seq_length=20, vocab_size=33)
-    with pytest.raises(ValueError, match=r"document 2 of real holds token 33, but the vocabulary is 33 tokens"):
+    with pytest.raises(
+        ValueError, match=r"document 2 of real holds token 33, but the vocabulary is 33 tokens"
+    ):
         [small[i] for i in range(30)]

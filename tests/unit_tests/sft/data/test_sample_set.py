@@ -18,9 +18,13 @@ LEAF = SourceEntry(path="some", split_part="train")
 
 
 def blend_of(weights, sizes=(10, 7, 4), seed=1, mode="exact", names="abc"):
-    sources = [Numbered(size, name, number=number) for number, (size, name) in enumerate(zip(sizes, names))]
+    sources = [
+        Numbered(size, name, number=number) for number, (size, name) in enumerate(zip(sizes, names))
+    ]
     loaded = [
-        LoadedDataset(RepeatDataset(SourceDataset(source, load=source.load, name=source.name)), weight, LEAF)  # type: ignore[arg-type]
+        LoadedDataset(
+            RepeatDataset(SourceDataset(source, load=source.load, name=source.name)), weight, LEAF
+        )  # type: ignore[arg-type]
         for source, weight in zip(sources, weights)
     ]
     return blended(list(names), loaded, weights, seed, mode)
@@ -44,7 +48,9 @@ def test_concatenation_at_the_borders():
 
 
 def test_blend_has_its_proportions_at_every_prefix():
-    """A small source that is drawn more or less often than its weight says is what blends are for to prevent."""
+    """A small source that is drawn more or less often than its weight says is what blends are for
+    to prevent.
+    """
     found = places(blend_of((5, 3, 2)), 0, 300)
     counts = np.cumsum([[place[0] == source for source in range(3)] for place in found], axis=0)
     prefixes = np.arange(1, 301)[:, None]
@@ -68,11 +74,15 @@ def test_blend_is_a_function_of_the_position(mode):
 def test_random_blend_draws():
     """Users who compare with energon want its statistics, not exact proportions."""
     counts = Counter(source for source, _ in places(blend_of((5, 3, 2), mode="random"), 0, 1000))
-    assert all(abs(counts[source] / 1000 - share) < 0.06 for source, share in enumerate((0.5, 0.3, 0.2)))
+    assert all(
+        abs(counts[source] / 1000 - share) < 0.06 for source, share in enumerate((0.5, 0.3, 0.2))
+    )
 
 
 def test_changes_are_named():
-    """A position in another blend means other records: some would be trained on twice, others never."""
+    """A position in another blend means other records: some would be trained on twice, others
+    never.
+    """
     saved = blend_of((5, 3, 2)).identity
     assert blend_changes(saved, blend_of((5, 3, 2)).identity) == []
     cases = {
@@ -98,8 +108,12 @@ def test_files_are_no_blend():
 
 
 def test_order_of_the_sources_alone_is_told():
-    """What is read in another order, such as by another multiplier, has no name of its own in the identity."""
+    """What is read in another order, such as by another multiplier, has no name of its own in the
+    identity.
+    """
     saved = blend_of((1, 1)).identity
     now = copy.deepcopy(saved)
     now["blend"]["order"] = "other"
-    assert blend_changes(saved, now) == ["the sources are read in another order, or in other proportions over steps"]
+    assert blend_changes(saved, now) == [
+        "the sources are read in another order, or in other proportions over steps"
+    ]

@@ -1,4 +1,6 @@
-"""Which samples a step trains on: the same for every layout, from any place on, each record once per epoch."""
+"""Which samples a step trains on: the same for every layout, from any place on, each record once
+per epoch.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +19,9 @@ from megatron.sft.data.stream import SampleStream, Share
 
 @dataclass(frozen=True)
 class Numbered:
-    """Records of which number i is the token i; every `drop_every`-th makes no sample, every `cut_every`-th is cut."""
+    """Records of which number i is the token i; every `drop_every`-th makes no sample, every
+    `cut_every`-th is cut.
+    """
 
     size: int
     name: str = "numbered"
@@ -45,12 +49,17 @@ class Numbered:
         if index % self.drop_every == self.drop_every - 1:
             raise SkipSample("over length")
         tokens = np.full(1 + index % 3, index)
-        return self.number, EncodedSample(tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0)
+        return self.number, EncodedSample(
+            tokens, tokens, np.ones(len(tokens), np.float32), index % self.cut_every == 0
+        )
 
 
 def one_after_the_other(*sources, seed=None):
     numbered = [replace(source, number=number) for number, source in enumerate(sources)]
-    nodes = [SourceDataset(source, load=source.load, shuffle=False, name=source.name) for source in numbered]
+    nodes = [
+        SourceDataset(source, load=source.load, shuffle=False, name=source.name)
+        for source in numbered
+    ]
     return concatenated([source.name for source in sources], nodes, seed)
 
 
@@ -61,9 +70,15 @@ def names(samples):
 def stream_of(size, share, seed=0, consumed_samples=0, num_workers=0, **options):
     """Endless with a seed; without one, what is left of a pass."""
     samples = one_after_the_other(Numbered(size, **options), seed=seed)
-    num_batches = None if seed is not None else math.ceil((size - consumed_samples) / share.global_batch_size)
+    num_batches = (
+        None if seed is not None else math.ceil((size - consumed_samples) / share.global_batch_size)
+    )
     return SampleStream(
-        samples, share, consumed_samples=consumed_samples, num_batches=num_batches, num_workers=num_workers
+        samples,
+        share,
+        consumed_samples=consumed_samples,
+        num_batches=num_batches,
+        num_workers=num_workers,
     )
 
 
@@ -72,7 +87,9 @@ def global_batch(streams, share):
     drawn = [[names(next(stream)) for _ in range(share.num_draws)] for stream in streams]
     each = share.draws_per_window
     starts = range(0, share.num_draws, each)
-    return [name for at in starts for draws in drawn for draw in draws[at : at + each] for name in draw]
+    return [
+        name for at in starts for draws in drawn for draw in draws[at : at + each] for name in draw
+    ]
 
 
 def all_ranks(share):
@@ -83,11 +100,15 @@ def all_ranks(share):
 def shares(draw):
     """A global batch that the ranks and their draws divide, as the options demand."""
     num_ranks, micro_batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    return Share(0, num_ranks, num_ranks * micro_batch_size * draw(st.integers(1, 4)), micro_batch_size)
+    return Share(
+        0, num_ranks, num_ranks * micro_batch_size * draw(st.integers(1, 4)), micro_batch_size
+    )
 
 
 def test_draws_literal():
-    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time; a window is a rank's whole share."""
+    """The plain case, to be read: 2 ranks, 8 samples, 2 at a time; a window is a rank's whole
+    share.
+    """
     streams = [stream_of(12, Share(rank, 2, 8, 2), seed=None) for rank in range(2)]
     assert [[names(next(stream)) for _ in range(4)] for stream in streams] == [
         [[0, 1], [2, 3], [8, 9], [10, 11]],
@@ -97,16 +118,21 @@ def test_draws_literal():
 
 @given(shares())
 def test_a_global_batch_is_whole_windows(share):
-    """A window across the end of a batch would leave samples of the next one to a rank that resumes."""
+    """A window across the end of a batch would leave samples of the next one to a rank that
+    resumes.
+    """
     assert share.num_draws % share.draws_per_window == 0
     assert share.draws_per_window == 1 or share.draws_per_window * share.micro_batch_size <= 32
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "micro_batch_size"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (3, 4), (4, 3), (6, 2), (12, 1)]
+    ("num_ranks", "micro_batch_size"),
+    [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (3, 4), (4, 3), (6, 2), (12, 1)],
 )
 def test_global_batches_are_the_same_for_every_layout(num_ranks, micro_batch_size):
-    """Runs on other numbers of processes would train on other data, and no loss curve could be compared."""
+    """Runs on other numbers of processes would train on other data, and no loss curve could be
+    compared.
+    """
     one = Share(0, 1, 12, 12)
     share = Share(0, num_ranks, 12, micro_batch_size)
     streams = [stream_of(50, rank) for rank in all_ranks(share)]
@@ -118,7 +144,9 @@ def test_global_batches_are_the_same_for_every_layout(num_ranks, micro_batch_siz
 @given(st.integers(1, 40), st.integers(-3, 2**40), st.integers(1, 7))
 @settings(max_examples=50)
 def test_each_record_once_per_epoch(size, seed, batch):
-    """Records that an epoch leaves out are never learned; sampling with replacement leaves out a third."""
+    """Records that an epoch leaves out are never learned; sampling with replacement leaves out a
+    third.
+    """
     stream = stream_of(size, Share(0, 1, batch, batch), seed=seed)
     drawn = [name for _ in range(math.ceil(3 * size / batch)) for name in names(next(stream))]
     for epoch in range(3):
@@ -139,7 +167,10 @@ def test_epochs_and_seeds_differ():
 def test_consumed_samples_are_the_place(share, steps, size):
     """A run that is continued would train on records again, or skip some."""
     for rank in all_ranks(share):
-        ran, jumped = stream_of(size, rank), stream_of(size, rank, consumed_samples=steps * share.global_batch_size)
+        ran, jumped = (
+            stream_of(size, rank),
+            stream_of(size, rank, consumed_samples=steps * share.global_batch_size),
+        )
         for _ in range(steps * share.num_draws):
             next(ran)
         for _ in range(2 * share.num_draws):
@@ -157,8 +188,12 @@ def test_continued_on_another_number_of_ranks():
 
 @pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 8), (2, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("size", [1, 3, 8, 11, 16])
-def test_finite_stream_reads_all_once_and_ends_on_all_ranks_together(num_ranks, micro_batch_size, size):
-    """A last batch that is dropped makes a small validation set empty; a rank that ends early hangs the others."""
+def test_finite_stream_reads_all_once_and_ends_on_all_ranks_together(
+    num_ranks, micro_batch_size, size
+):
+    """A last batch that is dropped makes a small validation set empty; a rank that ends early hangs
+    the others.
+    """
     share = Share(0, num_ranks, 8, micro_batch_size)
     streams = [stream_of(size, rank, seed=None) for rank in all_ranks(share)]
     batches = [global_batch(streams, share) for _ in range(math.ceil(size / 8))]
@@ -208,15 +243,23 @@ def test_samples_have_what_packing_reads():
     """A missing loss mask would be taken for all ones: training on the user's turns."""
     (sample,) = next(stream_of(9, Share(0, 1, 1, 1)))
     assert set(sample) == {"tokens", "labels", "loss_mask", "source"}
-    assert {len(sample[name]) for name in ("tokens", "labels", "loss_mask")} == {len(sample["tokens"])}
+    assert {len(sample[name]) for name in ("tokens", "labels", "loss_mask")} == {
+        len(sample["tokens"])
+    }
 
 
 def test_worker_processes_change_nothing():
-    """A run on another machine, with other cores, would train on other samples; or count what it left out twice."""
+    """A run on another machine, with other cores, would train on other samples; or count what it
+    left out twice.
+    """
     share = Share(1, 2, 24, 2)
-    plain, read_ahead = (stream_of(31, share, drop_every=5, num_workers=workers) for workers in (0, 2))
+    plain, read_ahead = (
+        stream_of(31, share, drop_every=5, num_workers=workers) for workers in (0, 2)
+    )
     read_ahead.start()
-    drawn = [[names(next(stream)) for _ in range(3 * share.num_draws)] for stream in (plain, read_ahead)]
+    drawn = [
+        [names(next(stream)) for _ in range(3 * share.num_draws)] for stream in (plain, read_ahead)
+    ]
     assert drawn[0] == drawn[1]
     assert plain.counts == read_ahead.counts
     read_ahead.close()

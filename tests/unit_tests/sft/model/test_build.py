@@ -20,17 +20,26 @@ def config_of(arguments="", world_size=8):
     return parse(arguments, world_size)
 
 
-@pytest.mark.parametrize(("vocab_size", "expected"), [(1, 128), (128, 128), (129, 256), (264, 384), (50257, 50304)])
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"), [(1, 128), (128, 128), (129, 256), (264, 384), (50257, 50304)]
+)
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_padded_vocabulary_does_not_depend_on_the_layout(tensor, vocab_size, expected):
-    """Rows of padding take part in the softmax: with more of them under tensor parallel, the loss is another."""
+    """Rows of padding take part in the softmax: with more of them under tensor parallel, the loss
+    is another.
+    """
     from megatron.sft.model.build import padded_vocab_size
 
-    assert padded_vocab_size(vocab_size, config_of(f"--tensor-model-parallel-size {tensor}")) == expected
+    assert (
+        padded_vocab_size(vocab_size, config_of(f"--tensor-model-parallel-size {tensor}"))
+        == expected
+    )
 
 
 def test_padded_vocabulary_splits_evenly():
-    """A multiple that the tensor-parallel size does not divide is still split evenly, by more padding."""
+    """A multiple that the tensor-parallel size does not divide is still split evenly, by more
+    padding.
+    """
     from megatron.sft.model.build import padded_vocab_size
 
     config = config_of("--make-vocab-size-divisible-by 6 --tensor-model-parallel-size 4")
@@ -47,14 +56,17 @@ LAYOUTS = [
     "--context-parallel-size 2",
     "--pipeline-model-parallel-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2",
     "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 2",
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2",
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention "
+    "--num-query-groups 2",
 ]
 
 
 @pytest.mark.parametrize("arguments", LAYOUTS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_config_of_every_layout_suits_packing(arguments, device):
-    """A demand of packing that the trainer's own config misses stops every run of that layout, or hangs it."""
+    """A demand of packing that the trainer's own config misses stops every run of that layout, or
+    hangs it.
+    """
     from megatron.packing.model.pipeline import check_config
     from megatron.sft.model.build import build_transformer_config
 
@@ -87,14 +99,20 @@ def test_options_reach_the_config():
 
     built = build_transformer_config(
         config_of(
-            "--swiglu --normalization RMSNorm --norm-epsilon 1e-6 --group-query-attention --num-query-groups 2 "
-            "--kv-channels 16 --ffn-hidden-size 96 --disable-bias-linear --add-qkv-bias --qk-layernorm "
-            "--hidden-dropout 0.1 --attention-dropout 0.2 --init-method-std 0.01 --num-experts 4 --moe-router-topk 3 "
-            "--moe-router-dtype fp32 --attention-backend flash --cp-comm-type a2a --recompute-granularity full "
+            "--swiglu --normalization RMSNorm --norm-epsilon 1e-6 --group-query-attention "
+            "--num-query-groups 2 "
+            "--kv-channels 16 --ffn-hidden-size 96 --disable-bias-linear --add-qkv-bias "
+            "--qk-layernorm "
+            "--hidden-dropout 0.1 --attention-dropout 0.2 --init-method-std 0.01 --num-experts 4 "
+            "--moe-router-topk 3 "
+            "--moe-router-dtype fp32 --attention-backend flash --cp-comm-type a2a "
+            "--recompute-granularity full "
             "--recompute-method block --recompute-num-layers 3 "
-            "--expert-model-parallel-size 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 --bf16 "
+            "--expert-model-parallel-size 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 "
+            "--bf16 "
             "--sequence-parallel --context-parallel-size 2 "
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --over-length-policy drop "
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --over-length-policy "
+            "drop "
             "--sequence-packing --max-seqlen-per-dp-cp-rank 200"
         ),
         CPU,
@@ -140,13 +158,18 @@ def test_options_reach_the_config():
 
 
 def test_one_expert_per_token():
-    """Top-1 routing with the softmax after the choice has no gradient for the router; megatron-core refuses it late."""
+    """Top-1 routing with the softmax after the choice has no gradient for the router; megatron-core
+    refuses it late.
+    """
     from megatron.sft.model.build import build_transformer_config
 
     with pytest.raises(FlagError, match="--moe-router-topk 1 needs --moe-router-pre-softmax"):
         config_of("--disable-bias-linear --num-experts 4 --moe-router-topk 1")
     built = build_transformer_config(
-        config_of("--disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"), CPU
+        config_of(
+            "--disable-bias-linear --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax"
+        ),
+        CPU,
     )
     assert (built.moe_router_topk, built.moe_router_pre_softmax) == (1, True)
 
@@ -209,7 +232,11 @@ def test_unsuitable_config_is_refused_by_name(changes, words):
     [
         ({"deallocate_pipeline_outputs": True}, "cuda"),
         (
-            {"virtual_pipeline_model_parallel_size": None, "overlap_p2p_comm": False, "batch_p2p_comm": True},
+            {
+                "virtual_pipeline_model_parallel_size": None,
+                "overlap_p2p_comm": False,
+                "batch_p2p_comm": True,
+            },
             "cpu",
         ),
         (
@@ -246,14 +273,20 @@ def sequence_cost(config, vocab_size):
 
 
 def test_sequence_cost():
-    """A cost without the output layer calls short sequences of a small model cheaper than they are."""
+    """A cost without the output layer calls short sequences of a small model cheaper than they
+    are."""
     small, large = sequence_cost(config_of(), 1000), sequence_cost(config_of(), 100000)
     assert 0 < small.linear < large.linear
     assert 0 < small.quadratic == large.quadratic
-    assert large.linear - small.linear == 6 * 64 * (100096 - 1024)  # forward and backward, rows padded to 128
+    assert large.linear - small.linear == 6 * 64 * (
+        100096 - 1024
+    )  # forward and backward, rows padded to 128
     deeper = sequence_cost(config_of("--num-layers 16"), 1000)
     assert deeper.quadratic == 2 * small.quadratic
-    assert sequence_cost(config_of("--group-query-attention --num-query-groups 2"), 1000).linear < small.linear
+    assert (
+        sequence_cost(config_of("--group-query-attention --num-query-groups 2"), 1000).linear
+        < small.linear
+    )
 
 
 def test_sequence_cost_does_not_depend_on_the_layout():
@@ -263,8 +296,13 @@ def test_sequence_cost_does_not_depend_on_the_layout():
 
 
 def test_each_context_parallel_rank_moves_the_weights():
-    """Microbatches would seem as much cheaper as ranks share a sequence, and packs be made too small."""
-    alone, shared = sequence_cost(config_of(), 1000), sequence_cost(config_of("--context-parallel-size 4"), 1000)
+    """Microbatches would seem as much cheaper as ranks share a sequence, and packs be made too
+    small.
+    """
+    alone, shared = (
+        sequence_cost(config_of(), 1000),
+        sequence_cost(config_of("--context-parallel-size 4"), 1000),
+    )
     assert (shared.linear, shared.quadratic) == (alone.linear, alone.quadratic)
     assert shared.fixed == 4 * alone.fixed > 0
 
@@ -293,7 +331,10 @@ def agreed(arguments, other_ranks, monkeypatch):
 
 def test_measured_cost_is_that_of_a_rank(fitted_file, monkeypatch):
     """A prediction of the whole model's time would be off by the ranks that share it."""
-    arguments = f"--sequence-packing --pack-cost {fitted_file} --tensor-model-parallel-size 2 --context-parallel-size 2"
+    arguments = (
+        f"--sequence-packing --pack-cost {fitted_file} --tensor-model-parallel-size 2 "
+        "--context-parallel-size 2"
+    )
     found = agreed(arguments, [], monkeypatch)
     assert replace(found, head=0.0) == PackCost(linear=5e-6, quadratic=1e-9, fixed=3e-3)
     assert 0 < found.head < found.linear  # as much of it as of the FLOPs
@@ -304,14 +345,19 @@ def test_measured_cost_of_another_model_is_refused(fitted_file, monkeypatch):
     """It would schedule, and predict, by the times of a model that this run does not train."""
     arguments = f"--sequence-packing --pack-cost {fitted_file}"
     with pytest.raises(
-        ValueError, match=r'hidden_size is 64 there, but 128 here; .*; dtype is "float32" there, but "bf'
+        ValueError,
+        match=r'hidden_size is 64 there, but 128 here; .*; dtype is "float32" there, but "bf',
     ):
         agreed(f"{arguments} --hidden-size 128 --bf16", [], monkeypatch)
 
 
 def test_files_that_differ_between_machines_are_refused(fitted_file, monkeypatch):
-    """Each machine would give sequences to other ranks than its peers expect: a hang, or lost samples."""
-    with pytest.raises(ValueError, match="must be the same file on all machines, but differs; copy it"):
+    """Each machine would give sequences to other ranks than its peers expect: a hang, or lost
+    samples.
+    """
+    with pytest.raises(
+        ValueError, match="must be the same file on all machines, but differs; copy it"
+    ):
         agreed(f"--sequence-packing --pack-cost {fitted_file}", [PackCost(1.0, 1.0)], monkeypatch)
 
 
@@ -325,5 +371,7 @@ def test_layers_that_predict_further_recompute_packs_where_megatron_core_does(ve
     monkeypatch.setattr(megatron.core, "__version__", version)
     with contextlib.ExitStack() as expected:
         if version < "0.17":
-            expected.enter_context(pytest.raises(ValueError, match="recompute_granularity=None with mtp_num_layers"))
+            expected.enter_context(
+                pytest.raises(ValueError, match="recompute_granularity=None with mtp_num_layers")
+            )
         check_config(suitable(mtp_num_layers=1), CPU)

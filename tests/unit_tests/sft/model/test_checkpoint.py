@@ -6,7 +6,13 @@ import pytest
 from megatron.core.dist_checkpointing.strategies import common as common_strategy
 
 from megatron.packing.step.delay import DelayQueue
-from megatron.sft.model.checkpoint import Wanted, _check_same_model, gather_delayed, load_checkpoint, restored_queue
+from megatron.sft.model.checkpoint import (
+    Wanted,
+    _check_same_model,
+    gather_delayed,
+    load_checkpoint,
+    restored_queue,
+)
 from megatron.sft.model.checkpoint_folder import TRACKER, checkpoint_path
 from megatron.sft.options.packing import PackingConfig
 from tests.unit_tests.packing.step.test_delay import delayed as delayed_step
@@ -18,7 +24,9 @@ def test_a_checkpoint_of_a_later_megatron_core_is_refused(tmp_path, monkeypatch,
     checkpoint_path(tmp_path, 5).mkdir()
     (tmp_path / TRACKER).write_text("5")
     training: Any = None
-    with pytest.raises(ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"):
+    with pytest.raises(
+        ValueError, match=r"iter_0000005 was saved under a later megatron-core .* Python 3\.12"
+    ):
         load_checkpoint(tmp_path, training, model_options={}, data={}, wanted=Wanted())
 
 
@@ -49,7 +57,8 @@ def test_without_waiting():
 
 @pytest.mark.parametrize(("packing", "max_steps"), [(OFF, 0), (ON, 4)])
 def test_what_waits_is_taken_over(delayed, packing, max_steps):
-    """Also by a run that lets nothing wait any more: it would leave out what an earlier one drew."""
+    """Also by a run that lets nothing wait any more: it would leave out what an earlier one
+    drew."""
     for rank, length in enumerate((3, 5)):
         queue = restored_queue(packing, delayed, rank, 2)
         assert queue is not None
@@ -59,7 +68,9 @@ def test_what_waits_is_taken_over(delayed, packing, max_steps):
 
 def test_padded_training_refuses_to_forget_what_waits(delayed):
     """Without packs there is no queue that would give it back."""
-    with pytest.raises(ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"):
+    with pytest.raises(
+        ValueError, match="holds sequences that wait for a later step; pass --sequence-packing"
+    ):
         restored_queue(PackingConfig(), delayed, 0, 2)
 
 
@@ -69,10 +80,18 @@ BYTES = {"num_layers": 2, "vocab_size": 264, "tokenizer": "ByteLevelTokenizer 26
 @pytest.mark.parametrize(
     ("saved", "now", "told"),
     [
-        (BYTES, {**BYTES, "tokenizer": "3f2a"}, "(the tokenizer was ByteLevelTokenizer 264, is 3f2a)"),
+        (
+            BYTES,
+            {**BYTES, "tokenizer": "3f2a"},
+            "(the tokenizer was ByteLevelTokenizer 264, is 3f2a)",
+        ),
         (BYTES, {**BYTES, "vocab_size": 300}, "(the vocabulary was 264, is 300)"),
         (BYTES, {**BYTES, "num_layers": 3}, "(--num-layers was 2, is 3)"),
-        (BYTES, {"num_layers": 2, "vocab_size": 264}, None),  # of mock data, which have no tokenizer
+        (
+            BYTES,
+            {"num_layers": 2, "vocab_size": 264},
+            None,
+        ),  # of mock data, which have no tokenizer
         ({"num_layers": 2}, BYTES, None),  # as older versions saved it
     ],
 )

@@ -23,7 +23,10 @@ def test_what_the_disk_refuses_is_told_in_its_words(tmp_path):
     unfinished = tmp_path / "iter_0000005.unfinished"
     unfinished.mkdir()
     refused = f"{tmp_path}/iter_0000005 could not be saved: {{}}OSError: [Errno 27] File too large"
-    with pytest.raises(OSError, match=r"\[Errno 27\]") as failure, written_or_refused(unfinished, is_collective=True):
+    with (
+        pytest.raises(OSError, match=r"\[Errno 27\]") as failure,
+        written_or_refused(unfinished, is_collective=True),
+    ):
         torch.save(torch.zeros(100_000), unfinished / "common.pt")
     assert str(failure.value) == refused.format("")
     assert [path.name for path in unfinished.iterdir()] == ["common.pt"]
@@ -41,5 +44,8 @@ def test_other_failures_keep_their_words(tmp_path):
     ):
         raise RuntimeError("no such tensor")
     tmp_path.mkdir()
-    with pytest.raises(RuntimeError, match=r"^ours$"), written_or_refused(tmp_path, is_collective=True):
+    with (
+        pytest.raises(RuntimeError, match=r"^ours$"),
+        written_or_refused(tmp_path, is_collective=True),
+    ):
         raise RuntimeError("ours")

@@ -40,10 +40,12 @@ def test_no_folder_and_no_tracker_is_none(tmp_path):
 
 
 def test_checkpoints_without_a_tracker_are_refused(tmp_path):
-    """Training anew would overwrite them."""
+    """Training again would overwrite them."""
     checkpoint_path(tmp_path, 5).mkdir()
     checkpoint_path(tmp_path, 30).mkdir()
-    with pytest.raises(ValueError, match=f"{TRACKER} is missing, .* up to iter_0000030 .* such as 30"):
+    with pytest.raises(
+        ValueError, match=f"{TRACKER} is missing, .* up to iter_0000030 .* such as 30"
+    ):
         latest_iteration(tmp_path)
 
 
@@ -57,9 +59,11 @@ def test_tracker_names_the_newest(tmp_path, text):
     assert latest_iteration(str(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("text", ["", "release", "-5", "5.0", "five", "5 10", "²", "\N{ARABIC-INDIC DIGIT FIVE}"])
+@pytest.mark.parametrize(
+    "text", ["", "release", "-5", "5.0", "five", "5 10", "²", "\N{ARABIC-INDIC DIGIT FIVE}"]
+)
 def test_garbage_is_refused_by_name(tmp_path, text):
-    """Training anew instead would overwrite the checkpoints of weeks."""
+    """Training again instead would overwrite the checkpoints of weeks."""
     checkpoint_path(tmp_path, 5).mkdir()
     (tmp_path / TRACKER).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="correct it") as failure:
@@ -187,7 +191,8 @@ def test_the_newest_sound_one_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"), [(1, None, [20]), (2, None, [15, 20]), (2, 5, [5, 15, 20]), (9, None, [5, 10, 15, 20])]
+    ("keep", "best", "left"),
+    [(1, None, [20]), (2, None, [15, 20]), (2, 5, [5, 15, 20]), (9, None, [5, 10, 15, 20])],
 )
 def test_old_ones_are_removed(tmp_path, keep, best, left):
     """A disk that fills up ends a run; the best one is what the run was for."""
@@ -224,16 +229,22 @@ def test_what_is_newer_than_the_tracker_stays(tmp_path):
 def test_one_run_saves_to_a_folder(tmp_path):
     """Two would overwrite each other's checkpoints; a dead one must not keep others out."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"being saved to by process {holder.pid} of .*; end that run"):
+        with pytest.raises(
+            ValueError, match=f"being saved to by process {holder.pid} of .*; end that run"
+        ):
             FolderLock(tmp_path)
         (unfinished_path(checkpoint_path(tmp_path, 5)) / "some").mkdir(parents=True)
         holder.kill()
     lock = FolderLock(tmp_path)
     assert not unfinished_path(checkpoint_path(tmp_path, 5)).exists()  # of the dead run
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    refused = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
     assert f"process {os.getpid()} of" in refused.stderr
     lock.release()
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
@@ -248,7 +259,9 @@ def test_checksums_are_json(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
-    """Users of such a file system were told that another process saves there, and could not train at all."""
+    """Users of such a file system were told that another process saves there, and could not train
+    at all.
+    """
 
     def refuse(*arguments):
         raise OSError(number, os.strerror(number))
@@ -260,7 +273,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys, number):
 
 @pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ESTALE, errno.EIO, errno.ENOENT])
 def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch, number):
-    """NFS keeps a file that somebody reads, and a colleague tidies up: neither is a reason to end training."""
+    """NFS keeps a file that somebody reads, and a colleague tidies up: neither is a reason to end
+    training.
+    """
     for iteration in (1, 2, 3):
         checkpoint_path(tmp_path, iteration).mkdir()
     track(tmp_path, TRACKER, 3)
@@ -274,5 +289,8 @@ def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch, number):
     monkeypatch.setattr(shutil, "rmtree", refuse)
     notes = remove_old(tmp_path, 1)
     assert iterations(tmp_path) == [1, 3]
-    expected = [f"{checkpoint_path(tmp_path, 1)} could not be removed ({os.strerror(number)}); remove it by hand"]
+    expected = [
+        f"{checkpoint_path(tmp_path, 1)} could not be removed ({os.strerror(number)}); remove it "
+        "by hand"
+    ]
     assert notes == ([] if number == errno.ENOENT else expected)

@@ -1,4 +1,6 @@
-"""megatron-core reads `cpu` where it says `cuda`, in a process without CUDA only, and torch itself stays as it is."""
+"""megatron-core reads `cpu` where it says `cuda`, in a process without CUDA only, and torch itself
+stays as it is.
+"""
 
 from types import ModuleType, SimpleNamespace
 
@@ -10,7 +12,9 @@ from megatron.sft.model.cpu_support import _functions_of, rewrite
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="install() does nothing where CUDA is")
+needs_no_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="install() does nothing where CUDA is"
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,9 @@ def test_unknown_version_is_refused_untouched(monkeypatch, not_installed):
 
 @needs_no_cuda
 def test_install_is_idempotent(changes):
-    """A second rewrite, or a second wrap of the tracker, would come with every set of process groups."""
+    """A second rewrite, or a second wrap of the tracker, would come with every set of process
+    groups.
+    """
     from megatron.core.tensor_parallel import layers, random
 
     code = layers.ColumnParallelLinear.__init__.__code__
@@ -99,7 +105,9 @@ def test_every_listed_module_is_changed(changes):
 
 @needs_no_cuda
 def test_no_site_is_left_in_the_listed_modules(changes):
-    """A method, a property, a nested or a wrapped function that is missed raises where only some options lead."""
+    """A method, a property, a nested or a wrapped function that is missed raises where only some
+    options lead.
+    """
     import importlib
 
     for name in cpu_support._MODULES:
@@ -123,13 +131,16 @@ def test_torch_is_untouched(changes):
 
 @needs_no_cuda
 def test_names_imported_before_change_too(changes):
-    """Replaced functions would leave the old ones where another module has imported them by name."""
+    """Replaced functions would leave the old ones where another module has imported them by
+    name."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
 
     assert optimizer.get_grad_norm_fp32 is clip_grads.get_grad_norm_fp32
     assert utils.GlobalMemoryBuffer().get_tensor((2, 3), torch.float32, "test").device.type == "cpu"
-    norm = clip_grads.get_grad_norm_fp32([torch.full((4,), 3.0)], grad_stats_parallel_group=_alone())
+    norm = clip_grads.get_grad_norm_fp32(
+        [torch.full((4,), 3.0)], grad_stats_parallel_group=_alone()
+    )
     assert norm == pytest.approx(6.0)
 
 
@@ -155,7 +166,8 @@ def no_group_is_left():
 
 @needs_no_cuda
 def test_token_dispatcher_moves_nothing(changes):
-    """The experts' all-to-all takes its sizes as numpy arrays; a None event ends the forward pass."""
+    """The experts' all-to-all takes its sizes as numpy arrays; a None event ends the forward
+    pass."""
     from megatron.core.transformer.moe import token_dispatcher
 
     sizes = torch.tensor([3, 4])
@@ -188,8 +200,16 @@ def test_rewrite_literals_and_attributes():
             return "moved"
 
     moved, zeros, name, other = function(Tensor())
-    assert (moved, zeros.device.type, name, other) == ("moved", "cpu", "torch.FloatTensor", "cuda:0")
-    assert changed == ['here.place: "cuda" -> "cpu", "torch.cuda.FloatTensor" -> "torch.FloatTensor", .cuda -> .cpu']
+    assert (moved, zeros.device.type, name, other) == (
+        "moved",
+        "cpu",
+        "torch.FloatTensor",
+        "cuda:0",
+    )
+    assert changed == [
+        'here.place: "cuda" -> "cpu", "torch.cuda.FloatTensor" -> "torch.FloatTensor", .cuda -> '
+        ".cpu"
+    ]
 
 
 def test_rewrite_reaches_nested_code():
@@ -208,7 +228,9 @@ def test_rewrite_reaches_nested_code():
 
 
 def test_rewrite_reaches_tuples_of_constants():
-    """`x in ("torch.cuda.HalfTensor", ...)` is one constant; missed, no parameter counts as half precision."""
+    """`x in ("torch.cuda.HalfTensor", ...)` is one constant; missed, no parameter counts as half
+    precision.
+    """
 
     def kinds():
         return ("torch.cuda.HalfTensor", ("cuda", 1, None), "torch.cuda.BFloat16Tensor")
@@ -235,7 +257,10 @@ def test_rewrite_by_other_names():
         return module.cuda.manual_seed(3), "cuda"
 
     function, changed = rewritten(seed, literals={}, names={"cuda": "random"})
-    assert function(SimpleNamespace(random=SimpleNamespace(manual_seed=lambda n: n + 1))) == (4, "cuda")
+    assert function(SimpleNamespace(random=SimpleNamespace(manual_seed=lambda n: n + 1))) == (
+        4,
+        "cuda",
+    )
     assert changed == ["here.seed: .cuda -> .random"]
 
 
@@ -313,9 +338,12 @@ def draw(tracker, name):
 
 @needs_no_cuda
 def test_fork_gives_the_numbers_of_its_name(tracker):
-    """megatron-core's own tracker silently does nothing here: weights of tensor-parallel ranks would be equal."""
+    """megatron-core's own tracker silently does nothing here: weights of tensor-parallel ranks
+    would be equal.
+    """
     expected = {
-        name: torch.rand(8, generator=torch.Generator().manual_seed(seed)) for name, seed in (("a", 1), ("b", 2))
+        name: torch.rand(8, generator=torch.Generator().manual_seed(seed))
+        for name, seed in (("a", 1), ("b", 2))
     }
     drawn: dict[str, list[float]] = {name: [] for name in expected}
     for name in ("a", "b", "b", "a"):  # interleaved, each name goes on where it was
@@ -330,9 +358,14 @@ def test_fork_gives_the_numbers_of_its_name(tracker):
 @needs_no_cuda
 @pytest.mark.parametrize("path", ["aa", "ab", "aba", "abba"])
 def test_nested_forks_go_on_with_the_numbers_of_their_name(tracker, path):
-    """A layer in the fork of another would draw numbers that were drawn before: dropout masks that are equal."""
+    """A layer in the fork of another would draw numbers that were drawn before: dropout masks that
+    are equal.
+    """
     seeds = {"a": 1, "b": 2}
-    expected = {name: torch.rand(16, generator=torch.Generator().manual_seed(seed)) for name, seed in seeds.items()}
+    expected = {
+        name: torch.rand(16, generator=torch.Generator().manual_seed(seed))
+        for name, seed in seeds.items()
+    }
     drawn: dict[str, list[float]] = {name: [] for name in seeds}
     outside = torch.get_rng_state()
 
@@ -352,7 +385,9 @@ def test_nested_forks_go_on_with_the_numbers_of_their_name(tracker, path):
 
 @needs_no_cuda
 def test_fork_leaves_the_outer_generator(tracker):
-    """Numbers outside (order of data, dropout of replicated layers) would depend on what was drawn inside."""
+    """Numbers outside (order of data, dropout of replicated layers) would depend on what was drawn
+    inside.
+    """
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
@@ -377,7 +412,8 @@ def test_fork_restores_after_an_error(tracker):
 
 @needs_no_cuda
 def test_states_can_be_saved_and_restored(tracker):
-    """Recomputed activations would see other dropout than the forward pass, and gradients be wrong."""
+    """Recomputed activations would see other dropout than the forward pass, and gradients be
+    wrong."""
     states = tracker.get_states()
     first = draw(tracker, "a")
     assert draw(tracker, "a") != first
@@ -400,10 +436,14 @@ def test_seeds_of_ranks_and_names_differ(changes, random_state):
 
     drawn = {}
     for rank in range(2):
-        tracked.model_parallel_cuda_manual_seed(7, tp_rank=rank, ep_rank=rank, etp_rank=0, force_reset_rng=True)
+        tracked.model_parallel_cuda_manual_seed(
+            7, tp_rank=rank, ep_rank=rank, etp_rank=0, force_reset_rng=True
+        )
         outside = torch.rand(4).tolist()
         tracker = tracked.get_cuda_rng_tracker()
-        drawn[rank] = {name: draw(tracker, name) for name in sorted(tracker.get_states())} | {"outside": outside}
+        drawn[rank] = {name: draw(tracker, name) for name in sorted(tracker.get_states())} | {
+            "outside": outside
+        }
     shared, own = "data-parallel-rng", ("model-parallel-rng", "expert-parallel-rng")
     assert drawn[0][shared] == drawn[1][shared]
     assert drawn[0]["outside"] == drawn[1]["outside"]

@@ -33,7 +33,9 @@ def sample(tokens, mask, source=0):
 
 
 def test_loss_sum_literal(forward):
-    """Weights in the count, or a mean per microbatch, make the loss depend on how sequences are packed."""
+    """Weights in the count, or a mean per microbatch, make the loss depend on how sequences are
+    packed.
+    """
     mask = torch.tensor([[0.0, 2.0, 0.5, 1.0]])
     total, num_tokens, log = forward.loss_sum(mask, torch.tensor([[8.0, 1.0, 4.0, 3.0]]))
     assert total.item() == 2 * 1 + 0.5 * 4 + 3
@@ -44,7 +46,9 @@ def test_loss_sum_literal(forward):
 
 
 def test_loss_by_source_literal(forward):
-    """A masked token that counts, or a weight, makes a source look better or worse than the others without being it."""
+    """A masked token that counts, or a weight, makes a source look better or worse than the others
+    without being it.
+    """
     mask = torch.tensor([[0.0, 2.0, 0.5, 1.0]])
     sources = torch.tensor([[0, 2, 0, 2]])
     _, _, log = forward.loss_sum(mask, torch.tensor([[8.0, 1.0, 4.0, 3.0]]), sources, 4)
@@ -75,15 +79,23 @@ def test_gradient_of_each_token_is_its_weight(forward):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
 )
 def test_sum_is_at_least_float32_and_float64_stays(forward, given, expected):
-    """In bfloat16 a sum of 300 ones is 256; float32 would hide what the float64 exactness tests look for."""
+    """In bfloat16 a sum of 300 ones is 256; float32 would hide what the float64 exactness tests
+    look for.
+    """
     total, num_tokens, _ = forward.loss_sum(torch.ones(1, 300), torch.ones(1, 300, dtype=given))
     assert (total.dtype, total.item(), num_tokens.item()) == (expected, 300, 300)
     if given == torch.float64:
         tiny = torch.full((1, 3), 1e-12, dtype=given) + 1
-        assert forward.loss_sum(torch.ones(1, 3), tiny)[0].item() == pytest.approx(3 + 3e-12, abs=1e-15)
+        assert forward.loss_sum(torch.ones(1, 3), tiny)[0].item() == pytest.approx(
+            3 + 3e-12, abs=1e-15
+        )
 
 
 def test_mask_is_needed_where_the_loss_is(forward):
@@ -94,7 +106,9 @@ def test_mask_is_needed_where_the_loss_is(forward):
 
 def test_padded_batch_literal(padded):
     """Padding with loss, or positions that go on into it, makes the baseline another model."""
-    (batch,) = padded([[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1], 3)]], num_rows=3, multiple=4)
+    (batch,) = padded(
+        [[sample([5, 6, 7], [0, 1, 0.5]), sample([9], [1], 3)]], num_rows=3, multiple=4
+    )
     assert batch.tokens.tolist() == [[5, 6, 7, 0], [9, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.labels.tolist() == [[6, 7, 8, 0], [10, 0, 0, 0], [0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 1, 0.5, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
@@ -107,14 +121,21 @@ def test_padded_batch_literal(padded):
 
 
 def test_rows_are_padded_to_the_longest_of_their_batch(padded):
-    """Padded to the longest that there may be, the baseline would compute several times what other trainers do."""
+    """Padded to the longest that there may be, the baseline would compute several times what other
+    trainers do.
+    """
     draws = [[sample([1] * 5, [1] * 5), sample([2] * 3, [1] * 3)], [sample([3], [1])]]
     assert [batch.tokens.shape for batch in padded(draws, num_rows=2)] == [(2, 5), (2, 1)]
-    assert [batch.tokens.shape for batch in padded(draws, num_rows=2, multiple=4)] == [(2, 8), (2, 4)]
+    assert [batch.tokens.shape for batch in padded(draws, num_rows=2, multiple=4)] == [
+        (2, 8),
+        (2, 4),
+    ]
 
 
 def test_every_draw_is_a_batch_also_an_empty_one(padded):
-    """At the end of finite data a rank's draw may be empty: without a batch for it, the others wait for ever."""
+    """At the end of finite data a rank's draw may be empty: without a batch for it, the others wait
+    for ever.
+    """
     batches = padded([[sample([1], [1])], []], num_rows=2, multiple=2)
     assert len(batches) == 2
     assert batches[1].loss_mask.count_nonzero() == 0
@@ -130,7 +151,8 @@ def test_rows_share_no_memory_between_fields(padded):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_zigzag_shards_reassemble(padded, size):
-    """A rank with the wrong tokens attends to the future, or to none; the loss falls all the same."""
+    """A rank with the wrong tokens attends to the future, or to none; the loss falls all the
+    same."""
     draw = [[sample(range(1, 15), [1] * 14, 1), sample(range(20, 36), [0.5] * 16, 2)]]
     (whole,) = padded(draw, num_rows=3)
     piece = 16 // (2 * size)

@@ -21,10 +21,17 @@ class Embedding(torch.nn.Module):
 
 
 def test_only_word_embeddings_are_scaled():
-    """Learned positions that grow with the width drown the words; also where a later stage embeds further tokens."""
-    options: Any = SimpleNamespace(rope_scaling=None, scale_embeddings=True, mask_vocab_padding=False)
+    """Learned positions that grow with the width drown the words; also where a later stage embeds
+    further tokens.
+    """
+    options: Any = SimpleNamespace(
+        rope_scaling=None, scale_embeddings=True, mask_vocab_padding=False
+    )
     gpt: Any = SimpleNamespace(embedding=Embedding(), pre_process=False, post_process=True)
     add_to_gpt(gpt, options, 8)
     ids, positions = torch.tensor([1, 5]), torch.tensor([0, 1])
-    words, places = gpt.embedding.word_embeddings.weight[ids], gpt.embedding.position_embeddings.weight[positions]
+    words, places = (
+        gpt.embedding.word_embeddings.weight[ids],
+        gpt.embedding.position_embeddings.weight[positions],
+    )
     assert torch.equal(gpt.embedding(ids, positions), 2 * words + places)

@@ -1,4 +1,6 @@
-"""The learning rate by step, as the options say: a schedule that is off by a warmup trains, only worse."""
+"""The learning rate by step, as the options say: a schedule that is off by a warmup trains, only
+worse.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,9 @@ from tests.unit_tests.sft.command_line import parse
 def rates(arguments: str) -> list[float]:
     """Of ten steps of 16 samples."""
     group: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0}
-    scheduler = build_scheduler(parse(f"--lr 1.0 {arguments}"), SimpleNamespace(param_groups=[group]))  # type: ignore[arg-type]
+    scheduler = build_scheduler(
+        parse(f"--lr 1.0 {arguments}"), SimpleNamespace(param_groups=[group])
+    )  # type: ignore[arg-type]
     found = []
     for _ in range(10):
         found.append(group["lr"])

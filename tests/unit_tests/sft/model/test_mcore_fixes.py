@@ -15,7 +15,9 @@ METHODS = (
 
 @pytest.fixture
 def optimizer(monkeypatch):
-    """An unmended class in the place of megatron-core's, that notes what it is given; and megatron-core's has both."""
+    """An unmended class in the place of megatron-core's, that notes what it is given; and
+    megatron-core's has both.
+    """
     from megatron.core.optimizer import distrib_optimizer
 
     class DistributedOptimizer:
@@ -33,7 +35,9 @@ def optimizer(monkeypatch):
             return buffers
 
         def sharded_param_state_fully_reshardable(self):
-            return [(buffer.numel_unpadded, buffer.buckets[0].numel_unpadded) for buffer in self.buffers]
+            return [
+                (buffer.numel_unpadded, buffer.buckets[0].numel_unpadded) for buffer in self.buffers
+            ]
 
     for name in METHODS:
         assert callable(getattr(distrib_optimizer.DistributedOptimizer, name))
@@ -48,11 +52,15 @@ def install():
 
 
 def a_self(state, precision_aware=False):
-    """What the method reads of its optimizer: parameter "p" is the second of group 0, with this state."""
+    """What the method reads of its optimizer: parameter "p" is the second of group 0, with this
+    state.
+    """
     return SimpleNamespace(
         config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=precision_aware),
         model_param_group_index_map={"p": (0, 1)},
-        optimizer=SimpleNamespace(param_groups=[{"params": ["other", "main"]}], state={"main": state, "other": {}}),
+        optimizer=SimpleNamespace(
+            param_groups=[{"params": ["other", "main"]}], state={"main": state, "other": {}}
+        ),
     )
 
 
@@ -67,7 +75,9 @@ def test_idempotent(optimizer):
 def test_adam_keeps_its_step(optimizer):
     """Loading a checkpoint of another layout ends in a KeyError, also on CUDA."""
     install()
-    optimizer._set_main_param_and_optimizer_states(a_self({"step": 7, "exp_avg": 1}), "p", {"param": 2, "exp_avg": 3})
+    optimizer._set_main_param_and_optimizer_states(
+        a_self({"step": 7, "exp_avg": 1}), "p", {"param": 2, "exp_avg": 3}
+    )
     assert optimizer.calls == [{"step": 7, "param": 2, "exp_avg": 3}]
 
 
@@ -79,7 +89,9 @@ def test_a_step_in_the_checkpoint_wins(optimizer):
 
 
 def test_each_parameter_gets_a_step_of_its_own(optimizer):
-    """One tensor for all is incremented by each: Adam's bias correction runs ahead after every resume."""
+    """One tensor for all is incremented by each: Adam's bias correction runs ahead after every
+    resume.
+    """
     install()
     shared = torch.tensor(3.0)
     states: dict[str, dict] = {
@@ -88,7 +100,9 @@ def test_each_parameter_gets_a_step_of_its_own(optimizer):
         "fused": {"exp_avg": 1},
         "int": {"step": 3},
     }
-    optimizer.load_state_dict(SimpleNamespace(optimizer=SimpleNamespace(state=states)), {"loaded": 1})
+    optimizer.load_state_dict(
+        SimpleNamespace(optimizer=SimpleNamespace(state=states)), {"loaded": 1}
+    )
     assert optimizer.calls == [{"loaded": 1}]
     states["p"]["step"] += 1
     assert (states["p"]["step"], states["q"]["step"], shared) == (4, 3, 3)
@@ -96,11 +110,15 @@ def test_each_parameter_gets_a_step_of_its_own(optimizer):
     assert states["int"] == {"step": 3}
 
 
-@pytest.mark.parametrize(("state", "precision_aware"), [({"exp_avg": 1}, False), ({"step": 7}, True)])
+@pytest.mark.parametrize(
+    ("state", "precision_aware"), [({"exp_avg": 1}, False), ({"step": 7}, True)]
+)
 def test_other_optimizers_are_left_alone(optimizer, state, precision_aware):
     """Fused optimizers keep no step per parameter, and must not be given one."""
     install()
-    optimizer._set_main_param_and_optimizer_states(a_self(state, precision_aware), "p", {"param": 2})
+    optimizer._set_main_param_and_optimizer_states(
+        a_self(state, precision_aware), "p", {"param": 2}
+    )
     assert optimizer.calls == [{"param": 2}]
 
 
@@ -110,11 +128,18 @@ def test_parameter_groups_are_matched_whatever_their_learning_rate():
 
     install()
     for module in (optimizer, distrib_optimizer):
-        assert module.param_group_identifier_keys == ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+        assert module.param_group_identifier_keys == (
+            "wd_mult",
+            "lr_mult",
+            "is_expert_parallel",
+            "is_decoupled_lr",
+        )
 
 
 def test_te_general_gemm_is_defined_only_when_missing(monkeypatch):
-    """Without the name the router of experts raises NameError; overwritten, it would run without its fast kernel."""
+    """Without the name the router of experts raises NameError; overwritten, it would run without
+    its fast kernel.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
@@ -137,7 +162,8 @@ def test_the_norm_of_gradients_is_that_of_megatron_core():
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(n, 1 + n % 7, generator=generator) for n in (1, 5, 64, 1000)]
     (expected, _), (found, _) = (
-        norm(2048, torch.zeros(1), [gradients], False) for norm in (local_multi_tensor_l2_norm, clip_grads.l2_norm_impl)
+        norm(2048, torch.zeros(1), [gradients], False)
+        for norm in (local_multi_tensor_l2_norm, clip_grads.l2_norm_impl)
     )
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
     assert torch.equal(found, expected)
@@ -146,7 +172,9 @@ def test_the_norm_of_gradients_is_that_of_megatron_core():
 
 def test_float32_weights_are_counted_first(optimizer):
     """As the optimizer holds them; of the others the order stays."""
-    half, other, whole = ((dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    half, other, whole = (
+        (dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
     install()
     install()
     found = optimizer._build_optimizer_group_ranges([], [{half: []}, {other: []}, {whole: []}])

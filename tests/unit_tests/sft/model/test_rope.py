@@ -8,7 +8,11 @@ import torch
 
 from megatron.sft.model.gpt_additions import prepare_config
 from megatron.sft.model.rope import inverse_frequencies
-from megatron.sft.options.rope_scaling import parse_rope_scaling, rope_scaling_of, yarn_attention_factor
+from megatron.sft.options.rope_scaling import (
+    parse_rope_scaling,
+    rope_scaling_of,
+    yarn_attention_factor,
+)
 
 SCALINGS = [
     {"rope_type": "linear", "factor": 3.0},
@@ -27,7 +31,13 @@ SCALINGS = [
         "original_max_position_embeddings": 100,
     },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 20.0},
+    {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+        "beta_fast": 20.0,
+    },
 ]
 
 
@@ -44,12 +54,22 @@ def test_frequencies_are_those_of_transformers(fields, dim, base):
     found = inverse_frequencies(dim, base, scaling)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
-    assert (yarn_attention_factor(scaling) if fields["rope_type"] == "yarn" else 1.0) == pytest.approx(factor, abs=0)
+    assert (
+        yarn_attention_factor(scaling) if fields["rope_type"] == "yarn" else 1.0
+    ) == pytest.approx(factor, abs=0)
     assert parse_rope_scaling(scaling.to_json()) == scaling
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2", "{", '{"rope_type": "default"}', '{"rope_type": "linear", "factor": -1}', '{"rope_type": "su"}']
+    "text",
+    [
+        "",
+        "2",
+        "{",
+        '{"rope_type": "default"}',
+        '{"rope_type": "linear", "factor": -1}',
+        '{"rope_type": "su"}',
+    ],
 )
 def test_what_is_no_scaling_is_refused(text):
     """In a line."""
@@ -58,7 +78,9 @@ def test_what_is_no_scaling_is_refused(text):
 
 
 def test_yarn_is_not_fused():
-    """The fused kernel for packs takes no scale of attention scores, and megatron-core does not say so."""
+    """The fused kernel for packs takes no scale of attention scores, and megatron-core does not say
+    so.
+    """
     config = SimpleNamespace(apply_rope_fusion=True)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     prepare_config(config, SimpleNamespace(rope_scaling=json.dumps(scaling)))  # type: ignore[arg-type]

@@ -35,11 +35,16 @@ def test_metadata_of_torch_is_read(tmp_path):
 
 
 def test_foreign_metadata_runs_nothing(tmp_path):
-    """torch reads it with plain pickle: whoever may write a checkpoint may run code on the cluster."""
+    """torch reads it with plain pickle: whoever may write a checkpoint may run code on the
+    cluster."""
     ran = tmp_path / "ran"
     storage = {"x": Code(ran)}
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data=storage)))
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/.metadata holds a posix.mkdir, which does not belong"):
+    (tmp_path / ".metadata").write_bytes(
+        pickle.dumps(Metadata(state_dict_metadata={}, storage_data=storage))
+    )
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/.metadata holds a posix.mkdir, which does not belong"
+    ):
         check_metadata(tmp_path)
     assert not ran.exists()
 
@@ -48,7 +53,14 @@ def test_foreign_metadata_runs_nothing(tmp_path):
 def test_modules_are_no_way_round(tmp_path, name):
     """Modules of the known classes import others: a dotted name would reach all of those."""
     module = "torch.distributed.checkpoint.filesystem"
-    pickled = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
+    pickled = (
+        b"\x80\x04\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(name)])
+        + name.encode()
+    )
     (tmp_path / ".metadata").write_bytes(pickled + b"\x93.")
     with pytest.raises(ValueError, match=rf"holds a {module}\.{name}, which"):
         check_metadata(tmp_path)
@@ -72,7 +84,8 @@ def test_members_of_enums_are_read_as_python_3_11_2_writes_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__")]
+    ("owner", "name"),
+    [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__")],
 )
 def test_getattr_gets_members_of_enums_only(tmp_path, owner, name):
     """It would reach any function from any known class."""
@@ -99,7 +112,9 @@ def test_objects_of_torch_run_nothing(tmp_path, monkeypatch, before):
     ran, kept = tmp_path / "ran", dict(os.environ)
     save({**STATE, "object": Code(ran)}, checkpoint_id=tmp_path / "bad", no_dist=True)
     with (
-        pytest.raises(ValueError, match=rf"^{tmp_path}/x.distcp holds a posix.mkdir, which does not belong"),
+        pytest.raises(
+            ValueError, match=rf"^{tmp_path}/x.distcp holds a posix.mkdir, which does not belong"
+        ),
         only_weights(tmp_path / "x.distcp"),
     ):
         load({**STATE, "object": ""}, checkpoint_id=tmp_path / "bad", no_dist=True)
@@ -126,9 +141,13 @@ def test_a_checkpoint_is_checked_before_it_is_read(tmp_path, name, one_rank):
 
     ran, path = tmp_path / "ran", checkpoint_path(tmp_path, 1)
     save(STATE, checkpoint_id=path, no_dist=True)
-    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (tmp_path / TRACKER).write_text("1")
-    torch.save({}, path / "common.pt")  # without it, megatron-core 0.16.1 would be told that it is too old
+    torch.save(
+        {}, path / "common.pt"
+    )  # without it, megatron-core 0.16.1 would be told that it is too old
     if name == "common.pt":
         torch.save({"model_options": Code(ran)}, path / name)
     else:

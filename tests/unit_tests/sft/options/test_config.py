@@ -1,4 +1,6 @@
-"""The options of a run: all of Megatron's names that we promise, and contradictions across groups refused."""
+"""The options of a run: all of Megatron's names that we promise, and contradictions across groups
+refused.
+"""
 
 import json
 import math
@@ -68,7 +70,8 @@ PROMISED = [
 
 @pytest.mark.parametrize("arguments", PROMISED)
 def test_promised_flag_is_accepted_and_arrives(arguments):
-    """A script written for Megatron's trainers would stop at the first name that is missing here."""
+    """A script written for Megatron's trainers would stop at the first name that is missing
+    here."""
     config = parse(arguments, world_size=2)
     flag, *values = arguments.split(" --")[0].split()
     name = flag.removeprefix("--").replace("-", "_")
@@ -101,24 +104,51 @@ def test_defaults():
         "ByteLevelTokenizer",
         False,
     )
-    assert (training.micro_batch_size, training.min_lr, training.lr_decay_style) == (1, 0.0, "linear")
-    assert (training.weight_decay, training.clip_grad, training.seed, training.bf16) == (0.01, 1.0, 1234, False)
-    assert (output.save, output.load, output.save_interval, output.log_interval) == (None, None, None, 1)
-    assert (config.model.normalization, config.model.position_embedding_type) == ("LayerNorm", "learned_absolute")
+    assert (training.micro_batch_size, training.min_lr, training.lr_decay_style) == (
+        1,
+        0.0,
+        "linear",
+    )
+    assert (training.weight_decay, training.clip_grad, training.seed, training.bf16) == (
+        0.01,
+        1.0,
+        1234,
+        False,
+    )
+    assert (output.save, output.load, output.save_interval, output.log_interval) == (
+        None,
+        None,
+        None,
+        1,
+    )
+    assert (config.model.normalization, config.model.position_embedding_type) == (
+        "LayerNorm",
+        "learned_absolute",
+    )
 
 
-# Arguments, world size, and words that the message must hold: the flags that contradict, and what to do.
+# Arguments, world size, and words that the message must hold: the flags that contradict, and what
+# to do.
 CONTRADICTIONS = [
     ("--no-sequence-packing --dump-schedule 3", 1, ["--dump-schedule", "--sequence-packing"]),
-    ("--sequence-packing --dump-schedule 3 11", 1, ["--dump-schedule 11 must be at most --train-iters 10"]),
+    (
+        "--sequence-packing --dump-schedule 3 11",
+        1,
+        ["--dump-schedule 11 must be at most --train-iters 10"],
+    ),
     (
         "--micro-batch-size 3",
         1,
         ["--global-batch-size 16", "--micro-batch-size 3", "data-parallel size 1"],
     ),
-    ("--micro-batch-size 2", 3, ["--global-batch-size 16", "--micro-batch-size 2", "data-parallel size 3"]),
     (
-        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+        "--micro-batch-size 2",
+        3,
+        ["--global-batch-size 16", "--micro-batch-size 2", "data-parallel size 3"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 6",
         4,
         ["interleaved", "multiple of 4 microbatches", "--global-batch-size 6 makes 6"],
     ),
@@ -133,7 +163,8 @@ CONTRADICTIONS = [
         ["--ffn-hidden-size 33", "--tensor-model-parallel-size 2"],
     ),
     (
-        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --group-query-attention "
+        "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 "
+        "--group-query-attention "
         "--num-query-groups 3",
         2,
         ["--num-query-groups 3", "multiple of --tensor-model-parallel-size 2"],
@@ -146,7 +177,11 @@ CONTRADICTIONS = [
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
         2,
-        ["--num-layers 8", "--pipeline-model-parallel-size 2", "--num-layers-per-virtual-pipeline-stage 3"],
+        [
+            "--num-layers 8",
+            "--pipeline-model-parallel-size 2",
+            "--num-layers-per-virtual-pipeline-stage 3",
+        ],
     ),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
@@ -178,14 +213,19 @@ CONTRADICTIONS = [
         2,
         ["--max-seqlen-per-dp-cp-rank 63", "--seq-length 128", "raise it to 64"],
     ),
-    ("--seq-length 130 --context-parallel-size 2", 2, ["--seq-length 130", "multiple of 4", "without packing"]),
+    (
+        "--seq-length 130 --context-parallel-size 2",
+        2,
+        ["--seq-length 130", "multiple of 4", "without packing"],
+    ),
     (
         "--seq-length 130 --tensor-model-parallel-size 4 --sequence-parallel",
         4,
         ["--seq-length 130", "multiple of 4", "without packing"],
     ),
     (
-        "--seq-length 132 --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--seq-length 132 --context-parallel-size 2 --tensor-model-parallel-size 4 "
+        "--sequence-parallel",
         8,
         ["--seq-length 132", "multiple of 8", "without packing"],
     ),
@@ -194,7 +234,9 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
-    """It would show as a hang or a shape error inside megatron-core, minutes later and on some ranks only."""
+    """It would show as a hang or a shape error inside megatron-core, minutes later and on some
+    ranks only.
+    """
     assert_refused(arguments, world_size, words)
 
 
@@ -221,10 +263,17 @@ def test_num_virtual_stages(arguments, expected):
         ("--max-seqlen-per-dp-cp-rank 300", 300),
         ("--max-seqlen-per-dp-cp-rank 300 --context-parallel-size 2", 300),
         ("--seq-length 127 --context-parallel-size 4", 32),
-        ("--seq-length 129 --context-parallel-size 2", 66),  # 129 -> 132, a multiple of 4, over 2 ranks
+        (
+            "--seq-length 129 --context-parallel-size 2",
+            66,
+        ),  # 129 -> 132, a multiple of 4, over 2 ranks
         ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", 128),
         ("--seq-length 127 --tensor-model-parallel-size 2", 127),
-        ("--seq-length 132 --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel", 68),
+        (
+            "--seq-length 132 --context-parallel-size 2 --tensor-model-parallel-size 4 "
+            "--sequence-parallel",
+            68,
+        ),
     ],
 )
 def test_capacity_per_rank(arguments, expected):
@@ -236,7 +285,8 @@ def test_capacity_by_default_holds_the_longest_sequence_in_every_layout():
     """A sequence of --seq-length tokens would end the run at the step that draws it."""
     for seq_length, context, tensor in product((125, 127, 128), (1, 2, 4), (1, 2)):
         config = parse(
-            f"--sequence-packing --sequence-parallel --seq-length {seq_length} --context-parallel-size {context} "
+            f"--sequence-packing --sequence-parallel --seq-length {seq_length} "
+            f"--context-parallel-size {context} "
             f"--tensor-model-parallel-size {tensor}",
             world_size=8,
         )
@@ -247,19 +297,26 @@ def test_capacity_by_default_holds_the_longest_sequence_in_every_layout():
 
 
 def test_without_packing_a_sequence_need_be_a_multiple_of_the_layout_only():
-    """Demands beyond need would refuse what megatron-core runs: 132 / (2 x 2) pieces of 33 tokens."""
+    """Demands beyond need would refuse what megatron-core runs: 132 / (2 x 2) pieces of 33
+    tokens."""
     layout = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
     assert parse(f"--seq-length 132 {layout}", world_size=4).model.seq_length == 132
 
 
 def test_an_interleaved_pipeline_may_pack_any_batch():
-    """With packing the scheduler makes up the multiple of microbatches, so the batch size need not."""
-    arguments = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6"
+    """With packing the scheduler makes up the multiple of microbatches, so the batch size need
+    not."""
+    arguments = (
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 6"
+    )
     assert parse(f"{arguments} --sequence-packing", world_size=4).training.global_batch_size == 6
 
 
 def test_to_dict_is_plain_json():
-    """Checkpoints compare these values with those of the next run: they must survive being written and read."""
+    """Checkpoints compare these values with those of the next run: they must survive being written
+    and read.
+    """
     values = parse("--data-path a b --no-mock-data").to_dict()
     assert json.loads(json.dumps(values)) == values
     assert values["data"]["data_path"] == ["a", "b"]

@@ -23,7 +23,11 @@ CONTRADICTIONS = [
     ("--split 0,1", 1, ["--split", "'0,1'"]),
     ("--split nan", 1, ["--split", "'nan'"]),
     ("--split inf,1", 1, ["--split", "969,30,1", "'inf,1'"]),
-    ("--tokenizer-type NullTokenizer --tokenizer-model t", 1, ["--tokenizer-model t", "NullTokenizer", "drop"]),
+    (
+        "--tokenizer-type NullTokenizer --tokenizer-model t",
+        1,
+        ["--tokenizer-model t", "NullTokenizer", "drop"],
+    ),
     ("--tokenizer-type Foo", 1, ["--tokenizer-type", "'Foo'", "ByteLevelTokenizer"]),
 ]
 
@@ -53,14 +57,19 @@ def test_mock_data_and_data_path_are_accepted():
     """The two kinds of data; several files are one data set."""
     assert parse("", base=f"{BASE} --mock-data").data.mock_data
     data = parse("--data-path a.jsonl b.parquet --valid-data-path c.json", base=BASE).data
-    assert (list(data.data_path), list(data.valid_data_path)) == (["a.jsonl", "b.parquet"], ["c.json"])
+    assert (list(data.data_path), list(data.valid_data_path)) == (
+        ["a.jsonl", "b.parquet"],
+        ["c.json"],
+    )
 
 
 def test_empty_list_of_files_is_refused(tmp_path):
     """`data_path: []` is a list that some script failed to fill."""
     path = tmp_path / "run.yaml"
     path.write_text("data_path: []")
-    with pytest.raises(FlagError, match="'data_path' must be a list of at least one text, but is \\[\\]"):
+    with pytest.raises(
+        FlagError, match="'data_path' must be a list of at least one text, but is \\[\\]"
+    ):
         parse(f"--config {path}", base=BASE)
 
 
@@ -91,7 +100,9 @@ WRITTEN = '{"kind": "linear", "points": [[0, [5, 3]], [100, [1, 1]]]}'
 
 
 def schedule_of(text):
-    return DataConfig(data_path=("blend.yaml",), blend_weight_schedule=str(text)).weight_schedule(samples_per_step=16)
+    return DataConfig(data_path=("blend.yaml",), blend_weight_schedule=str(text)).weight_schedule(
+        samples_per_step=16
+    )
 
 
 def test_text_and_file_are_the_same(tmp_path):
@@ -148,7 +159,10 @@ def test_weights_before_paths(tmp_path, monkeypatch):
             {"chat_template": "chat.jinja"},
             "--chat-template needs --tokenizer-model, but ByteLevelTokenizer has a format",
         ),
-        ({"data_columns": "talk=dialogue"}, "--data-columns must be pairs such as messages=conversation"),
+        (
+            {"data_columns": "talk=dialogue"},
+            "--data-columns must be pairs such as messages=conversation",
+        ),
     ],
 )
 def test_options_that_would_not_be_read_are_refused(options, fault):

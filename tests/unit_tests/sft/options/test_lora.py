@@ -13,10 +13,22 @@ CONTRADICTIONS = [
     ("--lora --lora-rank 0", 1, ["--lora-rank", "at least 1"]),
     ("--lora --lora-alpha -1", 1, ["--lora-alpha", "above 0"]),
     ("--lora --lora-dropout 1", 1, ["--lora-dropout", "below 1"]),
-    ("--lora --lora-target-modules q_proj query", 1, ["--lora-target-modules", "but has query", "q_proj"]),
-    ("--lora --lora-modules-to-save norm", 1, ["--lora-modules-to-save", "but has norm", "embed_tokens"]),
+    (
+        "--lora --lora-target-modules q_proj query",
+        1,
+        ["--lora-target-modules", "but has query", "q_proj"],
+    ),
+    (
+        "--lora --lora-modules-to-save norm",
+        1,
+        ["--lora-modules-to-save", "but has norm", "embed_tokens"],
+    ),
     ("--lora --mtp-num-layers 1 --position-embedding-type rope", 1, ["--mtp-num-layers"]),
-    (f"--lora --lora-target-modules q_proj v_proj {GROUPED} --tensor-model-parallel-size 4", 4, ["k_proj", "2 groups"]),
+    (
+        f"--lora --lora-target-modules q_proj v_proj {GROUPED} --tensor-model-parallel-size 4",
+        4,
+        ["k_proj", "2 groups"],
+    ),
     ("--lora --lora-adapter nowhere", 1, ["--lora-adapter nowhere", "adapter_config.json"]),
 ]
 
@@ -27,10 +39,14 @@ def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
     assert_refused(arguments, world_size, words)
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4 --lora-rank 2"])
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4 --lora-rank 2"]
+)
 def test_layouts_that_share_adapters_evenly_are_taken(layout):
     """A refusal that is too wide takes layouts from those who could train in them."""
-    modules = "q_proj v_proj" if layout.endswith("2") and "4" not in layout else "q_proj k_proj v_proj"
+    modules = (
+        "q_proj v_proj" if layout.endswith("2") and "4" not in layout else "q_proj k_proj v_proj"
+    )
     assert parse(f"--lora {layout} {GROUPED} --lora-target-modules {modules}", 4).lora.lora
 
 
@@ -38,8 +54,20 @@ def test_layouts_that_share_adapters_evenly_are_taken(layout):
 def test_all_layers_by_default(given):
     """PEFT's word for them, or none."""
     lora = LoraConfig(lora=True, lora_target_modules=given)
-    assert lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    assert [lora.targets_in(name) for name in ("linear_qkv", "linear_fc1", "router")] == [(0, 1, 2), (0, 1), ()]
+    assert lora.targets == (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    assert [lora.targets_in(name) for name in ("linear_qkv", "linear_fc1", "router")] == [
+        (0, 1, 2),
+        (0, 1),
+        (),
+    ]
 
 
 def test_names_of_mixtral_are_the_same_layers():
@@ -58,7 +86,10 @@ def test_scale():
 
 def test_what_a_checkpoint_must_share():
     """Other ranks or layers have no place for its tensors; dropout may change."""
-    one, other = (LoraConfig(lora=True, lora_dropout=d, lora_target_modules=("v_proj", "q_proj")) for d in (0.0, 0.5))
+    one, other = (
+        LoraConfig(lora=True, lora_dropout=d, lora_target_modules=("v_proj", "q_proj"))
+        for d in (0.0, 0.5)
+    )
     assert one.identity() == other.identity()
     assert one.identity()["lora_target_modules"] == ["q_proj", "v_proj"]
     assert LoraConfig().identity() == {"lora": False}

@@ -1,4 +1,6 @@
-"""A recipe of Megatron-LM: each of its options works, is said to be so anyway, or is refused with a way out."""
+"""A recipe of Megatron-LM: each of its options works, is said to be so anyway, or is refused with a
+way out.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def table() -> str:
     lines = ["| option | here |", "|---|---|"]
     lines += [f"| `{flag}` | read as {read.others} |" for flag, read in READ_AS.items()]
     for name, ours in TOKENIZERS.items():
-        what = f"read as {ours}" if ours else "refused: pass --tokenizer-model with a HuggingFace folder"
+        what = (
+            f"read as {ours}"
+            if ours
+            else "refused: pass --tokenizer-model with a HuggingFace folder"
+        )
         lines.append(f"| `--tokenizer-type {name}` | {what} |")
     groups: dict[str, list[str]] = {}
     for flag, accepted in ACCEPTED.items():
@@ -38,7 +44,13 @@ def table() -> str:
     for flag, way in REFUSED.items():
         groups.setdefault(f"refused: {way}", []).append(flag)
     return "\n".join(
-        [*lines, *(f"| {' '.join(f'`{flag}`' for flag in flags)} | {what} |" for what, flags in groups.items())]
+        [
+            *lines,
+            *(
+                f"| {' '.join(f'`{flag}`' for flag in flags)} | {what} |"
+                for what, flags in groups.items()
+            ),
+        ]
     )
 
 
@@ -76,7 +88,9 @@ def test_kinds_are_refused_by_their_pattern(arguments: str, message: str) -> Non
 
 def test_tuning_is_accepted_by_its_pattern() -> None:
     """Scripts for clusters have dozens of these."""
-    tuning = "--tp-comm-overlap-cfg f.yaml --no-overlap-p2p-communication --otel-enabled --no-one-logger"
+    tuning = (
+        "--tp-comm-overlap-cfg f.yaml --no-overlap-p2p-communication --otel-enabled --no-one-logger"
+    )
     assert without_megatron_flags(tuning.split()) == []
     assert megatron_flag_notes(tuning.split()) == [
         "options of Megatron-LM, without effect here: "
@@ -86,7 +100,10 @@ def test_tuning_is_accepted_by_its_pattern() -> None:
 
 def test_recipe_trains_as_if_they_were_not_there() -> None:
     """Values of accepted options must go with them, and those of ours must stay."""
-    recipe = "--sft --transformer-impl local --lr-decay-style cosine --timing-log-level 0 --ckpt-format=torch_dist"
+    recipe = (
+        "--sft --transformer-impl local --lr-decay-style cosine --timing-log-level 0 "
+        "--ckpt-format=torch_dist"
+    )
     assert without_megatron_flags(recipe.split()) == ["--lr-decay-style", "cosine"]
     assert parse(recipe) == parse("--lr-decay-style cosine")
     assert megatron_flag_notes(recipe.split()) == [
@@ -103,16 +120,24 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
     [
         (
             "--ckpt-format zarr",
-            "options of Megatron-LM, refused: --ckpt-format (must be torch_dist, but is zarr; drop it)",
+            "options of Megatron-LM, refused: --ckpt-format (must be torch_dist, but is zarr; drop "
+            "it)",
         ),
-        ("--sft yes", "options of Megatron-LM, refused: --sft (must have no value, but is yes; drop it)"),
+        (
+            "--sft yes",
+            "options of Megatron-LM, refused: --sft (must have no value, but is yes; drop it)",
+        ),
         ("--fp16", "options of Megatron-LM, refused: --fp16 (pass --bf16)"),
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
-            "--lr-wsd-decay-iters 9 must fit behind the warmup into the steps of decay, 2 of 10; lower it or "
+            "--lr-wsd-decay-iters 9 must fit behind the warmup into the steps of decay, 2 of 10; "
+            "lower it or "
             "raise --lr-decay-iters",
         ),
-        ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none"),
+        (
+            "--lr-wsd-decay-iters 3",
+            "--lr-decay-style WSD and --lr-wsd-decay-iters belong together; pass both or none",
+        ),
         ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be from 0 to below 1, but is 1.0"),
         (
             "--lr-warmup-fraction .1 --lr-warmup-iters 1",
@@ -128,26 +153,37 @@ def test_what_is_not_so_here_is_refused(arguments: str, message: str) -> None:
 
 
 def test_data_in_files_of_arguments(tmp_path: Path) -> None:
-    """Weights and paths of long blends stand in files; read in another order, another blend is trained."""
+    """Weights and paths of long blends stand in files; read in another order, another blend is
+    trained.
+    """
     (tmp_path / "blend.txt").write_text("5 a.jsonl\n3 b.jsonl\n")
     (tmp_path / "splits.json").write_text(
         '{"train": ["5", "a.jsonl", 3, "b.jsonl"], "valid": ["c.jsonl"], "test": null}'
     )
     for path in ("test", "list"):
-        (tmp_path / f"{path}.json").write_text('{"train": ["a"], "test": ["t"]}' if path == "test" else "[1]")
+        (tmp_path / f"{path}.json").write_text(
+            '{"train": ["a"], "test": ["t"]}' if path == "test" else "[1]"
+        )
 
     def read(text: str) -> list[str]:
         return without_megatron_flags(text.replace("DIR", str(tmp_path)).split())
 
     blend = ["--data-path", "5", "a.jsonl", "3", "b.jsonl"]
     assert read("--data-args-path DIR/blend.txt --bf16") == [*blend, "--bf16"]
-    assert read("--per-split-data-args-path=DIR/splits.json") == [*blend, "--valid-data-path", "c.jsonl"]
+    assert read("--per-split-data-args-path=DIR/splits.json") == [
+        *blend,
+        "--valid-data-path",
+        "c.jsonl",
+    ]
     assert read("--train-data-path a b --recompute-activations") == [
         *("--data-path", "a", "b"),
         *("--recompute-granularity", "selective"),
     ]
     for text, message in (
-        ("--data-path a --data-args-path DIR/blend.txt", "either --data-args-path or --data-path, not both"),
+        (
+            "--data-path a --data-args-path DIR/blend.txt",
+            "either --data-args-path or --data-path, not both",
+        ),
         ("--data-args-path", "--data-args-path must be one file, but is missing"),
         ("--data-args-path DIR/none.txt", "none.txt: "),
         ("--per-split-data-args-path DIR/list.json", 'must be a file with JSON such as {"train"'),
@@ -159,23 +195,43 @@ def test_data_in_files_of_arguments(tmp_path: Path) -> None:
 
 
 def test_tokenizers_of_megatron_lm() -> None:
-    """A name that argparse alone refuses comes with a list of ours, and no way to the same tokens."""
+    """A name that argparse alone refuses comes with a list of ours, and no way to the same
+    tokens."""
     given = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "folder"]
-    assert without_megatron_flags(given) == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
-    assert without_megatron_flags(["--tokenizer-type=NullTokenizer"]) == ["--tokenizer-type", "NullTokenizer"]
-    with pytest.raises(FlagError, match="TikTokenizer is none here: pass --tokenizer-model with a HuggingFace folder"):
+    assert without_megatron_flags(given) == [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        "folder",
+    ]
+    assert without_megatron_flags(["--tokenizer-type=NullTokenizer"]) == [
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
+    with pytest.raises(
+        FlagError,
+        match="TikTokenizer is none here: pass --tokenizer-model with a HuggingFace folder",
+    ):
         without_megatron_flags(["--tokenizer-type", "TikTokenizer"])
 
 
 BENCHMARK = """
---use-mcore-models --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 256
---max-position-embeddings 256 --attention-dropout 0.0 --hidden-dropout 0.0 --transformer-impl transformer_engine
---attention-backend flash --moe-token-dispatcher-type alltoall --micro-batch-size 1 --global-batch-size 8
---train-iters 20 --lr-decay-iters 20 --lr 1.5e-4 --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-iters 0
---weight-decay 1.0e-2 --clip-grad 1.0 --bf16 --calculate-per-token-loss --no-gradient-accumulation-fusion
---tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 2 --use-varlen-dataset
---mock-data --tokenizer-type NullTokenizer --vocab-size 128 --null-tokenizer-pad-id 0 --split 99,1,0 --num-workers 2
---data-cache-path cache --dataloader-type single --log-interval 1 --log-throughput --timing-log-level 0
+--use-mcore-models --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+--seq-length 256
+--max-position-embeddings 256 --attention-dropout 0.0 --hidden-dropout 0.0
+--transformer-impl transformer_engine
+--attention-backend flash --moe-token-dispatcher-type alltoall --micro-batch-size 1
+--global-batch-size 8
+--train-iters 20 --lr-decay-iters 20 --lr 1.5e-4 --min-lr 1.0e-5 --lr-decay-style cosine
+--lr-warmup-iters 0
+--weight-decay 1.0e-2 --clip-grad 1.0 --bf16 --calculate-per-token-loss
+--no-gradient-accumulation-fusion
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 2
+--use-varlen-dataset
+--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --null-tokenizer-pad-id 0
+--split 99,1,0 --num-workers 2
+--data-cache-path cache --dataloader-type single --log-interval 1 --log-throughput
+--timing-log-level 0
 --eval-interval 1000000 --eval-iters 1 --distributed-backend nccl --tensorboard-log-interval 1
 """
 MOCK = (
@@ -187,12 +243,19 @@ MOCK = (
 def test_upstreams_packing_benchmark() -> None:
     """Who compares the two must not have to write a command line of their own."""
     mock = ["--varlen-mock-dataset-config-json", MOCK]
-    scheduler = ["--sequence-packing-scheduler", "dp_balanced", "--max-seqlen-per-dp-cp-rank", "128"]
+    scheduler = [
+        "--sequence-packing-scheduler",
+        "dp_balanced",
+        "--max-seqlen-per-dp-cp-rank",
+        "128",
+    ]
     config = parse_config([*BENCHMARK.split(), *mock, *scheduler], 2)
     assert config.packing.sequence_packing
     assert config.packing.sequence_packing_scheduler == "dp_balanced"
     assert config.data.sft_mock_dataset_config_json == MOCK
-    assert parse_config([*BENCHMARK.split(), *mock], 2).packing.sequence_packing  # its data set is packed in any case
+    assert parse_config(
+        [*BENCHMARK.split(), *mock], 2
+    ).packing.sequence_packing  # its data set is packed in any case
 
 
 def test_a_scheduler_alone_switches_packing_on() -> None:

@@ -8,14 +8,25 @@ CONTRADICTIONS = [
     ("--hidden-size 65", 1, ["--hidden-size 65", "--num-attention-heads 8", "--kv-channels"]),
     ("--group-query-attention", 1, ["--group-query-attention", "--num-query-groups", "both"]),
     ("--num-query-groups 2", 1, ["--group-query-attention", "--num-query-groups", "both"]),
-    ("--group-query-attention --num-query-groups 3", 1, ["--num-attention-heads 8", "--num-query-groups 3"]),
+    (
+        "--group-query-attention --num-query-groups 3",
+        1,
+        ["--num-attention-heads 8", "--num-query-groups 3"],
+    ),
     ("--recompute-num-layers 2", 1, ["--recompute-num-layers needs --recompute-granularity full"]),
     (
         "--recompute-granularity full --recompute-num-layers 3",
         1,
-        ["--recompute-num-layers 3 must divide the layers of a stage, 8", "--recompute-method block"],
+        [
+            "--recompute-num-layers 3 must divide the layers of a stage, 8",
+            "--recompute-method block",
+        ],
     ),
-    ("--max-position-embeddings 64", 1, ["--max-position-embeddings 64", "at least", "--seq-length 128"]),
+    (
+        "--max-position-embeddings 64",
+        1,
+        ["--max-position-embeddings 64", "at least", "--seq-length 128"],
+    ),
     (
         "--disable-bias-linear --num-experts 2 --moe-router-topk 3",
         1,
@@ -34,8 +45,16 @@ CONTRADICTIONS = [
     ),
     ("--swiglu --geglu", 1, ["--swiglu", "--geglu", "drop one"]),
     ("--moe-layer-freq 1 0", 1, ["--moe-layer-freq", "need --num-experts"]),
-    ("--moe-shared-expert-intermediate-size 8", 1, ["--moe-shared-expert-intermediate-size", "need --num-experts"]),
-    ("--moe-shared-expert-gate", 1, ["--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"]),
+    (
+        "--moe-shared-expert-intermediate-size 8",
+        1,
+        ["--moe-shared-expert-intermediate-size", "need --num-experts"],
+    ),
+    (
+        "--moe-shared-expert-gate",
+        1,
+        ["--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"],
+    ),
     *(
         (
             f"--disable-bias-linear --num-experts 4 --moe-layer-freq {layers}",
@@ -46,7 +65,8 @@ CONTRADICTIONS = [
     ),
     *(
         (
-            "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 "
+            "--expert-model-parallel-size 2 "
             f"--sequence-parallel {widths}",
             2,
             [f"{widths.split()[0]} 33 must be a multiple of --tensor-model-parallel-size 2"],
@@ -61,7 +81,9 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize(("arguments", "world_size", "words"), CONTRADICTIONS)
 def test_contradiction_is_refused_with_a_way_out(arguments, world_size, words):
-    """It would show as a shape error inside megatron-core, seconds later and on every rank, or as another model."""
+    """It would show as a shape error inside megatron-core, seconds later and on every rank, or as
+    another model.
+    """
     assert_refused(arguments, world_size, words)
 
 

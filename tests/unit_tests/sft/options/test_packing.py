@@ -7,14 +7,22 @@ from tests.unit_tests.sft.command_line import assert_refused
 CONTRADICTIONS = [
     ("--max-seqlen-per-dp-cp-rank 256", 1, ["--max-seqlen-per-dp-cp-rank", "--sequence-packing"]),
     ("--outlier-delay-steps 4", 1, ["--outlier-delay-steps", "--sequence-packing"]),
-    ("--outlier-delay-steps -1 --sequence-packing", 1, ["--outlier-delay-steps must be at least 0", "-1"]),
+    (
+        "--outlier-delay-steps -1 --sequence-packing",
+        1,
+        ["--outlier-delay-steps must be at least 0", "-1"],
+    ),
     (
         "--outlier-delay-steps 4 --sequence-packing --sequence-packing-scheduler empty",
         1,
         ["--outlier-delay-steps", "--sequence-packing-scheduler default"],
     ),
     ("--pack-cost cost.json", 1, ["--pack-cost", "--sequence-packing"]),
-    ("--sequence-packing --pack-cost absent.json", 1, ["--pack-cost absent.json cannot be read", "calibrate"]),
+    (
+        "--sequence-packing --pack-cost absent.json",
+        1,
+        ["--pack-cost absent.json cannot be read", "calibrate"],
+    ),
     (
         "--sequence-packing-scheduler empty --no-sequence-packing",
         1,

@@ -12,14 +12,26 @@ CONTRADICTIONS = [
     ),
     ("--cp-comm-type ring", 1, ["--cp-comm-type must be p2p,", "but is ring"]),
     ("--cp-comm-type p2p a2a", 1, ["one for each of --num-layers 8"]),
-    ("--overlap-param-gather", 1, ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"]),
+    (
+        "--overlap-param-gather",
+        1,
+        ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"],
+    ),
     (
         "--overlap-param-gather --use-distributed-optimizer",
         1,
         ["--overlap-param-gather", "--use-distributed-optimizer", "--overlap-grad-reduce"],
     ),
-    ("--overlap-param-gather --overlap-grad-reduce", 1, ["--overlap-param-gather", "--use-distributed-optimizer"]),
-    ("--tensor-model-parallel-size 2", 1, ["number of processes, 1", "2 x 1 x 1 = 2", "--nproc-per-node 2"]),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        1,
+        ["--overlap-param-gather", "--use-distributed-optimizer"],
+    ),
+    (
+        "--tensor-model-parallel-size 2",
+        1,
+        ["number of processes, 1", "2 x 1 x 1 = 2", "--nproc-per-node 2"],
+    ),
     (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
         12,
@@ -31,7 +43,8 @@ CONTRADICTIONS = [
         ["number of processes, 2", "--expert-model-parallel-size", "4;"],
     ),
     (
-        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        "--disable-bias-linear --num-experts 4 --expert-model-parallel-size 4 "
+        "--pipeline-model-parallel-size 2",
         4,
         ["number of processes, 4", "--pipeline-model-parallel-size, 8;"],
     ),

@@ -40,16 +40,30 @@ AT_LEAST_ONE = [
     [(f"{name} {value}", "at least 1") for name in AT_LEAST_ONE for value in (0, -2)]
     + [
         (option, "at least 0")
-        for option in ("lr nan", "lr inf", "lr -0.1", "weight-decay -1.0", "clip-grad -1.0", "eval-iters -1", "seed -1")
+        for option in (
+            "lr nan",
+            "lr inf",
+            "lr -0.1",
+            "weight-decay -1.0",
+            "clip-grad -1.0",
+            "eval-iters -1",
+            "seed -1",
+        )
     ]
-    + [(f"{name} {value}", "from 0 to") for name in ("hidden-dropout", "adam-beta1") for value in (1.5, -0.5)]
+    + [
+        (f"{name} {value}", "from 0 to")
+        for name in ("hidden-dropout", "adam-beta1")
+        for value in (1.5, -0.5)
+    ]
     + [
         ("distributed-timeout-minutes 0.0", "at least 0.01"),
         ("rotary-base 0.5", "at least 1"),
     ],
 )
 def test_value_out_of_range_is_refused(option, limits):
-    """It would be taken for no value, divide by zero, or end in an error that does not name the option."""
+    """It would be taken for no value, divide by zero, or end in an error that does not name the
+    option.
+    """
     name, value = option.split()
     with pytest.raises(FlagError) as failure:
         parse(f"--sequence-packing --save folder --{name}={value}")

@@ -12,9 +12,21 @@ CONTRADICTIONS = [
     ("--lr-warmup-iters 4 --lr-decay-iters 4", 1, ["--lr-warmup-iters 4", "--lr-decay-iters"]),
     ("--lr-warmup-iters -1", 1, ["--lr-warmup-iters -1"]),
     ("--train-samples 80", 1, ["pass either --train-iters or --train-samples"]),
-    ("--lr-warmup-samples 160", 1, ["--lr-warmup-samples 160 must be less than the steps of decay, 10"]),
-    ("--lr-warmup-samples 8 --lr-warmup-iters 1", 1, ["either --lr-warmup-iters or --lr-warmup-samples"]),
-    ("--lr-decay-samples 80 --lr-decay-iters 5", 1, ["either --lr-decay-iters or --lr-decay-samples"]),
+    (
+        "--lr-warmup-samples 160",
+        1,
+        ["--lr-warmup-samples 160 must be less than the steps of decay, 10"],
+    ),
+    (
+        "--lr-warmup-samples 8 --lr-warmup-iters 1",
+        1,
+        ["either --lr-warmup-iters or --lr-warmup-samples"],
+    ),
+    (
+        "--lr-decay-samples 80 --lr-decay-iters 5",
+        1,
+        ["either --lr-decay-iters or --lr-decay-samples"],
+    ),
     ("--exit-interval 0", 1, ["--exit-interval must be at least 1"]),
 ]
 
@@ -35,8 +47,11 @@ SAMPLES = f"{MODEL} --mock-data --lr 1e-3"
 
 
 def test_a_run_counted_in_samples() -> None:
-    """Megatron-LM's recipes count so; the learning rate must rise and fall where it does for steps."""
-    given = "--global-batch-size 16 --train-samples 170 --lr-warmup-samples 24 --lr-decay-samples 120"
+    """Megatron-LM's recipes count so; the learning rate must rise and fall where it does for
+    steps."""
+    given = (
+        "--global-batch-size 16 --train-samples 170 --lr-warmup-samples 24 --lr-decay-samples 120"
+    )
     training = parse(given, base=SAMPLES).training
     assert (training.train_iters, training.warmup_samples, training.decay_samples) == (10, 24, 120)
     training = parse("--lr-warmup-iters 2 --lr-decay-iters 8").training
@@ -51,7 +66,8 @@ EPOCHS = f"{MODEL} --data-path chats.jsonl --global-batch-size 16 --lr 1e-3"
 
 
 @pytest.mark.parametrize(
-    ("epochs", "records", "steps"), [("1", 160, 10), ("1", 161, 11), ("2.5", 160, 25), ("0.1", 1, 1)]
+    ("epochs", "records", "steps"),
+    [("1", 160, 10), ("1", 161, 11), ("2.5", 160, 25), ("0.1", 1, 1)],
 )
 def test_epochs_are_steps_once_the_records_are_counted(epochs, records, steps):
     """The learning rate would fall to its end before or after the run's."""
@@ -66,7 +82,11 @@ def test_epochs_are_steps_once_the_records_are_counted(epochs, records, steps):
         ("", EPOCHS, "--train-iters must be at least 1 without --train-epochs, but is 0"),
         ("--train-epochs 2 --train-iters 3", EPOCHS, "--train-epochs, not both"),
         ("--train-epochs 0", EPOCHS, "--train-epochs must be at least"),
-        ("--train-epochs 1", EPOCHS.replace("data-path chats.jsonl", "mock-data"), "--train-epochs needs --data-path"),
+        (
+            "--train-epochs 1",
+            EPOCHS.replace("data-path chats.jsonl", "mock-data"),
+            "--train-epochs needs --data-path",
+        ),
     ],
 )
 def test_wrong_epochs_are_refused(arguments, base, words):
@@ -80,5 +100,8 @@ def test_what_contradicts_the_steps_of_epochs_is_refused():
     for arguments in ("--lr-warmup-iters 10", "--sequence-packing --dump-schedule 11"):
         config = parse(f"--train-epochs 1 {arguments}", base=EPOCHS)
         assert config.for_records(200).training.train_iters == 13
-        with pytest.raises(ValueError, match=r"--lr-warmup-iters 10 must be less|--dump-schedule 11 must be at most"):
+        with pytest.raises(
+            ValueError,
+            match=r"--lr-warmup-iters 10 must be less|--dump-schedule 11 must be at most",
+        ):
             config.for_records(160)

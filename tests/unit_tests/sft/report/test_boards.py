@@ -45,7 +45,9 @@ def run_part(output, run_dir, resume_iteration, iterations):
         run_dir, train_iters=9, log_interval=10, resume_iteration=resume_iteration, boards=boards
     )  # fmt: skip
     for iteration in iterations:
-        writer.step(replace(STEP, iteration=iteration, loss=float(iterations[0]), sources={"a": SOURCE}))
+        writer.step(
+            replace(STEP, iteration=iteration, loss=float(iterations[0]), sources={"a": SOURCE})
+        )
     writer.evaluation(Evaluation(iteration=iterations[-1], split="valid", loss=2.0, num_tokens=10))
     writer.close()
 
@@ -61,14 +63,24 @@ def test_tensorboard_scalars(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     names = {*(f"train/{name}" for name in DRAWN), "train/loss of a", "valid/loss"}
     assert set(events.Tags()["scalars"]) == names
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 1), (2, 1), (3, 3), (4, 3)]
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [
+        (1, 1),
+        (2, 1),
+        (3, 3),
+        (4, 3),
+    ]
 
 
 def test_missing_tensorboard_is_one_clear_error(tmp_path, monkeypatch):
-    """Without it the user would get a stack of imports that doesn't say which option asked for the package."""
+    """Without it the user would get a stack of imports that doesn't say which option asked for the
+    package.
+    """
     output = OutputConfig(tensorboard_dir="tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="--tensorboard-dir needs the package tensorboard; do pip install tensorboard"):
+    with pytest.raises(
+        ValueError,
+        match="--tensorboard-dir needs the package tensorboard; do pip install tensorboard",
+    ):
         open_boards(output, tmp_path, None, {})
 
 
@@ -87,7 +99,9 @@ def test_wandb_draws_one_run_of_all_parts(tmp_path, wandb):
     output = OutputConfig(wandb_project="tiny", wandb_entity="us")
     run_part(output, run_dir, None, [1, 2])
     run_part(output, run_dir, 2, [3])
-    run_part(replace(output, wandb_exp_name="second"), run_dir, None, [1])  # a new one in an old folder
+    run_part(
+        replace(output, wandb_exp_name="second"), run_dir, None, [1]
+    )  # a new one in an old folder
     told = wandb()
     started = [values["init"] for values, _ in told if "init" in values]
     assert [(each["id"], each["name"], each["resume"]) for each in started] == [
@@ -96,9 +110,14 @@ def test_wandb_draws_one_run_of_all_parts(tmp_path, wandb):
     assert {key: started[0][key] for key in ("project", "entity", "dir", "config")} == {
         "project": "tiny", "entity": "us", "dir": str(run_dir), "config": {"lr": 0.1}
     }  # fmt: skip
-    steps = [(more["step"], values["train/loss"]) for values, more in told if "train/loss" in values]
+    steps = [
+        (more["step"], values["train/loss"]) for values, more in told if "train/loss" in values
+    ]
     assert steps == [(1, 1.0), (2, 1.0), (3, 3.0), (1, 1.0)]
-    assert next(each for each in told if "valid/loss" in each[0]) == [{"valid/loss": 2.0}, {"step": 2}]
+    assert next(each for each in told if "valid/loss" in each[0]) == [
+        {"valid/loss": 2.0},
+        {"step": 2},
+    ]
     drawn = {*(f"train/{name}" for name in DRAWN), "train/loss of a"}
     assert {name for values, more in told if more for name in values} == drawn | {"valid/loss"}
     assert [values["finish"] for values, _ in told if "finish" in values] == [{"exit_code": 0}] * 3
@@ -114,7 +133,9 @@ def test_wandb_shows_a_run_that_ends_with_an_error_as_failed(tmp_path, wandb):
 
 def test_wandb_that_cannot_start_is_one_clear_error(tmp_path, wandb):
     """A stack of its own network code does not say which option to drop."""
-    with pytest.raises(ValueError, match="--wandb-project locked: no API key; run wandb login, or set WANDB_MODE"):
+    with pytest.raises(
+        ValueError, match="--wandb-project locked: no API key; run wandb login, or set WANDB_MODE"
+    ):
         open_boards(OutputConfig(wandb_project="locked"), tmp_path, None, {})
 
 

@@ -12,7 +12,9 @@ from tests.unit_tests.sft.runs import step
 
 @pytest.mark.parametrize("removed", ["file", "folder"])
 def test_a_removed_file_is_made_again_with_all_lines(tmp_path, capsys, removed):
-    """Lines went to a file without a name: a run of days had no metrics, and its report ended it with an error."""
+    """Lines went to a file without a name: a run of days had no metrics, and its report ended it
+    with an error.
+    """
     writer = MetricsWriter(tmp_path / "run", train_iters=3, log_interval=9)
     writer.event("run", iteration=0, seq_length=1000)
     writer.step(step(1))
@@ -26,7 +28,9 @@ def test_a_removed_file_is_made_again_with_all_lines(tmp_path, capsys, removed):
     metrics = read_metrics(tmp_path / "run")
     assert [found.iteration for found in metrics.steps] == [1, 2, 3]
     assert len(metrics.events) == 1
-    assert capsys.readouterr().out.count("metrics.jsonl was removed while the run writes to it") == 1
+    assert (
+        capsys.readouterr().out.count("metrics.jsonl was removed while the run writes to it") == 1
+    )
 
 
 def test_a_file_that_another_program_replaced_is_appended_to(tmp_path):
@@ -85,7 +89,8 @@ def test_a_board_that_cannot_be_written_is_left_out(tmp_path, capsys):
     writer.close()
     assert (
         capsys.readouterr().out.count(
-            "note: Board failed (OSError: [Errno 28] No space left on device); training goes on without it"
+            "note: Board failed (OSError: [Errno 28] No space left on device); training goes on "
+            "without it"
         )
         == 1
     )

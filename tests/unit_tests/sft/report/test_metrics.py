@@ -10,11 +10,15 @@ from tests.unit_tests.sft.runs import SOURCE, STEP
 
 
 def test_derived_shares():
-    """Without it padding and unfilled room, the two things that packing is judged by, could be mixed up."""
+    """Without it padding and unfilled room, the two things that packing is judged by, could be
+    mixed up.
+    """
     assert STEP.fill == 0.75
     assert STEP.padding == 0.0625
     assert (STEP.balance, STEP.moved) == (pytest.approx(1.02), 0.125)
-    empty = replace(STEP, tokens=0, moved_tokens=0, step_cost=0.0, step_cost_bound=0.0, passes_seconds=0.0)
+    empty = replace(
+        STEP, tokens=0, moved_tokens=0, step_cost=0.0, step_cost_bound=0.0, passes_seconds=0.0
+    )
     assert (empty.balance, empty.moved, math.isnan(empty.prediction_error)) == (1.0, 0.0, True)
 
 
@@ -22,20 +26,26 @@ def test_log_line():
     """Without it a number could vanish from the log, or stand there in another unit."""
     parts = STEP.to_line(200).split(" | ")
     assert parts[:4] == ["step   7/200", "loss 2.3457", "lr 3.00e-04", "grad norm 0.500"]
-    assert {"12,000 tokens/s", "0.0312 TFLOP/s per device", "4 microbatches", "fill 75.0%"} < set(parts)
+    assert {"12,000 tokens/s", "0.0312 TFLOP/s per device", "4 microbatches", "fill 75.0%"} < set(
+        parts
+    )
     assert {"padding 6.2%", "balance 1.0200 of the bound", "data 12.5 ms"} < set(parts)
 
 
 LAYOUTS = [
     ({"num_ranks": 2}, "balance 1.0200 of the bound | moved 12%"),
-    ({"num_stages": 4, "step_cost": 19.06, "bubble": 0.1234}, "balance 0.953 of even packs | bubble 12.3%"),
+    (
+        {"num_stages": 4, "step_cost": 19.06, "bubble": 0.1234},
+        "balance 0.953 of even packs | bubble 12.3%",
+    ),
     ({"num_ranks": 2, "num_stages": 2}, "balance 1.020 of even packs | bubble 2.0% | moved 12%"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "words"), LAYOUTS)
 def test_log_line_of_a_layout(changes, words):
-    """A pipeline's balance below 1 would look like a broken bound if the line did not say what of."""
+    """A pipeline's balance below 1 would look like a broken bound if the line did not say what
+    of."""
     assert f" | {words} | " in replace(STEP, **changes).to_line(200)
 
 
@@ -49,14 +59,21 @@ def test_log_line_with_a_prediction():
 def test_log_line_tells_sources_apart():
     """One source that gets worse is hidden by the others that get better."""
     assert " | a 1.2500 (3 samples, 40 tokens)" in replace(STEP, sources={"a": SOURCE}).to_line(200)
-    evaluation = Evaluation(iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE})
-    assert evaluation.to_line() == "valid loss 1.0000 after step 1 (9 loss tokens) | a 1.2500 (3 samples, 40 tokens)"
+    evaluation = Evaluation(
+        iteration=1, split="valid", loss=1.0, num_tokens=9, sources={"a": SOURCE}
+    )
+    assert (
+        evaluation.to_line()
+        == "valid loss 1.0000 after step 1 (9 loss tokens) | a 1.2500 (3 samples, 40 tokens)"
+    )
 
 
 def test_log_line_tells_what_went_wrong():
     """Without it dropped samples and skipped steps would pass unseen."""
     dropped = {"chats": {"bad sample": 2}}
-    line = replace(STEP, dropped_samples=2, dropped=dropped, cut_samples=1, skipped=True).to_line(200)
+    line = replace(STEP, dropped_samples=2, dropped=dropped, cut_samples=1, skipped=True).to_line(
+        200
+    )
     assert " | 2 dropped: 2 bad sample of chats | 1 cut | optimizer step skipped" in line
 
 
@@ -65,10 +82,11 @@ def source(tokens, **changes):
 
 
 def test_sources_line():
-    """A thousand sources must not make a line of a thousand losses; those of most tokens are told."""
-    assert sources_line({"few": source(10, loss=math.nan, num_loss_tokens=0), "most": source(2000)}) == (
-        "most 1.2500 (2 samples, 2,000 tokens), few (2 samples, 10 tokens)"
-    )
+    """A thousand sources must not make a line of a thousand losses; those of most tokens are
+    told."""
+    assert sources_line(
+        {"few": source(10, loss=math.nan, num_loss_tokens=0), "most": source(2000)}
+    ) == ("most 1.2500 (2 samples, 2,000 tokens), few (2 samples, 10 tokens)")
     many = sources_line({f"s{number}": source(number) for number in range(1000)})
     assert many.startswith("s999 1.2500")
     assert many.endswith("s996 1.2500 (2 samples, 996 tokens), 996 more")
@@ -76,6 +94,6 @@ def test_sources_line():
 
 def test_dropped_line():
     """Without reason and source nobody knows which file to mend."""
-    assert dropped_line({"chats": {"over length": 1200, "bad sample": 1}, "web": {"bad sample": 2}}) == (
-        "1,200 over length of chats, 1 bad sample of chats, 2 bad sample of web"
-    )
+    assert dropped_line(
+        {"chats": {"over length": 1200, "bad sample": 1}, "web": {"bad sample": 2}}
+    ) == ("1,200 over length of chats, 1 bad sample of chats, 2 bad sample of web")

@@ -14,15 +14,21 @@ from tests.unit_tests.sft.runs import SOURCE, STEP
 
 
 def write_steps(run_dir, iterations, resume_iteration=None):
-    """A run that reports these steps, evaluates before the first and after each even one, and marks its start."""
-    writer = MetricsWriter(run_dir, train_iters=100, log_interval=1000, resume_iteration=resume_iteration)
+    """A run that reports these steps, evaluates before the first and after each even one, and marks
+    its start.
+    """
+    writer = MetricsWriter(
+        run_dir, train_iters=100, log_interval=1000, resume_iteration=resume_iteration
+    )
     if resume_iteration is None:
         writer.event("run", iteration=0, seq_length=1024)
         writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.0, num_tokens=10))
     for iteration in iterations:
         writer.step(replace(STEP, iteration=iteration))
         if iteration % 2 == 0:
-            writer.evaluation(Evaluation(iteration=iteration, split="valid", loss=5.0 / iteration, num_tokens=10))
+            writer.evaluation(
+                Evaluation(iteration=iteration, split="valid", loss=5.0 / iteration, num_tokens=10)
+            )
     writer.close()
 
 
@@ -37,7 +43,9 @@ def test_lines_of_runs_from_before_there_were_sources(tmp_path):
 
 
 def test_file_reads_back_exactly(tmp_path):
-    """Without it a field could be lost or rounded between the run and its report; NaN and infinity would break JSON."""
+    """Without it a field could be lost or rounded between the run and its report; NaN and infinity
+    would break JSON.
+    """
     writer = MetricsWriter(tmp_path / "run", train_iters=10, log_interval=1)
     writer.event("run", iteration=0, seq_length=1024, note=None)
     step = replace(STEP, sources={"a": SOURCE, "b": SOURCE}, dropped={"b": {"over length": 3}})
@@ -63,13 +71,20 @@ def test_file_reads_back_exactly(tmp_path):
     assert str(steps[1].sources["a"].loss) == "nan"
     assert str((steps[1].loss, steps[1].grad_norm)) == "(nan, nan)"
     assert evaluations == [Evaluation(iteration=8, split="valid", loss=0.1 + 0.2, num_tokens=123)]
-    assert events == [{"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, "note": None}]
+    assert events == [
+        {"kind": "event", "event": "run", "iteration": 0, "seq_length": 1024, "note": None}
+    ]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["kind"] for line in lines] == [
         *("event", "train", "train", "evaluation")
     ]
     first = json.loads(lines[1])
-    assert (first["fill"], first["balance"], first["moved"], first["moved_tokens"]) == (0.75, 1.02, 0.125, 750)
+    assert (first["fill"], first["balance"], first["moved"], first["moved_tokens"]) == (
+        0.75,
+        1.02,
+        0.125,
+        750,
+    )
     assert (first["step_cost"], first["step_cost_bound"], first["bubble"]) == (20.4, 20.0, 0.02)
     assert (first["predicted_seconds"], first["prediction_error"]) == (None, None)
 
@@ -92,9 +107,12 @@ def test_killed_run_keeps_its_lines(tmp_path):
         "import os, sys; from megatron.sft.report.metrics import Evaluation\n"
         "from megatron.sft.report.metrics_file import MetricsWriter\n"
         "writer = MetricsWriter(sys.argv[1], train_iters=2, log_interval=1)\n"
-        "writer.evaluation(Evaluation(iteration=1, split='valid', loss=2.0, num_tokens=10)); os.kill(os.getpid(), 9)"
+        "writer.evaluation(Evaluation(iteration=1, split='valid', loss=2.0, num_tokens=10)); "
+        "os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert killed.returncode == -9
     assert killed.stdout == "valid loss 2.0000 after step 1 (10 loss tokens)\n"
     assert [each.loss for each in read_metrics(tmp_path).evaluations] == [2.0]
@@ -102,13 +120,17 @@ def test_killed_run_keeps_its_lines(tmp_path):
 
 @pytest.mark.parametrize("checkpoint", [0, 1, 4, 5])
 def test_resumed_run_equals_one_never_stopped(tmp_path, checkpoint):
-    """Without it steps after the checkpoint would stand twice in the file, and plots and sums would be wrong."""
+    """Without it steps after the checkpoint would stand twice in the file, and plots and sums would
+    be wrong.
+    """
     write_steps(tmp_path / "whole", range(1, 9))
     write_steps(tmp_path / "killed", range(1, 7))
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "iterat')
     write_steps(tmp_path / "killed", range(checkpoint + 1, 9), resume_iteration=checkpoint)
-    whole, killed = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "killed"))
+    whole, killed = (
+        (tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "killed")
+    )
     assert killed == whole
 
 
@@ -155,9 +177,12 @@ def test_import_is_pure():
     """Without it reading metrics, or the report, would wait seconds for torch."""
     code = (
         "import sys, megatron.sft.report.metrics_file, megatron.sft.report.report\n"
-        "print([name for name in ('torch', 'numpy', 'matplotlib', 'tqdm', 'megatron.core') if name in sys.modules])"
+        "print([name for name in ('torch', 'numpy', 'matplotlib', 'tqdm', 'megatron.core') if name "
+        "in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert result.stdout == "[]\n"
 
 

@@ -29,19 +29,26 @@ def rows_of(run_dir):
 
 
 def write_packs(run_dir, num_steps, packs):
-    lines = [json.dumps({"iteration": i + 1, "capacity": 1000, "packs": packs}) + "\n" for i in range(num_steps)]
+    lines = [
+        json.dumps({"iteration": i + 1, "capacity": 1000, "packs": packs}) + "\n"
+        for i in range(num_steps)
+    ]
     (run_dir / "packs.jsonl").write_text("".join(lines))
 
 
 def test_sources_by_hand(tmp_path):
-    """A source that was hardly read, or that got worse, is what one looks for in the report of a blend."""
+    """A source that was hardly read, or that got worse, is what one looks for in the report of a
+    blend.
+    """
     writer = MetricsWriter(tmp_path, train_iters=4, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
     for iteration, loss in enumerate((4.0, 3.0, 2.0, float("nan")), 1):
         few = SourceMetrics(sequences=1, tokens=100, num_loss_tokens=50, loss=loss)
         most = SourceMetrics(sequences=7, tokens=1900, num_loss_tokens=1550, loss=8.0)
         dropped = {"few": {"bad sample": 2}} if iteration < 3 else {}
-        writer.step(step(iteration, sources={"few": few, "most": most}, dropped=dropped, dropped_samples=2))
+        writer.step(
+            step(iteration, sources={"few": few, "most": most}, dropped=dropped, dropped_samples=2)
+        )
     writer.close()
     rows = rows_of(tmp_path)
     assert [name for name in rows if name.startswith("source")] == ["source most", "source few"]
@@ -74,7 +81,11 @@ def test_readme_shows_the_table_that_is_printed(run_dir):
     """Whoever tries the project compares the two line by line."""
     shown = re.search(r"It ends like this:\n\n```\n(.*?)\nfiles ", README.read_text(), re.DOTALL)
     assert shown is not None
-    printed = [row for row in report.table(read_metrics(run_dir), run_dir) if row[0] not in ("test loss", "optimizer")]
+    printed = [
+        row
+        for row in report.table(read_metrics(run_dir), run_dir)
+        if row[0] not in ("test loss", "optimizer")
+    ]
     rows = [(line[:18].rstrip(), line[18:]) for line in shown[1].splitlines()]
     assert [(name, NUMBER.sub("#", value)) for name, value in rows] == [
         (name, NUMBER.sub("#", value)) for name, value in printed
@@ -97,7 +108,9 @@ def test_the_padded_run_itself_removes_nothing(tmp_path):
 
 def test_nothing_to_report_on_is_one_clear_error(tmp_path):
     """A mistyped folder would end in a stack trace, or in a report full of nan."""
-    with pytest.raises(ValueError, match=r"absent.metrics\.jsonl .*no such file; give the folder of a run"):
+    with pytest.raises(
+        ValueError, match=r"absent.metrics\.jsonl .*no such file; give the folder of a run"
+    ):
         report.report(tmp_path / "absent")
     writer = MetricsWriter(tmp_path, train_iters=1, log_interval=1)
     with pytest.raises(ValueError, match='at least one "run" event'):
@@ -108,7 +121,9 @@ def test_nothing_to_report_on_is_one_clear_error(tmp_path):
 
 
 def test_rows_of_a_pipeline_with_a_prediction(tmp_path):
-    """A balance below 1 needs its bubble beside it, and a prediction its error: signs must not cancel in the mean."""
+    """A balance below 1 needs its bubble beside it, and a prediction its error: signs must not
+    cancel in the mean.
+    """
     writer = MetricsWriter(tmp_path, train_iters=2, log_interval=100)
     writer.event("run", iteration=0, seq_length=1000)
     pipeline = {"num_ranks": 1, "num_stages": 4}
@@ -118,7 +133,9 @@ def test_rows_of_a_pipeline_with_a_prediction(tmp_path):
     rows = rows_of(tmp_path)
     assert rows["balance"].startswith("0.925 mean, 0.950 worst")
     assert rows["bubble"] == "15.0% mean"
-    assert rows["prediction"].startswith("15.0% mean absolute error of the passes, which were 75% of the time")
+    assert rows["prediction"].startswith(
+        "15.0% mean absolute error of the passes, which were 75% of the time"
+    )
     assert "moved" not in rows
 
 
@@ -133,8 +150,12 @@ def test_delays_are_summed_over_the_steps(tmp_path):
 
 
 def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
-    """Without it the picture of a long or wide run would be a smear, or show its first steps only."""
-    lines = [{"iteration": i, "capacity": 1000, "packs": [[[500, 400], [900]], [[1000], []]]} for i in range(1, 101)]
+    """Without it the picture of a long or wide run would be a smear, or show its first steps
+    only."""
+    lines = [
+        {"iteration": i, "capacity": 1000, "packs": [[[500, 400], [900]], [[1000], []]]}
+        for i in range(1, 101)
+    ]
     drawn = packs_to_draw(lines)
     assert len(drawn) == 64
     assert sorted({pack.iteration for pack in drawn})[-2:] == [93, 100]
@@ -147,10 +168,14 @@ def test_packs_drawn_are_spread_over_the_run_and_few(run_dir):
 @pytest.mark.parametrize("num_stages", [1, 4])
 @pytest.mark.parametrize("has_packs", [False, True])
 def test_plot_is_a_picture(run_dir, has_packs, num_stages):
-    """Without it a change of matplotlib, or a step whose loss is NaN, would leave `make run` without its picture."""
+    """Without it a change of matplotlib, or a step whose loss is NaN, would leave `make run`
+    without its picture.
+    """
     pytest.importorskip("matplotlib")
     metrics = run_dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"num_stages": 1', f'"num_stages": {num_stages}'))
+    metrics.write_text(
+        metrics.read_text().replace('"num_stages": 1', f'"num_stages": {num_stages}')
+    )
     if has_packs:
         write_packs(run_dir, 4, [[[500, 400], [900]], [[1000], []]])
     report.report(run_dir)

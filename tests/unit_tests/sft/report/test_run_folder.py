@@ -22,7 +22,9 @@ from tests.unit_tests.sft.runs import STEP
 
 
 def test_a_folder_with_checkpoints_is_not_written_over(tmp_path, monkeypatch):
-    """A forgotten --load would start anew and put its first checkpoints before those of the old run."""
+    """A forgotten --load would start again and put its first checkpoints before those of the old
+    run.
+    """
     monkeypatch.chdir(tmp_path)
     prepare_output(OutputConfig(save=str(tmp_path / "new")))
     assert (tmp_path / "new").is_dir()
@@ -36,18 +38,26 @@ def test_a_folder_with_checkpoints_is_not_written_over(tmp_path, monkeypatch):
         prepare_output(OutputConfig(run_dir=str(tmp_path / "file")))
     (tmp_path / "other/iter_0000003").mkdir(parents=True)
     (tmp_path / "other/latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(ValueError, match=r"old holds a run's checkpoints"):  # they would be overwritten
+    with pytest.raises(
+        ValueError, match=r"old holds a run's checkpoints"
+    ):  # they would be overwritten
         prepare_output(OutputConfig(save=str(tmp_path / "old"), load=str(tmp_path / "other")))
     with pytest.raises(ValueError, match=r"pass another --save-hf"):
         prepare_output(OutputConfig(save_hf=str(tmp_path / "file" / "model")))
     with pytest.raises(ValueError, match=r"--save-hf .*new is the folder of --save, too"):
-        prepare_output(OutputConfig(save=str(tmp_path / "new"), save_hf=str(tmp_path / "x" / ".." / "new")))
+        prepare_output(
+            OutputConfig(save=str(tmp_path / "new"), save_hf=str(tmp_path / "x" / ".." / "new"))
+        )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("is_measured", "head", "time"), [(True, "time, ms", "10.0"), (False, "time, units", "0.01")])
+@pytest.mark.parametrize(
+    ("is_measured", "head", "time"), [(True, "time, ms", "10.0"), (False, "time, units", "0.01")]
+)
 def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured, head, time):
-    """Scheduled by seconds and drawn without them, a step of 10 ms would be one of 0.01 of nobody knows what."""
+    """Scheduled by seconds and drawn without them, a step of 10 ms would be one of 0.01 of nobody
+    knows what.
+    """
     from megatron.packing.step.delay import Delayed
     from megatron.packing.step.global_batch import GlobalBatch
     from megatron.packing.step.settings import PackingSettings
@@ -65,7 +75,10 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
         cost=PackCost(0.001, 0.0),
         model=StepModel(),
     )
-    config = parse(f"--sequence-packing --dump-schedule {STEP.iteration}" + f" --pack-cost {measured}" * is_measured)
+    config = parse(
+        f"--sequence-packing --dump-schedule {STEP.iteration}"
+        + f" --pack-cost {measured}" * is_measured
+    )
     log = run_folder.RunLog(config, tmp_path, Progress(0, 0, evaluation_due=False))
     packs = [[[10]], [[4, 2]]]
     unread: Any = None
@@ -86,7 +99,9 @@ def test_a_dumped_step_keeps_its_unit(tmp_path, monkeypatch, capsys, is_measured
     capsys.readouterr()
     plan([str(path), "--scheduler", "default"], lengths_from)
     printed = capsys.readouterr().out
-    row = next(line.split() for line in printed.splitlines() if line.startswith("as it ran (default)"))
+    row = next(
+        line.split() for line in printed.splitlines() if line.startswith("as it ran (default)")
+    )
     assert head in printed
     assert row[9] == time
 
@@ -96,9 +111,14 @@ def test_a_dumped_step_is_read_by_the_planner(tmp_path):
     layout = StepLayout(
         num_ranks=2, capacity=9, alignment=Alignment(), cost=PackCost(1.0, 0.1), model=StepModel()
     )  # fmt: skip
-    record = StepRecord(title="step 7", scheduler="default", layout=layout, packs=[[[3, 4], [9]], [[8], []]])
+    record = StepRecord(
+        title="step 7", scheduler="default", layout=layout, packs=[[[3, 4], [9]], [[8], []]]
+    )
     names = [path.name for path in dump_schedule(tmp_path / "schedule_7", record)]
     plotted = importlib.util.find_spec("matplotlib") is not None
     assert names == ["schedule_7.json", "schedule_7.html", *["schedule_7.png"] * plotted]
     assert all((tmp_path / name).stat().st_size > 100 for name in names)
-    assert lengths_from(LengthOptions(source=str(tmp_path / "schedule_7.json")), None, 1).record == record
+    assert (
+        lengths_from(LengthOptions(source=str(tmp_path / "schedule_7.json")), None, 1).record
+        == record
+    )

@@ -1,4 +1,6 @@
-"""Clips of video and audio; frames, shapes and times were compared with energon 7.4.1's decoder on the same files."""
+"""Clips of video and audio; frames, shapes and times were compared with energon 7.4.1's decoder on
+the same files.
+"""
 
 import io
 import math
@@ -76,7 +78,11 @@ def test_several_clips_and_another_size(video):
 
 @pytest.mark.parametrize(
     ("unit", "first", "last", "samples"),
-    [("seconds", 0, math.inf, (0, 20000)), ("seconds", 0.5, 0.75, (4000, 6000)), ("samples", 100, 199, (100, 199))],
+    [
+        ("seconds", 0, math.inf, (0, 20000)),
+        ("seconds", 0.5, 0.75, (4000, 6000)),
+        ("samples", 100, 199, (100, 199)),
+    ],
 )
 def test_audio_clips(audio, unit, first, last, samples):
     """Audio that is off by a codec's frame does not go with its transcript."""
@@ -92,7 +98,11 @@ def test_everything(video, audio):
     seen = decode_part("mp4", video).get_frames(video_decode_audio=True)
     assert (len(seen.video_clips), len(seen.audio_clips)) == (1, 0)
     heard = decode_part("wav", audio).get_frames()
-    assert (len(heard.video_clips), len(heard.audio_clips), heard.audio_timestamps) == (0, 1, [(0.0, 2.5)])
+    assert (len(heard.video_clips), len(heard.audio_clips), heard.audio_timestamps) == (
+        0,
+        1,
+        [(0.0, 2.5)],
+    )
 
 
 def test_misuse(video, audio):

@@ -1,4 +1,6 @@
-"""Images as energon's users know them; shapes, types and values were compared with energon 7.4.1's, for all modes."""
+"""Images as energon's users know them; shapes, types and values were compared with energon 7.4.1's,
+for all modes.
+"""
 
 import io
 
@@ -20,7 +22,8 @@ def png():
 
 
 def test_default_is_a_float_tensor_of_channels_first(png):
-    """A model that was trained on values in [0, 1] would be shown bytes, or channels for columns."""
+    """A model that was trained on values in [0, 1] would be shown bytes, or channels for
+    columns."""
     torch = pytest.importorskip("torch")
     image = decode_part("png", png)
     assert image.dtype == torch.float32
@@ -43,7 +46,10 @@ def test_default_is_a_float_tensor_of_channels_first(png):
 def test_modes(png, mode, kind, shape):
     """`decoder = SampleDecoder(image_decode=...)` of a task encoder."""
     image = SampleDecoder(image_decode=mode)("a.PNG", png)
-    assert (str(image.dtype), tuple(image.shape)) == (str(np.dtype(kind)) if not isinstance(kind, str) else kind, shape)
+    assert (str(image.dtype), tuple(image.shape)) == (
+        str(np.dtype(kind)) if not isinstance(kind, str) else kind,
+        shape,
+    )
     if mode == "rgb8":
         np.testing.assert_array_equal(image, PIXELS)
 

@@ -59,7 +59,9 @@ def test_collapses_runs(names, patterns):
     assert collapse_numbers(names) == patterns
 
 
-@given(st.lists(st.from_regex(r"(s_|d/)?[0-9]{0,3}(_|\.tar)?[0-9]{0,2}", fullmatch=True), max_size=20))
+@given(
+    st.lists(st.from_regex(r"(s_|d/)?[0-9]{0,3}(_|\.tar)?[0-9]{0,2}", fullmatch=True), max_size=20)
+)
 def test_expanding_undoes_collapsing(names):
     """Order and names must survive: they say which sample is which."""
     assert [name for pattern in collapse_numbers(names) for name in expand_braces(pattern)] == names

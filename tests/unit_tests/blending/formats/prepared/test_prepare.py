@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from megatron.blending.__main__ import main
-from megatron.blending.formats.prepared.prepare import Preparation, prepare_jsonl, prepare_webdataset
+from megatron.blending.formats.prepared.prepare import (
+    Preparation,
+    prepare_jsonl,
+    prepare_webdataset,
+)
 from megatron.blending.formats.prepared.webdataset import open_webdataset
 from tests.unit_tests.blending.archives import texts, write_folder, write_tar
 
@@ -25,14 +29,19 @@ def content_of(folder):
         name = str(path.relative_to(folder))
         if path.suffix == ".sqlite":
             with sqlite3.connect(path) as connection:
-                files[name] = [connection.execute(f"SELECT * FROM {t}").fetchall() for t in ("samples", "sample_parts")]
+                files[name] = [
+                    connection.execute(f"SELECT * FROM {t}").fetchall()
+                    for t in ("samples", "sample_parts")
+                ]
         elif path.is_file() and path.suffix not in (".tar", ".uuid"):
             files[name] = path.read_bytes()
     return files
 
 
 def test_files_are_energons(tmp_path):
-    """Literals from `energon prepare --split-ratio 3,1,1 ...` on the same archives: its users read ours, we theirs."""
+    """Literals from `energon prepare --split-ratio 3,1,1 ...` on the same archives: its users read
+    ours, we theirs.
+    """
     shards = {
         "sub/s_0.tar": {"a.txt": b"hello", "a.json": b"{}", "dir/b.seg.v2.txt": b"b2"},
         "sub/s_1.tar": texts("c"),
@@ -42,24 +51,42 @@ def test_files_are_energons(tmp_path):
     folder = write_folder(tmp_path, shards, split_ratio=(3, 1, 1), **TEXT)
     files = content_of(folder)
     assert files.pop(".nv-meta/.info.json").decode() == (
-        '{\n  "energon_version": "7.4.1",\n  "shard_counts": {\n    "sub/s_0.tar": 2,\n    "sub/s_1.tar": 1,\n'
+        '{\n  "energon_version": "7.4.1",\n  "shard_counts": {\n    "sub/s_0.tar": 2,\n    '
+        '"sub/s_1.tar": 1,\n'
         '    "sub/s_11.tar": 1,\n    "sub/s_2.tar": 2\n  }\n}'
     )
     assert files.pop(".nv-meta/split.yaml").decode() == (
-        "split_parts:\n  train:\n  - sub/s_{0..1}.tar\n  val:\n  - sub/s_11.tar\n  test:\n  - sub/s_2.tar\n"
+        "split_parts:\n  train:\n  - sub/s_{0..1}.tar\n  val:\n  - sub/s_11.tar\n  test:\n  - "
+        "sub/s_2.tar\n"
         "exclude: []\n"
     )
     assert files.pop(".nv-meta/dataset.yaml").decode() == (
-        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
+        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  "
+        "text: txt\n"
     )
     assert files.pop(".nv-meta/index.sqlite") == [
         [
-            *((0, "a", 0, 0, 2048), (0, "dir/b", 1, 2048, 1024), (1, "c", 0, 0, 2048), (2, "q", 0, 0, 1024)),
+            *(
+                (0, "a", 0, 0, 2048),
+                (0, "dir/b", 1, 2048, 1024),
+                (1, "c", 0, 0, 2048),
+                (2, "q", 0, 0, 1024),
+            ),
             *((3, "r", 0, 0, 1024), (3, "t", 1, 1024, 1024)),
         ],
         [
-            *((0, 0, "txt", 512, 5), (0, 0, "json", 1536, 2), (0, 1, "seg.v2.txt", 2560, 2), (1, 0, "txt", 512, 9)),
-            *((1, 0, "json", 1536, 12), (2, 0, "txt", 512, 1), (3, 0, ".txt", 512, 1), (3, 1, "", 1536, 1)),
+            *(
+                (0, 0, "txt", 512, 5),
+                (0, 0, "json", 1536, 2),
+                (0, 1, "seg.v2.txt", 2560, 2),
+                (1, 0, "txt", 512, 9),
+            ),
+            *(
+                (1, 0, "json", 1536, 12),
+                (2, 0, "txt", 512, 1),
+                (3, 0, ".txt", 512, 1),
+                (3, 1, "", 1536, 1),
+            ),
         ],
     ]
     assert {name: struct.unpack(f"{len(raw) // 8}Q", raw) for name, raw in files.items()} == {
@@ -68,14 +95,21 @@ def test_files_are_energons(tmp_path):
         "sub/s_11.tar.idx": (0, 1024),
         "sub/s_2.tar.idx": (0, 1024, 2048),
     }
-    assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", (folder / ".nv-meta/index.uuid").read_text())
+    assert re.fullmatch(
+        r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", (folder / ".nv-meta/index.uuid").read_text()
+    )
 
 
 def test_indexes_of_the_database(tmp_path):
-    """Energon's look-ups would scan the tables without them; it asks for them by name nowhere, but by column."""
+    """Energon's look-ups would scan the tables without them; it asks for them by name nowhere, but
+    by column.
+    """
     folder = write_folder(tmp_path, {"a.tar": texts("a")}, **TEXT)
     with sqlite3.connect(folder / ".nv-meta/index.sqlite") as connection:
-        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+        names = {
+            row[0]
+            for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")
+        }
     assert names >= {"idx_samples_by_tar_and_idx", "idx_sample_parts_seq", "idx_sample_parts_full"}
 
 
@@ -90,8 +124,14 @@ def test_processes_change_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("shards", "fault"),
     [
-        ({"a.tar": texts("x", "y"), "b.tar": texts("z", "y")}, "key 'y' is in a.tar and in b.tar; keys must be unique"),
-        ({"a.tar": [*texts("x").items(), *texts("y").items(), ("x.jpg", b"")]}, "key 'x' is twice in a.tar"),
+        (
+            {"a.tar": texts("x", "y"), "b.tar": texts("z", "y")},
+            "key 'y' is in a.tar and in b.tar; keys must be unique",
+        ),
+        (
+            {"a.tar": [*texts("x").items(), *texts("y").items(), ("x.jpg", b"")]},
+            "key 'x' is twice in a.tar",
+        ),
     ],
 )
 def test_duplicate_keys_are_refused_and_named(tmp_path, shards, fault):
@@ -106,16 +146,25 @@ def test_a_failure_leaves_what_was_there(tmp_path):
     folder = write_folder(tmp_path, {"a.tar": texts("x"), "b.tar": texts("y")}, **TEXT)
     before = {name: raw for name, raw in content_of(folder).items() if name.startswith(".nv-meta")}
     (folder / "b.tar").write_bytes((folder / "b.tar").read_bytes()[:700])
-    with pytest.raises(ValueError, match=r"b\.tar: .*the file is cut; write the shard again, or pass --exclude"):
+    with pytest.raises(
+        ValueError, match=r"b\.tar: .*the file is cut; write the shard again, or pass --exclude"
+    ):
         prepare_webdataset(str(folder), Preparation(force_overwrite=True, **TEXT))
-    assert {name: raw for name, raw in content_of(folder).items() if name.startswith(".nv-meta")} == before
+    assert {
+        name: raw for name, raw in content_of(folder).items() if name.startswith(".nv-meta")
+    } == before
     prepare_webdataset(str(folder), Preparation(force_overwrite=True, exclude="b", **TEXT))
     assert len(open_webdataset(str(folder), split_part="train")) == 1
 
 
 def test_shards_without_samples_are_left_out(tmp_path):
     """Energon fails on them; a list of shards with one of no samples cannot be sampled from."""
-    for name, members in {"a.tar": texts("x"), "b.tar": {}, "c.tar": {"none": b""}, "d.tar": texts("y")}.items():
+    for name, members in {
+        "a.tar": texts("x"),
+        "b.tar": {},
+        "c.tar": {"none": b""},
+        "d.tar": texts("y"),
+    }.items():
         write_tar(tmp_path / name, members)
     done = prepare_webdataset(str(tmp_path), Preparation(**TEXT))
     assert (done.counts, done.empty_shards, done.part_names) == (
@@ -136,7 +185,10 @@ def test_shards_without_samples_are_left_out(tmp_path):
         ({"split_parts": ["a:s_[0-2]", "b:s_{4,6}"]}, {"a": "012", "b": "46"}),
         ({"exclude": "[5-9]"}, {"train": "01234", "val": "", "test": ""}),
         # The order that energon's --shuffle-tars gives.
-        ({"shuffle_tars": True, "split_ratio": (4, 3, 3)}, {"train": "7328", "val": "569", "test": "401"}),
+        (
+            {"shuffle_tars": True, "split_ratio": (4, 3, 3)},
+            {"train": "7328", "val": "569", "test": "401"},
+        ),
     ],
 )
 def test_splits(tmp_path, asked, parts):
@@ -144,7 +196,9 @@ def test_splits(tmp_path, asked, parts):
     for number in range(10):
         write_tar(tmp_path / f"s_{number}.tar", texts(str(number)))
     done = prepare_webdataset(str(tmp_path), Preparation(**asked))
-    assert {part: "".join(name[2] for name in shards) for part, shards in done.split_parts.items()} == parts
+    assert {
+        part: "".join(name[2] for name in shards) for part, shards in done.split_parts.items()
+    } == parts
 
 
 @pytest.mark.parametrize(
@@ -156,7 +210,10 @@ def test_splits(tmp_path, asked, parts):
         ({"split_parts": ["train"]}, "--split-parts must be like 'train:train/.*'"),
         ({"sample_type": "TextSampel"}, "but is 'TextSampel'; did you mean 'TextSample'?"),
         ({"field_map": {"text": "txt"}}, "--field-map needs --sample-type"),
-        ({"sample_type": "TextSample", "field_map": {"text": "txt["}}, "--field-map: text must be like txt"),
+        (
+            {"sample_type": "TextSample", "field_map": {"text": "txt["}},
+            "--field-map: text must be like txt",
+        ),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_read(asked, fault):
@@ -207,7 +264,14 @@ def test_command(tmp_path, capsys):
         "--num-workers",
         "2",
     ]
-    options += ["--sample-type", "TextSample", "--field-map", '{"text":"txt"}', "--exclude", "nothing"]
+    options += [
+        "--sample-type",
+        "TextSample",
+        "--field-map",
+        '{"text":"txt"}',
+        "--exclude",
+        "nothing",
+    ]
     code, out, _ = run(capsys, *options, tmp_path)
     assert code == 0
     split = "  train: 1 shards\n  val: 1 shards\n  test: 0 shards\n"
@@ -218,15 +282,26 @@ def test_command(tmp_path, capsys):
         "field_map": {"text": "txt"},
     }
     code, _, err = run(capsys, tmp_path)
-    assert (code, err) == (1, f"error: {tmp_path}: is prepared already; pass --force-overwrite to prepare it anew\n")
+    assert (code, err) == (
+        1,
+        f"error: {tmp_path}: is prepared already; pass --force-overwrite to prepare it again\n",
+    )
     code, _, _ = run(capsys, tmp_path, "--tar-index-only", "--no-progress")
     assert code == 0
     code, out, _ = run(
-        capsys, tmp_path, "--force-overwrite", "--skip-dataset-yaml", "--split-parts", "own:a", "--no-progress"
+        capsys,
+        tmp_path,
+        "--force-overwrite",
+        "--skip-dataset-yaml",
+        "--split-parts",
+        "own:a",
+        "--no-progress",
     )
     assert code == 0
     assert yaml.safe_load((tmp_path / ".nv-meta/dataset.yaml").read_text()) == config
-    assert yaml.safe_load((tmp_path / ".nv-meta/split.yaml").read_text())["split_parts"] == {"own": ["a.tar"]}
+    assert yaml.safe_load((tmp_path / ".nv-meta/split.yaml").read_text())["split_parts"] == {
+        "own": ["a.tar"]
+    }
 
 
 def test_command_without_a_sample_type_says_what_is_missing(tmp_path, capsys):
@@ -288,5 +363,7 @@ def test_shards_are_numbered_as_in_the_info_file(tmp_path):
     info = json.loads((tmp_path / ".nv-meta/.info.json").read_text())
     assert list(info["shard_counts"]) == ["1.tar", "10.tar", "2.tar"]
     with sqlite3.connect(tmp_path / ".nv-meta/index.sqlite") as connection:
-        rows = connection.execute("SELECT tar_file_id, sample_key FROM samples ORDER BY 1").fetchall()
+        rows = connection.execute(
+            "SELECT tar_file_id, sample_key FROM samples ORDER BY 1"
+        ).fetchall()
     assert rows == [(0, "1"), (1, "10"), (2, "2")]

@@ -3,12 +3,19 @@
 import pytest
 
 from megatron.blending.formats.prepared.nv_meta import FOLDER, SQLITE
-from megatron.blending.formats.prepared.sample_index import DuplicateKeyError, SampleIndexWriter, find_samples
+from megatron.blending.formats.prepared.sample_index import (
+    DuplicateKeyError,
+    SampleIndexWriter,
+    find_samples,
+)
 from megatron.blending.formats.prepared.tar import Part, TarSample, TarScan
 
 
 def scan(*keys):
-    samples = [TarSample(key, 1024 * number, [Part("txt", 1024 * number + 512, 3)]) for number, key in enumerate(keys)]
+    samples = [
+        TarSample(key, 1024 * number, [Part("txt", 1024 * number + 512, 3)])
+        for number, key in enumerate(keys)
+    ]
     return TarScan(samples, 1024 * len(keys))
 
 
@@ -22,9 +29,15 @@ def write(root, *scans):
 
 @pytest.mark.parametrize("folder", ["plain", "with space", "odd%20?#name"])
 def test_finds_what_was_written(tmp_path, folder):
-    """Paths of databases are URLs to sqlite: odd names would open another file, or make an empty one."""
+    """Paths of databases are URLs to sqlite: odd names would open another file, or make an empty
+    one.
+    """
     root = write(tmp_path / folder, scan("a", "b/c"), scan("é", "\udcff"))
-    assert find_samples(root, ["é", "b/c", "nowhere", "\udcff"]) == {"b/c": (0, 1), "é": (1, 0), "\udcff": (1, 1)}
+    assert find_samples(root, ["é", "b/c", "nowhere", "\udcff"]) == {
+        "b/c": (0, 1),
+        "é": (1, 0),
+        "\udcff": (1, 1),
+    }
 
 
 def test_duplicates_name_both_shards(tmp_path):

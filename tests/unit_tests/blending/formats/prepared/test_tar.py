@@ -52,7 +52,10 @@ def by_us(path):
         header = content[start : start + 512]
         assert header_key(header) in (None, samples[-1][0])
     scanned = [
-        (sample.key, {part.name: content[part.start : part.start + part.size] for part in sample.parts})
+        (
+            sample.key,
+            {part.name: content[part.start : part.start + part.size] for part in sample.parts},
+        )
         for sample in scan.samples
     ]
     assert scanned == samples
@@ -86,7 +89,9 @@ def test_offsets_are_energons(tmp_path):
 
 @pytest.mark.parametrize("archive_format", FORMATS)
 def test_odd_members(tmp_path, archive_format):
-    """Long names, folders, links and stray files: a sample that begins with them must begin with their headers."""
+    """Long names, folders, links and stray files: a sample that begins with them must begin with
+    their headers.
+    """
     members = [
         ("folder", "DIRTYPE"),
         ("L" * 60 + "/" + "M" * 60 + "/x.txt", b"long"),
@@ -105,11 +110,24 @@ def test_odd_members(tmp_path, archive_format):
         ("p" * 95 + ".txt", b"one that ends just before"),
     ]
     if archive_format != tarfile.USTAR_FORMAT:
-        members += [("é" * 80 + "/y.txt", b"accents"), ("o" * 300 + ".txt", b"longer than any field")]
+        members += [
+            ("é" * 80 + "/y.txt", b"accents"),
+            ("o" * 300 + ".txt", b"longer than any field"),
+        ]
     path = write_tar(tmp_path / "a.tar", members, archive_format)
     samples, offsets = by_us(path)
     assert (samples, offsets) == by_tarfile(path)
-    keys = ["/".join(("L" * 60, "M" * 60, "x")), "f", "deep/__pack__/g", "q", "r", "./s", "t", "n" * 96, "p" * 95]
+    keys = [
+        "/".join(("L" * 60, "M" * 60, "x")),
+        "f",
+        "deep/__pack__/g",
+        "q",
+        "r",
+        "./s",
+        "t",
+        "n" * 96,
+        "p" * 95,
+    ]
     assert [key for key, _ in samples][:9] == keys
 
 
@@ -127,7 +145,9 @@ def test_pax_header_of_times_alone(tmp_path):
 @given(
     members=st.lists(
         st.tuples(
-            st.sampled_from(["a", "b", "d/a", "d.x/a", "__m__", "__m__/a", "ü", "k" * 98, "w" * 120]),
+            st.sampled_from(
+                ["a", "b", "d/a", "d.x/a", "__m__", "__m__/a", "ü", "k" * 98, "w" * 120]
+            ),
             st.sampled_from(["", ".txt", ".json", ".a.b", ".", "..x"]),
             st.sampled_from([b"", b"x", b"y" * 511, b"z" * 512, b"w" * 1025]),
         ),
@@ -136,7 +156,9 @@ def test_pax_header_of_times_alone(tmp_path):
     archive_format=st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
 )
 def test_agrees_with_tarfile(tmp_path_factory, members, archive_format):
-    """Any name that one of the two ways to parse takes for another would move a part to another sample."""
+    """Any name that one of the two ways to parse takes for another would move a part to another
+    sample.
+    """
     named = [(base + part, content) for base, part, content in members]
     path = write_tar(tmp_path_factory.mktemp("tar") / "a.tar", named, archive_format)
     assert by_us(path) == by_tarfile(path)
@@ -173,7 +195,9 @@ def test_archive_without_its_end_mark(tmp_path, end):
 @pytest.mark.parametrize("content", [b"x" * 2000, b'{"text": 1}\n' * 200, b"\0\1" * 1000])
 def test_what_is_no_archive_is_refused(content):
     """A file of another kind with the wrong suffix."""
-    with pytest.raises(TarError, match="no member starts at byte 0; it is no tar archive, or damaged"):
+    with pytest.raises(
+        TarError, match="no member starts at byte 0; it is no tar archive, or damaged"
+    ):
         scan_tar(Buffer(content))
     with pytest.raises(TarError):
         parse_sample(content, 0, len(content), {})
@@ -181,14 +205,18 @@ def test_what_is_no_archive_is_refused(content):
 
 def test_flipped_bit_is_refused(tmp_path):
     """A size that changed by one bit moves all that follows."""
-    damaged = bytearray(write_tar(tmp_path / "a.tar", {"a.txt": b"1", "b.txt": b"2" * 600}).read_bytes())
+    damaged = bytearray(
+        write_tar(tmp_path / "a.tar", {"a.txt": b"1", "b.txt": b"2" * 600}).read_bytes()
+    )
     damaged[1024 + 130] ^= 1
     with pytest.raises(TarError, match="no member starts at byte 1024"):
         scan_tar(Buffer(bytes(damaged)))
 
 
 def test_pieces_that_are_not_one_sample(tmp_path):
-    """With the offsets of another archive, one sample's text would be joined with the next one's image."""
+    """With the offsets of another archive, one sample's text would be joined with the next one's
+    image.
+    """
     whole = write_tar(tmp_path / "a.tar", {"a.txt": b"1", "b.txt": b"2" * 600}).read_bytes()
     for start, end, fault in [
         (0, 2560, "one sample must be here, but 2 are"),

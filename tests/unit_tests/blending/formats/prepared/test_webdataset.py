@@ -16,13 +16,19 @@ from megatron.blending.formats.prepared.webdataset import open_webdataset
 from megatron.blending.formats.record import RecordError
 from tests.unit_tests.blending.archives import texts, write_folder, write_tar
 
-SHARDS = {"s/a_0.tar": texts("a", "d/b", "c"), "s/a_1.tar": texts("e"), "s/a_2.tar": texts("f", "g")}
+SHARDS = {
+    "s/a_0.tar": texts("a", "d/b", "c"),
+    "s/a_1.tar": texts("e"),
+    "s/a_2.tar": texts("f", "g"),
+}
 KEYS = ["a", "d/b", "c", "e", "f", "g"]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return write_folder(tmp_path / "data", SHARDS, sample_type="TextSample", field_map={"text": "txt"})
+    return write_folder(
+        tmp_path / "data", SHARDS, sample_type="TextSample", field_map={"text": "txt"}
+    )
 
 
 def opened(folder, **options):
@@ -47,7 +53,13 @@ def test_reads_any_sample(folder):
         "txt": b"text of d/b",
         "json": b'{"key": "d/b"}',
     }
-    assert [record["__key__"] for record in dataset.read([5, 0, 3, 3, 1])] == ["g", "a", "e", "e", "d/b"]
+    assert [record["__key__"] for record in dataset.read([5, 0, 3, 3, 1])] == [
+        "g",
+        "a",
+        "e",
+        "e",
+        "d/b",
+    ]
     assert dataset.read([]) == []
     assert [dataset[i]["__key__"] for i in range(6)] == KEYS
     assert dataset.describe(4) == f"{folder}/s/a_2.tar sample 0"
@@ -60,7 +72,9 @@ def test_fields_are_as_dataset_yaml_says(folder):
     """The sample class is given exactly its fields."""
     dataset = opened(folder)
     assert dataset.fields(dataset[3]) == {"__key__": "e", "text": "text of e"}
-    (folder / ".nv-meta" / "crude.yaml").write_text("__class__: CrudeWebdataset\nsubflavors: {kind: test}\n")
+    (folder / ".nv-meta" / "crude.yaml").write_text(
+        "__class__: CrudeWebdataset\nsubflavors: {kind: test}\n"
+    )
     crude = opened(folder, dataset_config="crude.yaml")
     expected = {"__key__": "e", "__shard__": "s/a_1.tar", "txt": "text of e", "json": {"key": "e"}}
     assert crude.fields(crude[3]) == expected
@@ -69,7 +83,9 @@ def test_fields_are_as_dataset_yaml_says(folder):
 
 def test_part_filter(folder):
     """A crude data set of texts and videos, of which only the texts are wanted."""
-    (folder / ".nv-meta" / "crude.yaml").write_text("__class__: CrudeWebdataset\npart_filter: [json]\n")
+    (folder / ".nv-meta" / "crude.yaml").write_text(
+        "__class__: CrudeWebdataset\npart_filter: [json]\n"
+    )
     assert opened(folder, dataset_config="crude.yaml")[3] == {
         "__key__": "e",
         "__shard__": "s/a_1.tar",
@@ -89,7 +105,8 @@ def test_code_is_run_only_when_allowed(folder, tmp_path):
         "sample_type: {__class__: TextSample}\nsample_loader: l.py\npart_filter: l.py:parts\n"
     )
     with pytest.raises(
-        ValueError, match=r"code\.yaml:1: names Python code, l\.py, which is not run; .*allow_code=True"
+        ValueError,
+        match=r"code\.yaml:1: names Python code, l\.py, which is not run; .*allow_code=True",
     ):
         opened(folder, dataset_config="code.yaml")
     assert not witness.exists()
@@ -98,14 +115,20 @@ def test_code_is_run_only_when_allowed(folder, tmp_path):
     assert dataset.fields(dataset[3]) == expected
     again = pickle.loads(pickle.dumps(dataset))
     assert again.fields(again[3]) == expected
-    (folder / ".nv-meta" / "code.yaml").write_text("sample_type: {__class__: A}\nsample_loader: l.py:nothing\n")
+    (folder / ".nv-meta" / "code.yaml").write_text(
+        "sample_type: {__class__: A}\nsample_loader: l.py:nothing\n"
+    )
     with pytest.raises(ValueError, match="has no function 'nothing'"):
         opened(folder, dataset_config="code.yaml", allow_code=True)
 
 
 def test_excluded_shards_and_samples_have_no_index(folder):
     """Bad samples that users found are listed there, often while a run goes on with the rest."""
-    set_split(folder, "split_parts: {train: ['s/a_{0..2}.tar']}\nexclude: [s/a_1.tar, s/a_0.tar/d/b, s/a_2.tar/f]\n")
+    set_split(
+        folder,
+        "split_parts: {train: ['s/a_{0..2}.tar']}\nexclude: [s/a_1.tar, s/a_0.tar/d/b, "
+        "s/a_2.tar/f]\n",
+    )
     dataset = opened(folder)
     assert keys(dataset) == ["a", "c", "g"]
     assert [dataset[i]["__key__"] for i in (2, 1, 0)] == ["g", "c", "a"]
@@ -118,7 +141,10 @@ def test_excluded_shards_and_samples_have_no_index(folder):
 
 def test_a_part_without_samples_is_refused(folder):
     """A validation set that is empty evaluates to nothing, silently."""
-    for split in ("split_parts: {train: []}", "split_parts: {train: [s/a_1.tar]}\nexclude: [s/a_1.tar/e]"):
+    for split in (
+        "split_parts: {train: []}",
+        "split_parts: {train: [s/a_1.tar]}\nexclude: [s/a_1.tar/e]",
+    ):
         set_split(folder, split)
         with pytest.raises(ValueError, match=r"data: split 'train' has no samples; name another"):
             opened(folder)
@@ -132,11 +158,16 @@ def test_find_by_key(folder):
     assert dataset.find([]) == {}
     assert dataset.find([f"none {n}" for n in range(1200)] + ["a"]) == {"a": 2}
     with closing(sqlite3.connect(folder / ".nv-meta/index.sqlite")) as index, index:
-        for key, number in (("c", 25), ("f", -1)):  # of no sample: one of the next file, or an IndexError
+        for key, number in (
+            ("c", 25),
+            ("f", -1),
+        ):  # of no sample: one of the next file, or an IndexError
             index.execute("UPDATE samples SET sample_index = ? WHERE sample_key = ?", (number, key))
     assert dataset.find(["a", "c", "f"]) == {"a": 2}
     (folder / ".nv-meta" / "index.sqlite").unlink()
-    with pytest.raises(ValueError, match=r"cannot be found by key without a local \.nv-meta/index\.sqlite"):
+    with pytest.raises(
+        ValueError, match=r"cannot be found by key without a local \.nv-meta/index\.sqlite"
+    ):
         dataset.find(["a"])
 
 
@@ -144,7 +175,9 @@ def test_no_index_file_is_needed_but_missed(folder):
     """Data sets whose tar.idx was not copied."""
     for path in (folder / "s").glob("*.idx"):
         path.unlink()
-    with pytest.warns(UserWarning, match=r"a_[0-2]\.tar\.idx: is not there; the archive is read through instead"):
+    with pytest.warns(
+        UserWarning, match=r"a_[0-2]\.tar\.idx: is not there; the archive is read through instead"
+    ):
         assert keys(opened(folder)) == KEYS
 
 
@@ -158,14 +191,17 @@ def test_no_index_file_is_needed_but_missed(folder):
     ],
 )
 def test_stale_index_is_seen_and_not_used(folder, offsets, fault):
-    """Shards that were written again: neighbouring samples would be joined, or memory read that is not there."""
+    """Shards that were written again: neighbouring samples would be joined, or memory read that is
+    not there.
+    """
     (folder / "s" / "a_0.tar.idx").write_bytes(np.array(offsets, np.uint64).tobytes())
     with pytest.warns(UserWarning, match=rf"a_0\.tar\.idx: {fault}"):
         assert keys(opened(folder)) == KEYS
 
 
 def test_offsets_between_samples_are_an_error_of_the_record(folder):
-    """Whatever the index file says, a record is a whole sample, or an error that names its place."""
+    """Whatever the index file says, a record is a whole sample, or an error that names its
+    place."""
     (folder / "s" / "a_0.tar.idx").write_bytes(np.array([0, 1536, 4096, 6144], np.uint64).tobytes())
     records = opened(folder).read([0, 1, 2])
     for number in (0, 1):
@@ -178,7 +214,9 @@ def test_offsets_between_samples_are_an_error_of_the_record(folder):
 
 @pytest.mark.filterwarnings("ignore:.*a_0")
 def test_shards_that_changed_are_refused(folder):
-    """The numbers of samples say which index is in which shard: one that grew would shift nothing, and be lost."""
+    """The numbers of samples say which index is in which shard: one that grew would shift nothing,
+    and be lost.
+    """
     write_tar(folder / "s/a_0.tar", texts("a", "b"))
     dataset = opened(folder)
     with pytest.raises(ValueError, match=r"a_0\.tar: has 2 samples, but 3 when it was prepared"):
@@ -228,7 +266,9 @@ def test_pickled_small_and_read_by_forked_processes(folder):
 
 
 def test_fingerprint(folder, tmp_path):
-    """A run resumed on other data would go on as if nothing had happened; one on moved data would be refused."""
+    """A run resumed on other data would go on as if nothing had happened; one on moved data would
+    be refused.
+    """
     before = opened(folder).fingerprint()
     assert len(before) == 32
     moved = folder.rename(tmp_path / "moved")
@@ -263,10 +303,19 @@ def test_many_shards_stay_within_the_limit_of_maps(folder, monkeypatch):
     """The least recently read shard must go, and come back when it is asked for."""
     monkeypatch.setattr(webdataset, "open_local_shard", lru_cache(1)(open_shard))
     dataset = opened(folder)
-    assert [record["__key__"] for record in dataset.read([0, 5, 1, 4, 3, 2])] == ["a", "g", "d/b", "f", "e", "c"]
+    assert [record["__key__"] for record in dataset.read([0, 5, 1, 4, 3, 2])] == [
+        "a",
+        "g",
+        "d/b",
+        "f",
+        "e",
+        "c",
+    ]
 
 
-@pytest.mark.parametrize("archive_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(
+    "archive_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
 def test_long_names(tmp_path, archive_format):
     """Keys with folders are often longer than a header has room for."""
     key = "a" * 70 + "/" + "b" * 70

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 assert save_tokenizer  # a fixture
 FROM_NOTHING = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear "
     "--position-embedding-type rope"
 )
 
@@ -31,12 +32,16 @@ def test_byte_level_tokenizer_is_the_same_in_transformers(tmp_path):
     assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     found = theirs.apply_chat_template(
-        [message.as_dict() for message in CONVERSATION], return_dict=True, return_assistant_tokens_mask=True
+        [message.as_dict() for message in CONVERSATION],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     expected = ours.encode_chat(Conversation(CONVERSATION))
     assert found["input_ids"] == expected.ids.tolist()
     assert found["assistant_masks"] == expected.weights.astype(int).tolist()
-    prompt = theirs.apply_chat_template([message._asdict() for message in CONVERSATION[:2]], add_generation_prompt=True)
+    prompt = theirs.apply_chat_template(
+        [message._asdict() for message in CONVERSATION[:2]], add_generation_prompt=True
+    )
     assert prompt["input_ids"] == expected.ids[: len(prompt["input_ids"])].tolist()
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eod, ours.pad)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -55,7 +60,9 @@ def test_end_of_turn(save_tokenizer, template):
 
 def test_a_template_that_trains_no_end_has_none(save_tokenizer):
     """Then nothing is added to what ends generation."""
-    silent = MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}")
+    silent = MARKED.replace(
+        "{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}"
+    )
     assert end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(silent))) is None
 
 
@@ -81,9 +88,16 @@ def read(path):
 
 @pytest.mark.parametrize(
     ("generation", "known"),
-    [({"eos_token_id": 7, "top_k": 3}, [7]), ({"eos_token_id": [7, 8]}, [7, 8]), ({}, []), (None, [])],
+    [
+        ({"eos_token_id": 7, "top_k": 3}, [7]),
+        ({"eos_token_id": [7, 8]}, [7, 8]),
+        ({}, []),
+        (None, []),
+    ],
 )
-def test_what_was_trained_to_end_a_turn_ends_generation(tmp_path, save_tokenizer, generation, known):
+def test_what_was_trained_to_end_a_turn_ends_generation(
+    tmp_path, save_tokenizer, generation, known
+):
     """Of a base model it does not: generation would go on for ever."""
     _, target, dtype, end = pretrained(tmp_path, save_tokenizer, generation)
     written = read(target / "generation_config.json")
@@ -94,7 +108,9 @@ def test_what_was_trained_to_end_a_turn_ends_generation(tmp_path, save_tokenizer
 def test_files_of_the_source_are_kept(tmp_path, save_tokenizer):
     """Also keys of config.json that nobody here knows."""
     end = end_of_turn(build_tokenizer("HuggingFaceTokenizer", save_tokenizer(PLAIN)))
-    source, target, *_ = pretrained(tmp_path, save_tokenizer, {"eos_token_id": [end], "pad_token_id": 4})
+    source, target, *_ = pretrained(
+        tmp_path, save_tokenizer, {"eos_token_id": [end], "pad_token_id": 4}
+    )
     assert read(target / "config.json") == LLAMA | {"torch_dtype": "bfloat16", "rare": 1}
     assert read(target / "generation_config.json") == {"eos_token_id": [end], "pad_token_id": 4}
 
@@ -108,18 +124,30 @@ OTHER = PLAIN.replace("assistant\n", "assistant:\n")
 
 
 @pytest.mark.parametrize(
-    "held", [PLAIN, [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "r"}], None]
+    "held",
+    [PLAIN, [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "r"}], None],
 )
-def test_the_template_that_was_trained_with_is_the_one_that_is_found(tmp_path, save_tokenizer, held):
-    """chat_template.jinja wins over tokenizer_config.json; a model would be asked in another form than trained."""
+def test_the_template_that_was_trained_with_is_the_one_that_is_found(
+    tmp_path, save_tokenizer, held
+):
+    """chat_template.jinja wins over tokenizer_config.json; a model would be asked in another form
+    than trained.
+    """
     transformers = pytest.importorskip("transformers")
-    source = Path(save_tokenizer(held, model_max_length=HUGE, sp_model_kwargs={}, added=[{"a": None}]))
+    source = Path(
+        save_tokenizer(held, model_max_length=HUGE, sp_model_kwargs={}, added=[{"a": None}])
+    )
     (source / "chat_template.jinja").write_text(PLAIN)
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates/tool_use.jinja").write_text("t")
     (tmp_path / "other.jinja").write_text(OTHER)
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(source), chat_template=str(tmp_path / "other.jinja"))
-    config = parse(f"{FROM_NOTHING} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {source}", base=STEPS)
+    tokenizer = build_tokenizer(
+        "HuggingFaceTokenizer", str(source), chat_template=str(tmp_path / "other.jinja")
+    )
+    config = parse(
+        f"{FROM_NOTHING} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {source}",
+        base=STEPS,
+    )
     target = tmp_path / "target"
     target.mkdir()
     Companions(config, tokenizer, tokenizer.vocab_size, "float32").write(target)

@@ -6,7 +6,13 @@ from itertools import product
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.huggingface.config import FAMILIES, config_of, identity_of, options_of, window_of
+from megatron.sft.model.huggingface.config import (
+    FAMILIES,
+    config_of,
+    identity_of,
+    options_of,
+    window_of,
+)
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
 
@@ -37,15 +43,34 @@ def parse_with(folder, config, arguments=""):
 
 def test_the_folder_says_what_is_computed(tmp_path):
     """A user who had to repeat it would get it wrong."""
-    config = parse_with(tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5})
+    config = parse_with(
+        tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5}
+    )
     model = config.model
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups) == (4, 64, 8, 2)
-    assert (model.kv_channels, model.ffn_hidden_size, model.swiglu, model.disable_bias_linear) == (8, 96, True, True)
-    assert (model.normalization, model.norm_epsilon, model.position_embedding_type) == ("RMSNorm", 1e-5, "rope")
+    assert (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.num_query_groups,
+    ) == (4, 64, 8, 2)
+    assert (model.kv_channels, model.ffn_hidden_size, model.swiglu, model.disable_bias_linear) == (
+        8,
+        96,
+        True,
+        True,
+    )
+    assert (model.normalization, model.norm_epsilon, model.position_embedding_type) == (
+        "RMSNorm",
+        1e-5,
+        "rope",
+    )
     assert (model.rotary_base, json.loads(model.rope_scaling)) == (5e5, LLAMA3)
     assert model.untie_embeddings_and_output_weights
     assert config.data.vocab_size == 300
-    assert (config.data.resolved_tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", str(tmp_path))
+    assert (config.data.resolved_tokenizer_type, config.data.tokenizer_model) == (
+        "HuggingFaceTokenizer",
+        str(tmp_path),
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,21 +78,35 @@ def test_the_folder_says_what_is_computed(tmp_path):
     [
         ({"rope_theta": 10**400}, "has rope_theta 1000.*, but it must fit 64 bits"),
         ({"sliding_window": 10**30}, "has sliding_window 1000.*, but it must fit 64 bits"),
-        ({"num_key_value_heads": 10**30}, "has num_key_value_heads 1000.*, but it must fit 64 bits"),
+        (
+            {"num_key_value_heads": 10**30},
+            "has num_key_value_heads 1000.*, but it must fit 64 bits",
+        ),
         ({"rope_scaling": LLAMA3 | {"factor": 10**400}}, "numbers above 0, but factor is 1000"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 10**400}},
             "numbers above 0, but attention_factor is 1000",
         ),
-        ({"rope_parameters": {"rope_theta": 10**400}}, "has rope_theta 1000.*, but it must be a number above 0"),
-        ({"rope_parameters": {"rope_theta": [1]}}, r"has rope_theta \[1\], but it must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_theta": 10**400}},
+            "has rope_theta 1000.*, but it must be a number above 0",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": [1]}},
+            r"has rope_theta \[1\], but it must be a number above 0",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path, odd, fault):
-    """An OverflowError somewhere else names neither file nor key; where nobody computes with one, it is kept."""
+    """An OverflowError somewhere else names neither file nor key; where nobody computes with one,
+    it is kept.
+    """
     with pytest.raises(FlagError, match=f"config.json.*{fault}"):
         parse_with(tmp_path, LLAMA | {"max_position_embeddings": 8} | odd)
-    assert parse_with(tmp_path, LLAMA | {"model_max_length": 10**30, "rare": 1e30}).model.num_layers == 4
+    assert (
+        parse_with(tmp_path, LLAMA | {"model_max_length": 10**30, "rare": 1e30}).model.num_layers
+        == 4
+    )
 
 
 def test_an_own_tokenizer_wins(tmp_path):
@@ -99,7 +138,11 @@ def test_a_contradiction_names_both(tmp_path, arguments, named):
 
 def test_the_same_again_is_no_contradiction(tmp_path):
     """A command line that spells the architecture out goes on working."""
-    parse_with(tmp_path, LLAMA, "--num-layers 4 --hidden-size 64 --swiglu --rotary-base 10000 --kv-channels 8")
+    parse_with(
+        tmp_path,
+        LLAMA,
+        "--num-layers 4 --hidden-size 64 --swiglu --rotary-base 10000 --kv-channels 8",
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +150,10 @@ def test_the_same_again_is_no_contradiction(tmp_path):
     [
         ({"model_type": "phi3"}, ["model_type 'phi3'", "llama"]),
         ({"model_type": None}, ["model_type None"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "before quantization"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ["quantization_config", "before quantization"],
+        ),
         ({"hidden_act": "relu"}, ["hidden_act 'relu'", "silu"]),
         ({"attention_bias": True}, ["attention_bias", "mlp_bias"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type 'dynamic'", "linear"]),
@@ -120,7 +166,10 @@ def test_the_same_again_is_no_contradiction(tmp_path):
             },
             ["attention_factor 1.5"],
         ),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["one rope per kind of layer"]),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["one rope per kind of layer"],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers"]),
         ({"model_type": "mistral", "sliding_window": 32}, ["window of 32", "--seq-length"]),
@@ -160,7 +209,12 @@ def test_no_config_is_refused(tmp_path):
         ({"model_type": "qwen2", "sliding_window": 4096}, None),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, 4096),
         (
-            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]},
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention"],
+            },
             None,
         ),
         ({"model_type": "mixtral"}, None),
@@ -176,7 +230,12 @@ def test_defaults_are_those_of_transformers(kind):
     """A config.json leaves out what is at its default."""
     transformers = pytest.importorskip("transformers")
     changes = EXPERTS | {"shared_expert_intermediate_size": 48} if "moe" in kind else {}
-    missing = {"model_type": kind, **SMALL, **changes, **({"num_local_experts": 8} if kind == "mixtral" else {})}
+    missing = {
+        "model_type": kind,
+        **SMALL,
+        **changes,
+        **({"num_local_experts": 8} if kind == "mixtral" else {}),
+    }
     filled = transformers.AutoConfig.for_model(**missing).to_dict()
     plain = {**missing, **({"num_experts_per_tok": 2} if kind == "mixtral" else {})}
     assert options_of(plain) == options_of(filled)
@@ -207,7 +266,8 @@ def test_options_and_config_say_the_same(tmp_path, kind, changes):
 
 
 @pytest.mark.parametrize(
-    ("normalization", "position"), [*product(["LayerNorm", "RMSNorm"], ["learned_absolute", "rope"])]
+    ("normalization", "position"),
+    [*product(["LayerNorm", "RMSNorm"], ["learned_absolute", "rope"])],
 )
 def test_a_model_of_no_family_is_refused(normalization, position):
     """Its weights would be written under names that mean something else."""

@@ -6,7 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.sft.model.huggingface.folder import INDEX, SINGLE, check_folder, fingerprint, open_folder
+from megatron.sft.model.huggingface.folder import (
+    INDEX,
+    SINGLE,
+    check_folder,
+    fingerprint,
+    open_folder,
+)
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.options.model import ModelConfig
 
@@ -32,7 +38,9 @@ def weights(**changes):
 
 
 def tensors_of(expected):
-    return {part.name: torch.randn(part.shape) for weight in expected.all() for part in weight.parts}
+    return {
+        part.name: torch.randn(part.shape) for weight in expected.all() for part in weight.parts
+    }
 
 
 def check(folder, expected=None):
@@ -48,9 +56,13 @@ def test_a_whole_folder_is_taken(tmp_path):
     save_file(tensors, single / SINGLE)
     weight_map = {name: f"part{number % 3}.safetensors" for number, name in enumerate(tensors)}
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, several / file)
+        save_file(
+            {name: tensors[name] for name in tensors if weight_map[name] == file}, several / file
+        )
     (several / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / SINGLE)
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / SINGLE
+    )
     for folder in (single, several, bare):
         check(folder)
         assert open_folder(folder).tensors.keys() == tensors.keys()
@@ -59,13 +71,24 @@ def test_a_whole_folder_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), ["lacks model.layers.1.mlp.up_proj.weight"]),
-        (lambda t: t.pop("lm_head.weight"), ["lacks lm_head.weight"]),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}), ["no place", "layers.2.mlp"]),
-        (lambda t: t.update({"score.weight": torch.zeros(1)}), ["no place", "score.weight"]),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(17)}), ["model.norm.weight of shape [17]", "[16]"]),
         (
-            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}),
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            ["lacks model.layers.1.mlp.up_proj.weight"],
+        ),
+        (lambda t: t.pop("lm_head.weight"), ["lacks lm_head.weight"]),
+        (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
+            ["no place", "layers.2.mlp"],
+        ),
+        (lambda t: t.update({"score.weight": torch.zeros(1)}), ["no place", "score.weight"]),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(17)}),
+            ["model.norm.weight of shape [17]", "[16]"],
+        ),
+        (
+            lambda t: t.update(
+                {"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}
+            ),
             ["I8", "quantized", "up_proj"],
         ),
     ],
@@ -83,7 +106,9 @@ def test_other_tensors_are_refused_with_their_names(tmp_path, change, words):
 
 def test_old_files_frequencies_are_passed_over(tmp_path):
     """Llama's first conversions hold them."""
-    tensors = tensors_of(weights()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    tensors = tensors_of(weights()) | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)
+    }
     save_file(tensors, tmp_path / SINGLE)
     check(tmp_path)
 
@@ -93,9 +118,14 @@ def test_a_tied_head_must_be_the_embedding(tmp_path):
     expected = weights(untie_embeddings_and_output_weights=False)
     tensors = tensors_of(expected)
     assert "lm_head.weight" not in tensors
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / SINGLE)
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        tmp_path / SINGLE,
+    )
     check(tmp_path, expected)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1e-3}, tmp_path / SINGLE)
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1e-3}, tmp_path / SINGLE
+    )
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         check(tmp_path, expected)
 
@@ -123,7 +153,9 @@ def test_broken_folders_are_refused(tmp_path):
 
 
 def test_fingerprint_tells_models_apart_but_not_files(tmp_path):
-    """Adapters beside a base of the same shapes and other values compute nonsense; resharded, it is the same base."""
+    """Adapters beside a base of the same shapes and other values compute nonsense; resharded, it is
+    the same base.
+    """
     tensors = tensors_of(weights())
     first = list(tensors)[:3]
     for name in ("one", "two", "three"):
@@ -131,8 +163,13 @@ def test_fingerprint_tells_models_apart_but_not_files(tmp_path):
     save_file(tensors, tmp_path / "one" / SINGLE)
     index = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
     save_file({name: tensors[name] for name in first}, tmp_path / "two" / "a.safetensors")
-    save_file({name: t for name, t in tensors.items() if name not in first}, tmp_path / "two" / "b.safetensors")
+    save_file(
+        {name: t for name, t in tensors.items() if name not in first},
+        tmp_path / "two" / "b.safetensors",
+    )
     (tmp_path / "two" / INDEX).write_text(json.dumps({"weight_map": index}))
     save_file(tensors | {first[1]: tensors[first[1]] + 1}, tmp_path / "three" / SINGLE)
-    one, two, three = (fingerprint(open_folder(tmp_path / name)) for name in ("one", "two", "three"))
+    one, two, three = (
+        fingerprint(open_folder(tmp_path / name)) for name in ("one", "two", "three")
+    )
     assert one == two != three

@@ -64,16 +64,22 @@ def test_ranks_hold_everything_once(changes, size):
 
 
 def test_heads_are_ordered_by_group():
-    """[queries of a group, its key, its value], one group after the other, as megatron-core splits them."""
+    """[queries of a group, its key, its value], one group after the other, as megatron-core splits
+    them.
+    """
     weights = Weights(model(), VOCAB_SIZE)
     weight = weights.of_parameter("decoder.layers.1.self_attention.linear_qkv.bias")
-    assert [part.name for part in weight.parts] == [f"model.layers.1.self_attn.{p}_proj.bias" for p in "qkv"]
+    assert [part.name for part in weight.parts] == [
+        f"model.layers.1.self_attn.{p}_proj.bias" for p in "qkv"
+    ]
     query, key, value = torch.arange(32), 100 + torch.arange(8), 200 + torch.arange(8)
     fused = torch.zeros(48, dtype=torch.int64)
     for copy in copies(weight, 0, 1, 48):
         block = (query, key, value)[copy.part][copy.rows]
         fused[copy.row : copy.row + len(block)] = block
-    groups = [torch.cat((query[g * 16 :][:16], key[g * 4 :][:4], value[g * 4 :][:4])) for g in (0, 1)]
+    groups = [
+        torch.cat((query[g * 16 :][:16], key[g * 4 :][:4], value[g * 4 :][:4])) for g in (0, 1)
+    ]
     assert torch.equal(fused, torch.cat(groups))
     of_third = [  # of four ranks, with two groups: rank 2 has the first half of the second group
         (copy.part, copy.rows.start, copy.rows.stop) for copy in copies(weight, 2, 4, 12)
@@ -85,7 +91,9 @@ def test_gate_and_up_are_cut_apart():
     """A plain cut gives one rank all gates; shapes would fit all the same."""
     weights = Weights(model(), VOCAB_SIZE)
     weight = weights.of_parameter("decoder.layers.0.mlp.linear_fc1.weight")
-    assert [part.name for part in weight.parts] == [f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")]
+    assert [part.name for part in weight.parts] == [
+        f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")
+    ]
     of_second = [(c.part, c.rows, c.row) for c in copies(weight, 1, 2, 24)]
     assert of_second == [(0, slice(12, 24), 0), (1, slice(12, 24), 12)]
 
@@ -93,15 +101,30 @@ def test_gate_and_up_are_cut_apart():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "model.layers.1.input_layernorm.weight"),
-        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "model.layers.0.post_attention_layernorm.weight"),
-        ("decoder.layers.1.pre_mlp_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
-        ("decoder.layers.1.mlp.experts.linear_fc2.weight3", "model.layers.1.mlp.experts.3.down_proj.weight"),
+        (
+            "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+            "model.layers.1.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            "model.layers.0.post_attention_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.pre_mlp_layernorm.weight",
+            "model.layers.1.post_attention_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.linear_fc2.weight3",
+            "model.layers.1.mlp.experts.3.down_proj.weight",
+        ),
         (
             "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight",
             "model.layers.1.mlp.experts.3.down_proj.weight",
         ),
-        ("decoder.layers.1.mlp.shared_experts.gate_weight", "model.layers.1.mlp.shared_expert_gate.weight"),
+        (
+            "decoder.layers.1.mlp.shared_experts.gate_weight",
+            "model.layers.1.mlp.shared_expert_gate.weight",
+        ),
         ("decoder.final_layernorm.weight", "model.norm.weight"),
     ],
 )
@@ -115,8 +138,13 @@ def test_mixtral_calls_them_otherwise():
     weights = Weights(model(**EXPERTS), VOCAB_SIZE, is_mixtral=True)
     fc1 = weights.of_parameter("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight")
     prefix = "model.layers.1.block_sparse_moe."
-    assert [part.name for part in fc1.parts] == [f"{prefix}experts.2.{w}.weight" for w in ("w1", "w3")]
-    assert weights.of_parameter("decoder.layers.1.mlp.router.weight").parts[0].name == f"{prefix}gate.weight"
+    assert [part.name for part in fc1.parts] == [
+        f"{prefix}experts.2.{w}.weight" for w in ("w1", "w3")
+    ]
+    assert (
+        weights.of_parameter("decoder.layers.1.mlp.router.weight").parts[0].name
+        == f"{prefix}gate.weight"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,20 @@ from safetensors.torch import save_file
 from megatron.packing.flags import FlagError
 from megatron.sft.model.huggingface.folder import check_folder
 from megatron.sft.model.lora.names import AdapterWeights
-from megatron.sft.model.lora.peft_folder import CONFIG, WEIGHTS, open_adapter, options_of_adapter, write_adapter_config
+from megatron.sft.model.lora.peft_folder import (
+    CONFIG,
+    WEIGHTS,
+    open_adapter,
+    options_of_adapter,
+    write_adapter_config,
+)
 from megatron.sft.options.lora import LoraConfig
 from tests.unit_tests.sft.command_line import parse
 from tests.unit_tests.sft.model.huggingface.test_folder import weights
 
-LORA = LoraConfig(lora=True, lora_rank=3, lora_alpha=6, lora_target_modules=("q_proj", "v_proj", "down_proj"))
+LORA = LoraConfig(
+    lora=True, lora_rank=3, lora_alpha=6, lora_target_modules=("q_proj", "v_proj", "down_proj")
+)
 
 
 @pytest.fixture
@@ -22,7 +30,9 @@ def adapter(tmp_path):
     """A folder as PEFT writes it, for the model of `weights`."""
     names = AdapterWeights(weights(), LORA)
     write_adapter_config(tmp_path, LORA, names, "base")
-    save_file({p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}, tmp_path / WEIGHTS)
+    save_file(
+        {p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}, tmp_path / WEIGHTS
+    )
     return tmp_path
 
 
@@ -36,7 +46,9 @@ def test_it_decides_the_options(adapter):
     lora = parse(f"--lora --lora-adapter {adapter}").lora
     assert (lora.lora_rank, lora.scale, lora.targets) == (3, 2.0, ("q_proj", "v_proj", "down_proj"))
     check_folder(open_adapter(adapter), AdapterWeights(weights(), lora), CONFIG)
-    with pytest.raises(FlagError, match=r"--lora-rank 4 contradicts .*adapter_config.json, which says 3"):
+    with pytest.raises(
+        FlagError, match=r"--lora-rank 4 contradicts .*adapter_config.json, which says 3"
+    ):
         parse(f"--lora --lora-adapter {adapter} --lora-rank 4")
     with pytest.raises(FlagError, match="--lora-adapter needs --lora"):
         parse(f"--lora-adapter {adapter}")
@@ -44,7 +56,11 @@ def test_it_decides_the_options(adapter):
 
 def test_modules_may_be_a_pattern_or_whole_names(adapter):
     """PEFT takes a regular expression there; the names of the tensors say what it matched."""
-    change(adapter, target_modules=".*(q_proj|v_proj|down_proj)", modules_to_save=["lm_head", "model.lm_head"])
+    change(
+        adapter,
+        target_modules=".*(q_proj|v_proj|down_proj)",
+        modules_to_save=["lm_head", "model.lm_head"],
+    )
     found = options_of_adapter(adapter)
     assert found["lora_target_modules"] == ["down_proj", "q_proj", "v_proj"]
     assert found["lora_modules_to_save"] == ["lm_head"]
@@ -67,7 +83,9 @@ def test_modules_may_be_a_pattern_or_whole_names(adapter):
 def test_what_is_computed_otherwise_is_refused(adapter, changes):
     """It would be read, and trained on as something else."""
     change(adapter, **changes)
-    with pytest.raises(ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* is supported"):
+    with pytest.raises(
+        ValueError, match=rf"adapter_config.json has {next(iter(changes))} .* is supported"
+    ):
         options_of_adapter(adapter)
 
 
@@ -77,10 +95,17 @@ def test_tensors_that_are_missing_or_left_over_are_refused(adapter):
     tensors = {p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}
     first = next(iter(tensors))
     assert first == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    save_file({name: tensor for name, tensor in tensors.items() if name != first}, adapter / WEIGHTS)
-    with pytest.raises(ValueError, match=r"lacks .*layers.0.*q_proj.lora_A.weight, which its adapter_config.json"):
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != first}, adapter / WEIGHTS
+    )
+    with pytest.raises(
+        ValueError, match=r"lacks .*layers.0.*q_proj.lora_A.weight, which its adapter_config.json"
+    ):
         check_folder(open_adapter(adapter), names, CONFIG)
-    save_file(tensors | {first.replace("lora_A", "lora_magnitude_vector"): torch.ones(3)}, adapter / WEIGHTS)
+    save_file(
+        tensors | {first.replace("lora_A", "lora_magnitude_vector"): torch.ones(3)},
+        adapter / WEIGHTS,
+    )
     with pytest.raises(ValueError, match=r"holds .*lora_magnitude_vector"):
         check_folder(open_adapter(adapter), names, CONFIG)
 
@@ -93,9 +118,14 @@ def test_a_pickle_is_refused(adapter):
 
 
 def test_shapes_are_those_of_peft():
-    """A [rank, in] and B [out, rank] of each module on its own; what is trained whole keeps its shape."""
+    """A [rank, in] and B [out, rank] of each module on its own; what is trained whole keeps its
+    shape.
+    """
     lora = LoraConfig(
-        lora=True, lora_rank=3, lora_target_modules=("v_proj", "o_proj"), lora_modules_to_save=("lm_head",)
+        lora=True,
+        lora_rank=3,
+        lora_target_modules=("v_proj", "o_proj"),
+        lora_modules_to_save=("lm_head",),
     )
     names = AdapterWeights(weights(num_layers=1), lora)
     layer = "base_model.model.model.layers.0.self_attn"
@@ -109,16 +139,27 @@ def test_shapes_are_those_of_peft():
 
 
 def test_tied_embeddings_are_trained_by_both_names(tmp_path):
-    """With one alone, peft would compute with the trained embedding at one end and the base's at the other."""
+    """With one alone, peft would compute with the trained embedding at one end and the base's at
+    the other.
+    """
     lora = LoraConfig(lora=True, lora_rank=3, lora_modules_to_save=("embed_tokens",))
     names = AdapterWeights(weights(untie_embeddings_and_output_weights=False), lora)
     write_adapter_config(tmp_path, lora, names, "base")
-    assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert json.loads((tmp_path / CONFIG).read_text())["modules_to_save"] == [
+        "embed_tokens",
+        "lm_head",
+    ]
     tensors = {p.name: torch.ones(p.shape) for w in names.all() for p in w.parts}
     head = "base_model.model.lm_head.weight"
     assert names.tied == (head, "base_model.model.model.embed_tokens.weight")
-    for change, message in (({}, None), ({head: torch.zeros(40, 16)}, "that differ"), ({head: None}, f"lacks {head}")):
-        save_file({n: t for n, t in (tensors | change).items() if t is not None}, tmp_path / WEIGHTS)
+    for change, message in (
+        ({}, None),
+        ({head: torch.zeros(40, 16)}, "that differ"),
+        ({head: None}, f"lacks {head}"),
+    ):
+        save_file(
+            {n: t for n, t in (tensors | change).items() if t is not None}, tmp_path / WEIGHTS
+        )
         if message is None:
             check_folder(open_adapter(tmp_path), names, CONFIG)
         else:

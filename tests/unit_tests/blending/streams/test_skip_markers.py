@@ -1,13 +1,22 @@
-"""What stands at each position: an output, a hole, or several; whatever is asked for before, and of others."""
+"""What stands at each position: an output, a hole, or several; whatever is asked for before, and of
+others.
+"""
 
 import numpy as np
 import pytest
 
 from megatron.blending import BatchDataset, FilterDataset, MapDataset, PackingDataset
 from megatron.blending.streams.failures import SkipSample
-from megatron.blending.streams.node import Binding, Block, Hole, NotPlain, Several
+from megatron.blending.streams.node import Binding, Block, MultiOutput, NeedsSequential, SkipMarker
 from tests.unit_tests.blending.number_streams import endless
-from tests.unit_tests.blending.trees import fail_fifths, first_fit, is_odd, several, shares, skip_thirds
+from tests.unit_tests.blending.trees import (
+    fail_fifths,
+    first_fit,
+    is_odd,
+    several,
+    shares,
+    skip_thirds,
+)
 
 
 def values(tree, positions):
@@ -20,15 +29,23 @@ def blend():
 
 
 def test_a_position_is_a_sample_or_a_hole():
-    """A trainer counts holes in its global batch: were they filled, a position would mean another sample each time."""
+    """A trainer counts holes in its global batch: were they filled, a position would mean another
+    sample each time.
+    """
     plain = values(blend(), range(200))
-    found = values(FilterDataset(MapDataset(MapDataset(blend(), skip_thirds), fail_fifths), is_odd), range(200))
-    assert {type(value) for value in found} == {tuple, Hole}
+    found = values(
+        FilterDataset(MapDataset(MapDataset(blend(), skip_thirds), fail_fifths), is_odd), range(200)
+    )
+    assert {type(value) for value in found} == {tuple, SkipMarker}
     for sample, value in zip(plain, found):
-        if type(sample) is Hole:
-            assert (type(value), str(value.error)) == (Hole, "a:7: is bad")
+        if type(sample) is SkipMarker:
+            assert (type(value), str(value.error)) == (SkipMarker, "a:7: is bad")
         elif sample[1] % 3 == 0:
-            assert (value.function, type(value.error), value.value) == (skip_thirds, SkipSample, sample)
+            assert (value.function, type(value.error), value.value) == (
+                skip_thirds,
+                SkipSample,
+                sample,
+            )
         elif sample[1] % 5 == 0:
             assert (value.function, str(value.error)) == (fail_fifths, "fifth")
         elif sample[1] % 2 == 0:
@@ -41,16 +58,20 @@ def test_any_order_gives_the_same():
     """Ranks and workers ask for parts of the stream, a resumed run for its end only."""
     tree = MapDataset(MapDataset(blend(), several), skip_thirds)
     whole = values(tree, range(120))
-    assert {Several, Hole, tuple} == {type(value) for value in whole}
+    assert {MultiOutput, SkipMarker, tuple} == {type(value) for value in whole}
     asked = np.random.RandomState(0).permutation(120)[:50].tolist()
     assert [repr(value) for value in values(tree, asked)] == [repr(whole[place]) for place in asked]
 
 
 @pytest.mark.parametrize(
-    "tree", [BatchDataset(MapDataset(endless(), skip_thirds), 4), PackingDataset(endless(), 10, first_fit, list)]
+    "tree",
+    [
+        BatchDataset(MapDataset(endless(), skip_thirds), 4),
+        PackingDataset(endless(), 10, first_fit, list),
+    ],
 )
 def test_what_takes_several_samples_says_where_it_is_not_plain(tree):
     """A batch with a hole in it is made in sequence: alone, it has no sample to fill it with."""
-    with pytest.raises(NotPlain):
+    with pytest.raises(NeedsSequential):
         values(tree, range(20))
     assert len(values(BatchDataset(endless(), 4), [3])[0]) == 4
