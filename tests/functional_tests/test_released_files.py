@@ -86,6 +86,12 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
             for key, value in kept.items()
             if key not in ("_name_or_path", "eos_token_id")
         }
+    if model in ("llama2", "trl"):
+        arguments = ["--save", checkpoints, "--load", checkpoints, "--train-iters", 3]
+        status, output = train(model, *arguments, "--save-hf", tmp_path / "third")
+        assert status == 0, output
+        assert re.findall(r"step (\d+)/", output) == ["3"]
+        assert settings_of(tmp_path / "third") == written
     ((complaints, _),) = run_ranks(talk, 1, second)
     assert complaints == []
     assert read_folder(first).keys() == read_folder(RELEASED / model).keys()

@@ -24,7 +24,12 @@ import psutil
 import pytest
 import torch
 
-from megatron.sft.model.checkpoint_folder import file_names, sum_of, write_checksums
+from megatron.sft.model.checkpoint_folder import (
+    file_names,
+    read_checksums,
+    sum_of,
+    write_checksums,
+)
 from tests.functional_tests.forked_runs import ROOT, train_forked
 
 TIMEOUT_SECONDS = 120.0
@@ -441,6 +446,31 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
     ).read_text() == str(done)
     output = train(2, *options(broken, tmp_path / "skipping", train_iters=12), "--skip-bad-samples")
     assert sum(step["dropped_samples"] for step in steps_of(tmp_path / "skipping").values()) >= 1
+
+
+def test_a_suspended_run_ends_in_a_line_or_goes_on(chats: Path, tmp_path: Path) -> None:
+    """A scheduler suspends a job for longer than its collectives wait."""
+    arguments = [*MODEL, *options(chats, tmp_path, train_iters=60), "--save-interval", "2"]
+    run = Run(2, [*arguments, "--distributed-timeout-minutes", "0.05"])
+    tracker = tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 60
+    while not tracker.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.signal_all(signal.SIGSTOP)
+    time.sleep(4)
+    run.signal_all(signal.SIGCONT)
+    status, output = run.finish()
+    steps = steps_of(tmp_path)
+    if status:
+        assert "error: " in output
+        assert "Traceback" not in output.split("error: ")[0]
+    else:
+        assert max(steps) == 60
+    saved = int(tracker.read_text())
+    assert 2 <= saved <= max(steps)
+    checkpoint = tmp_path / f"checkpoints/iter_{saved:07}"
+    sums = read_checksums(checkpoint)
+    assert sums == {name: sum_of(checkpoint / name) for name in file_names(checkpoint)}
 
 
 def test_an_error_before_the_first_step_is_told(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from megatron.blending.formats.yaml_place import Place, described
 from megatron.blending.formats.yaml_reader import Items, Table, read_yaml
 
 FOLDER = ".nv-meta"
+_SAVED_TO_DISK = {"dataset_dict.json": "['train']", "state.json": ""}
+"""Files that save_to_disk of HuggingFace datasets writes, for several splits and for one."""
 SQLITE = "index.sqlite"
 CRUDE = "CrudeWebdataset"
 
@@ -79,6 +81,13 @@ def read_info(root: str) -> dict[str, int]:
     else:
         path = join_location(root, f"{FOLDER}/.info.yaml")
         if not is_file(path):
+            for name, split in _SAVED_TO_DISK.items():
+                if is_file(join_location(root, name)):
+                    raise ValueError(
+                        f"{root}: was written by save_to_disk of HuggingFace datasets; convert it "
+                        f"with load_from_disk({root!r}){split}.to_parquet('data.parquet') and "
+                        "pass that file"
+                    )
             raise ValueError(
                 f"{root}: is not prepared; run python -m megatron.blending prepare {root}"
             )
@@ -135,6 +144,7 @@ def _read_splits(root: str, split_config: str) -> tuple[str, dict[str, Any]]:
     if split_config == "split.yaml" and not is_file(path):
         path = join_location(root, f"{FOLDER}/split.json")
     if not is_file(path):
+        read_info(root)  # raises for a folder that is not prepared at all
         raise ValueError(
             f"{root}/{FOLDER}/{split_config}: no such file; name another, or prepare the data set "
             "again"
@@ -180,7 +190,7 @@ def read_dataset_config(
     """Return the kind of sample and the subflavors; ValueError naming file, line and key."""
     path = join_location(root, f"{FOLDER}/{dataset_config}")
     if not is_file(path):
-        read_info(root)  # which says so of a folder that is not prepared at all
+        read_info(root)  # raises for a folder that is not prepared at all
         raise ValueError(
             f"{path}: no such file; write one, or run python -m megatron.blending prepare with "
             "--sample-type and "

@@ -7,6 +7,7 @@ import pytest
 from megatron.blending.formats.prepared.nv_meta import (
     read_dataset_config,
     read_info,
+    read_split_names,
     read_split_part,
 )
 
@@ -94,6 +95,16 @@ def test_faults_name_file_and_key(tmp_path, files, fault):
     """One line that says where to look, before anything is read."""
     with pytest.raises(ValueError, match=fault):
         read_split_part(write(tmp_path, **files), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("dataset_dict.json", r"\['train'\]"), ("state.json", "")]
+)
+def test_a_folder_of_save_to_disk_is_named(tmp_path, name, split):
+    """It was told to be prepared, which finds no shards in it."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=rf"by save_to_disk of .*\){split}\.to_parquet"):
+        read_split_names(str(tmp_path))
 
 
 @pytest.mark.parametrize(
