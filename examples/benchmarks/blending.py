@@ -2,9 +2,11 @@
 same files.
 
     python -m venv energon_venv && energon_venv/bin/pip install torch==2.13.0
-    megatron-energon==7.4.1 python examples/benchmarks/blending.py --energon-python
-    energon_venv/bin/python    ten minutes; writes results python examples/benchmarks/blending.py
-    --energon-python energon_venv/bin/python --quick    a minute; prints
+        megatron-energon==7.4.1
+    python examples/benchmarks/blending.py --energon-python energon_venv/bin/python
+        (ten minutes; writes results)
+    python examples/benchmarks/blending.py --energon-python energon_venv/bin/python --quick
+        (a minute; prints)
 
 The files, and the barest loop over them, are those of blending_files.py. The two run in turn, each
 time in a fresh process; figures are CPU time where the machine may be shared, and medians over

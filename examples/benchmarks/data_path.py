@@ -2,9 +2,11 @@
 step waits for.
 
     python examples/benchmarks/data_path.py stages [LAYOUT SEQUENCES]    CPU of each stage, summed
-    over ranks python examples/benchmarks/data_path.py exposed [LAYOUT SEQUENCES]   a step with
-    batches made ahead, and ready-made python examples/benchmarks/data_path.py scale
-           gather, decide and tell on synthetic tables
+        over ranks
+    python examples/benchmarks/data_path.py exposed [LAYOUT SEQUENCES]   a step with batches made
+        ahead, and ready-made
+    python examples/benchmarks/data_path.py scale                        gather, decide and tell on
+        synthetic tables
 
 A LAYOUT is written `dp2tp2`; without one, all are measured. Samples are ready in memory: reading
 and tokenizing are the workers' (see blending.py). The step of `exposed` is a stand-in: matrix

@@ -2,8 +2,8 @@
 number of processes.
 
     python -m venv peers && peers/bin/pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0
-    accelerate datasets OMP_NUM_THREADS=1 python -m examples.benchmarks.peers --peer-python
-    peers/bin/python
+        accelerate datasets
+    OMP_NUM_THREADS=1 python -m examples.benchmarks.peers --peer-python peers/bin/python
 
 A Llama with a vocabulary of 8,192 and 4 layers of width 256, chats of 8 to 1,024 tokens, 16 of them
 a step, float32. Contenders run one after the other, `--rounds` times (peers_run.py is one of them);

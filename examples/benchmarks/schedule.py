@@ -1,9 +1,10 @@
 """pure. Schedules of `default` beside those of another checkout and of other algorithms, on the
 same batches.
 
-    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --quick                   a minute;
-    prints OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --beside ../before        writes
-    results/schedule.md
+    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --quick
+        (a minute; prints)
+    OMP_NUM_THREADS=1 python examples/benchmarks/schedule.py --beside ../before
+        (writes results/schedule.md)
 
 The folder given by --beside is a checkout of another commit (git worktree add ../before COMMIT),
 with its extension built there (python setup.py build_ext --inplace).

@@ -1,8 +1,9 @@
 """pure. Speed on one GPU, beside transformers and beside what the device's matrix products allow:
 
     python -m examples.benchmarks.throughput --profile --output
-    examples/benchmarks/results/throughput.md python -m examples.benchmarks.throughput --device cpu
-    --tiny        # a dry run: no figure of it means anything
+        examples/benchmarks/results/throughput.md
+    python -m examples.benchmarks.throughput --device cpu --tiny
+        (a dry run: no figure of it means anything)
 
 Each case is a process of its own (throughput_case.py), so that one that fails or has too little
 memory costs no other. The most wanted come first, and what no longer fits into --minutes is left

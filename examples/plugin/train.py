@@ -3,7 +3,7 @@ train it packed.
 
     torchrun --nproc-per-node 2 examples/plugin/train.py
     torchrun --nproc-per-node 2 examples/plugin/train.py --sequence-packing
-    --max-seqlen-per-dp-cp-rank 512
+        --max-seqlen-per-dp-cp-rank 512
 
 Both print the same losses; the second computes a fifth of the tokens.
 """

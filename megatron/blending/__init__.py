@@ -3,14 +3,15 @@
     formats        bytes on disk <-> records: files, prepared folders, media apart
     metadatasets   YAML -> a tree of frozen values
     order          pure: (seed, node, epoch, position) -> which source, which record; proportions of
-    blends streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs
-    and groups in sequence encoding       record -> sample -> batch: task encoders, cookers
+                   blends
+    streams        BlendDataset, MapDataset ...: what stands at each position; batches, packs and
+                   groups in sequence
+    encoding       record -> sample -> batch: task encoders, cookers
     loading        open by path; loaders over ranks and worker processes, their state
     python -m megatron.blending prepare   writes the index files beside data
 
 Each folder knows those above it only; README.md beside this file is the map. Names are imported
-when they are used:
-`import megatron.blending` costs nothing.
+when they are used: `import megatron.blending` costs nothing.
 """
 
 import importlib

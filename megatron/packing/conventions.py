@@ -1,8 +1,8 @@
 """mcore. Megatron-LM's own way of calling, as its scripts and its packing tests of 2026-08 have it;
 to be opted into.
 
-    from megatron.packing.conventions import get_batch_on_this_rank_for_sequence_packing,
-    wrap_data_iterator
+    from megatron.packing.conventions import (
+        get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator)
 
 or `plugin.install(config, arguments, megatron_lm_calls=True)`, which has them appear in
 `megatron.core.datasets.data_schedule`. Beside what `data_schedule` does:

@@ -3,14 +3,14 @@
 
     plugin.add_arguments(parser)               # --sequence-packing and its companions
     plugin.install(config, arguments)          # before the model is built
-    batch = get_batch_on_this_rank_for_sequence_packing(data_iterator)      # in the script's
-    forward step
+    # In the script's forward step:
+    batch = get_batch_on_this_rank_for_sequence_packing(data_iterator)
 
 The three forward-backward functions of `megatron.core.pipeline_parallel.schedules` are replaced by
 ones that pack for models whose config asks for it and pass all others through. `wrap_dataloader`
-and what belongs to it also appear in
-`megatron.core.datasets.data_schedule`, where Megatron-LM's users look; a data iterator that a
-script wrapped itself is not packed again. `uninstall` takes back both.
+and what belongs to it also appear in `megatron.core.datasets.data_schedule`, where Megatron-LM's
+users look; a data iterator that a script wrapped itself is not packed again. `uninstall` takes back
+both.
 
 What cannot work is refused (see `plugin_checks`): at once where the config tells, else when a
 forward-backward function first sees the model.

@@ -2,7 +2,8 @@
 seconds to it:
 
     python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output
-    pack_cost.json torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
+        pack_cost.json
+    torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
 
 One process, the whole width of the model, forward and backward passes: of GPTModel with one layer
 (embedding, output layer and loss besides) and of one layer alone, which counts for all layers but

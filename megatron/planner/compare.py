@@ -4,8 +4,7 @@ The baselines are what training without packing would compute, modelled like any
 
     padding, to the longest          one sequence per microbatch, each padded to the longest of all
     padding, to the microbatch's     consecutive sequences of a rank, each padded to the longest of
-    its microbatch, as
-                                     many as then fit the capacity
+                                     its microbatch, as many as then fit the capacity
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ which must give the losses of one that was never disturbed. What must hold:
 
     nobody hangs, nobody is left, no rank says that it went well
     all ranks are gone within 10 seconds of the first; of one that is stopped, within the timeout of
-    groups one line tells the rank and the cause, also where torchrun's summary takes it from
+        groups;
+    one line tells the rank and the cause, also where torchrun's summary takes it from
     who was only slow, or stopped for a while, trains on to the same end
 """
 

@@ -45,29 +45,61 @@ LIMIT_SECONDS = 90.0
 """A run that takes longer hangs."""
 
 
+class ForkedRun:
+    """A run of pretrain_sft.py under way, with the outcome that torchrun would give it.
+
+    It starts within half a second, since its ranks are forks of this process, which has imported
+    everything. `script` is the main function of another program.
+    """
+
+    def __init__(
+        self, num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main
+    ) -> None:
+        self._num_processes = num_processes
+        self._temporary = tempfile.TemporaryDirectory()
+        self._folder = Path(self._temporary.name)
+        self._launcher = launch(self._folder, num_processes, arguments, None, -1, script)
+        self._has_ended = False
+
+    def is_running(self) -> bool:
+        """Return whether a rank is left."""
+        self._has_ended = self._has_ended or bool(os.waitpid(self._launcher, os.WNOHANG)[0])
+        return not self._has_ended
+
+    def signal_all(self, number: int) -> None:
+        """Signal every rank and its data workers."""
+        for rank in json.loads((self._folder / "pids.json").read_text()):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(rank)
+                for one in [*process.children(recursive=True), process]:
+                    one.send_signal(number)
+
+    def finish(self) -> tuple[int, str]:
+        """Return (exit status, output of all ranks).
+
+        The status is that of the rank that failed first. Its error file is part of the output where
+        rank 0 was ended before it said the same.
+        """
+        if not self._has_ended:
+            os.waitpid(self._launcher, 0)
+        outcome = json.loads((self._folder / "outcome.json").read_text())
+        logs = [self._folder / f"rank{rank}.log" for rank in range(self._num_processes)]
+        output = "".join(log.read_text() for log in logs)
+        first = outcome["first_failed_rank"]
+        error = self._folder / f"error{first}.json"
+        if error.exists():
+            line = json.loads(error.read_text())["message"]["message"]
+            output += "" if line in output else f"{line}\n"
+        self._temporary.cleanup()
+        assert not outcome["hangs"], f"hang:\n{output}"
+        return 0 if first is None else outcome["codes"][first], output
+
+
 def train_forked(
     num_processes: int, arguments: Sequence[str], script: Callable[[], None] = main
 ) -> tuple[int, str]:
-    """(exit status, output of all ranks) of a run of pretrain_sft.py, as torchrun gives them: the
-    status is that of the rank that failed first, and what it left in its error file is told if rank
-    0 was ended before it said the same.
-
-    script: the main function of another one.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.waitpid(launch(folder, num_processes, arguments, None, -1, script), 0)
-        outcome = json.loads((folder / "outcome.json").read_text())
-        output = "".join((folder / f"rank{rank}.log").read_text() for rank in range(num_processes))
-        error = folder / f"error{outcome['first_failed_rank']}.json"
-        if (
-            error.exists()
-            and (line := json.loads(error.read_text())["message"]["message"]) not in output
-        ):
-            output += f"{line}\n"
-    assert not outcome["hangs"], f"hang:\n{output}"
-    first = outcome["first_failed_rank"]
-    return 0 if first is None else outcome["codes"][first], output
+    """Return (exit status, output of all ranks) of a run of pretrain_sft.py."""
+    return ForkedRun(num_processes, arguments, script).finish()
 
 
 def launch(

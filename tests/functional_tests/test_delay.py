@@ -25,7 +25,7 @@ from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
 from megatron.packing.step.groups import is_drawing_rank, road_groups
-from tests.functional_tests.forked_runs import train_forked
+from tests.functional_tests.forked_runs import ForkedRun, train_forked
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_global_batch import (
     CAPACITY,
@@ -35,7 +35,7 @@ from tests.functional_tests.test_global_batch import (
     sample,
     start,
 )
-from tests.functional_tests.test_run import Run, steps_of, wait_for_step
+from tests.functional_tests.test_run import steps_of, wait_for_step
 
 MAX_STEPS = 2
 DRAWS = 4
@@ -311,7 +311,7 @@ def test_a_stopped_run_continues_as_if_never_stopped(
     loses them.
     """
     flags = ("--outlier-delay-steps", str(LAST))
-    started = Run(2, arguments_of(tmp_path, lengths, flags))
+    started = ForkedRun(2, arguments_of(tmp_path, lengths, flags))
     wait_for_step(started, tmp_path, 5)
     started.signal_all(number)
     started.finish()

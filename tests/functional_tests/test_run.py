@@ -30,7 +30,7 @@ from megatron.sft.model.checkpoint_folder import (
     sum_of,
     write_checksums,
 )
-from tests.functional_tests.forked_runs import ROOT, train_forked
+from tests.functional_tests.forked_runs import ROOT, ForkedRun, train_forked
 
 TIMEOUT_SECONDS = 120.0
 MODEL = (
@@ -72,6 +72,10 @@ class Run:
             start_new_session=True,
         )
 
+    def is_running(self) -> bool:
+        """Return whether the command has not ended."""
+        return self.process.poll() is None
+
     def finish(self, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
         """(exit status, all output)."""
         try:
@@ -104,10 +108,10 @@ def steps_of(folder: Path) -> dict[int, dict[str, Any]]:
     return {record["iteration"]: record for record in records if record["kind"] == "train"}
 
 
-def wait_for_step(run: Run, folder: Path, iteration: int) -> None:
+def wait_for_step(run: Run | ForkedRun, folder: Path, iteration: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while iteration not in steps_of(folder):
-        assert run.process.poll() is None, run.finish()
+        assert run.is_running(), run.finish()
         assert time.monotonic() < deadline, "no steps"
         time.sleep(0.02)
 
@@ -189,7 +193,7 @@ def test_killed_run_continues_as_if_never_stopped(chats: Path, whole: Path, tmp_
     """A position, optimizer or random state that is off by one would change the model and nobody
     would see it.
     """
-    run = Run(2, [*MODEL, *options(chats, tmp_path)])
+    run = ForkedRun(2, [*MODEL, *options(chats, tmp_path)])
     wait_for_step(run, tmp_path, 3)
     run.signal_all(signal.SIGKILL)
     run.finish()
@@ -409,7 +413,8 @@ def test_signal_saves_and_ends_with_success(chats: Path, tmp_path: Path, number:
     """A cluster that preempts a job, or a user's Ctrl-C, would cost all steps since the last
     checkpoint; it may end the processes that read, too.
     """
-    run = Run(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"])
+    start = Run if number == signal.SIGINT else ForkedRun
+    run = start(1, [*MODEL, *options(chats, tmp_path, train_iters=100_000), "--num-workers", "1"])
     wait_for_step(run, tmp_path, 3)  # one save is done, and nothing of it is needed again
     run.signal_all(number)
     status, output = run.finish()
@@ -451,11 +456,8 @@ def test_broken_line_is_named_once_and_the_run_saved(chats: Path, tmp_path: Path
 def test_a_suspended_run_ends_in_a_line_or_goes_on(chats: Path, tmp_path: Path) -> None:
     """A scheduler suspends a job for longer than its collectives wait."""
     arguments = [*MODEL, *options(chats, tmp_path, train_iters=60), "--save-interval", "2"]
-    run = Run(2, [*arguments, "--distributed-timeout-minutes", "0.05"])
-    tracker = tmp_path / "checkpoints/latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 60
-    while not tracker.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    run = ForkedRun(2, [*arguments, "--distributed-timeout-minutes", "0.05"])
+    wait_for_step(run, tmp_path, 3)
     run.signal_all(signal.SIGSTOP)
     time.sleep(4)
     run.signal_all(signal.SIGCONT)
@@ -466,7 +468,7 @@ def test_a_suspended_run_ends_in_a_line_or_goes_on(chats: Path, tmp_path: Path) 
         assert "Traceback" not in output.split("error: ")[0]
     else:
         assert max(steps) == 60
-    saved = int(tracker.read_text())
+    saved = int((tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 2 <= saved <= max(steps)
     checkpoint = tmp_path / f"checkpoints/iter_{saved:07}"
     sums = read_checksums(checkpoint)

@@ -4,7 +4,7 @@ a stream.
 A step that is not overridden is not there: it costs nothing. Steps, in order (* = only with
 packing):
     cook (crude sources)  ->  encode_sample or preencode_sample  ->  select_samples_to_pack *  ->
-    postencode_sample
+                          postencode_sample
     ->  pack_selected_samples *  ->  batch  ->  encode_batch
 """
 

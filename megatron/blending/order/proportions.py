@@ -13,8 +13,9 @@ where W(t) < j + 1, its deadline. An order that keeps all of these windows exist
 assignment problem, Tijdeman, 1980), and earliest deadline first finds it, as windows are intervals.
 With weights (1/2, 1/3, 1/6) the windows of six outputs are
 
-    child 0: 0-1, 2-3, 4-5      child 1: 0-2, 3-5      child 2: 0-5      and their order is 0 1 0 1
-    0 2.
+    child 0: 0-1, 2-3, 4-5      child 1: 0-2, 3-5      child 2: 0-5
+
+    and their order is 0 1 0 1 0 2.
 
 The order repeats itself when every child gave its share of a period, so only the first period and
 what stands near a change of weights is computed, by 3 microseconds for each output, once. All else

@@ -2,16 +2,15 @@
 sets.
 
     several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded`
-    says where each
-                        sequence starts)
+                        says where each sequence starts)
     one padded          real up to `original_seq_len`
     one plain
 
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
 labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
 missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
-tensors [B, L] are B samples. What has `input_ids` and no
-`tokens` is of HuggingFace's collators (see `huggingface`).
+tensors [B, L] are B samples. What has `input_ids` and no `tokens` is of HuggingFace's collators
+(see `huggingface`).
 
 Any other field of numbers is an extra column (see `extra`), and travels with its sample.
 """

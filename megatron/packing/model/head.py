@@ -5,9 +5,10 @@ In fine-tuning half of the tokens or more are masked, and logits are the largest
 the others go through it and the cross entropy a chunk at a time, forward and again backward. Losses
 and gradients are exactly those of all tokens at once.
 
-    hidden [t, h] -> gather over tensor parallel where it is split -> rows that count [n, h] ->
-    chunks: logits [c, v / tensor-parallel size] -> log of the sum of exponentials, logit of the
-    label -> losses [n] -> [b, s]
+    hidden [t, h] -> gather over tensor parallel where it is split -> rows that count [n, h]
+    for each chunk of them: logits [c, v / tensor-parallel size]
+        -> log of the sum of exponentials, logit of the label
+    -> losses [n] -> [b, s]
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@
     gather   one drawing rank hears what all of them have at hand: about 50 bytes per sequence
     decide   it schedules, and all drawing ranks hear the answer: about 20 bytes per sequence
     move     the drawing ranks exchange samples: one all-to-all, about 5 bytes per token (see
-    `samples`) tell     each sends its replica the plan and the samples: one broadcast of about 5
-    bytes per token pack     every rank makes the microbatches that its pipeline stage needs, padded
+             `samples`)
+    tell     each sends its replica the plan and the samples: one broadcast of about 5 bytes per
+             token
+    pack     every rank makes the microbatches that its pipeline stage needs, padded
 
 All of it is on the host and over gloo; the number of collectives does not depend on that of
 microbatches, and none is left for the microbatches. Whatever fails on a drawing rank (end of data,

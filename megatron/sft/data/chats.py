@@ -4,11 +4,11 @@ that ChatEncoder reads.
     JSONL, JSON, Parquet             the object, or the row
     WebDataset, TextSample           {"text": ...}
     WebDataset, crude                its parts: txt is the text, json (an object, or a list of
-    messages) the rest .bin/.idx                        {"tokens": ...}, trained on as they are
+                                     messages) the rest
+    .bin/.idx                        {"tokens": ...}, trained on as they are
 
 The subflavor `sample_weight` of a source, in a metadataset or a dataset.yaml, scales the loss of
-all its samples, as
-`weight` in a record scales that record's.
+all its samples, as `weight` in a record scales that record's.
 """
 
 from __future__ import annotations

@@ -2,22 +2,21 @@
 its keys tell.
 
     messages | conversations | conversation              turns, see `messages`; with system, tools
-    and TRL's
-                                                         chat_template_kwargs
+                                                         and TRL's chat_template_kwargs
     prompt + completion, both of turns                   TRL: turns, of which those of the
-    completion are trained prompt + completion, both strings                    TRL: text, of which
-    the completion is trained instruction | query | question                       Alpaca, Dolly,
-    LLaMA-Factory, ms-swift, OpenOrca: a question,
-      + output | response | answer                       with input | context, system, history and
-      tools
+                                                         completion are trained
+    prompt + completion, both strings                    TRL: text, of which the completion is
+                                                         trained
+    instruction | query | question                       Alpaca, Dolly, LLaMA-Factory, ms-swift,
+      + output | response | answer                       OpenOrca: a question, with input | context,
+                                                         system, history and tools
     text                                                 trained as it is
     tokens                                               ids, trained as they are
 
 The first of these that a record fits counts; a key that holds nothing (null, "", [], {}) counts as
 absent. Any record may have `weight`, which scales its loss. Invariant: a text that a record holds
-under one of the names of
-`TEXT_COLUMNS` is read, is a repetition of what is read, or is an error. Other keys are not read,
-and told.
+under one of the names of `TEXT_COLUMNS` is read, is a repetition of what is read, or is an error.
+Other keys are not read, and told.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 read them.
 
     {"role": "user", "content": "hi"}               OpenAI, TRL, ms-swift; content may be a list of
-    text parts,
-                                                    {"type": "text", "text": ...}; LLaMA-Factory:
-                                                    "value"
+                                                    text parts, {"type": "text", "text": ...};
+                                                    LLaMA-Factory: "value"
     {"from": "human", "value": "hi"}                ShareGPT, OpenHermes, LLaMA-Factory, Axolotl
     {"human": "hi", "assistant": "hello"}           ms-swift: two turns
     {"role": "assistant", "tool_calls": [...]}      OpenAI, TRL; `function_call` is the older name
-    of a single call {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as
-    `tool_call`: calls in JSON; those
-                                                    that follow one another make one message
+                                                    of a single call
+    {"from": "function_call", "value": "{...}"}     LLaMA-Factory, and ms-swift as `tool_call`:
+                                                    calls in JSON; those that follow one another
+                                                    make one message
 
 A turn's `train`, `training` and `loss` (true or false), `loss_weight`, `weight` and `loss_scale`
 (numbers) scale its loss. A `loss_weight` above 0 on a turn of others asks to train on it, as

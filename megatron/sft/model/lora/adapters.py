@@ -2,18 +2,18 @@
 
 A layer that computes W x then gives W x + scale * B A x. W is frozen; A [rank, in] starts random, B
 [out, rank] zero. Where megatron-core joins several layers in one (queries, keys and values; gate
-and up), each of them has an A and a B
-of its own, as PEFT would give it: the A are stacked, and the rows of the B stand in the order of
-the layer's own.
+and up), each of them has an A and a B of its own, as PEFT would give it: the A are stacked, and the
+rows of the B stand in the order of the layer's own.
 
 Tensor parallel ranks share A and B as they share the layer. Only tensors that are as wide as the
 rank travel:
 
-    layer                   A                        B                       what travels
-    linear_qkv, linear_fc1  each rank has all of it  cut like the rows of W  A x: gathered under
-    sequence parallel linear_proj, linear_fc2 cut like the columns     each rank has all of it A x:
-    summed (or reduced and scattered) layers of an expert     whole                    whole
-              nothing
+    layer                    A                     B                      what travels
+    linear_qkv, linear_fc1   whole on each rank    cut like the rows of   A x, gathered under
+                                                   W                      sequence parallel
+    linear_proj, linear_fc2  cut like the columns  whole on each rank     A x, summed (or reduced
+                             of W                                         and scattered)
+    layers of an expert      whole                 whole                  nothing
 """
 
 from __future__ import annotations
