@@ -251,11 +251,9 @@ def _where(results: Results, rounds: int, load: float) -> str:
     )
     return (
         f"{datetime.date.today()}, commit {commit.strip()}, Python {platform.python_version()}, "
-        "torch "
-        f"{results.torch['ours']}, {peer}; {os.cpu_count()} cores of "
-        f"{names[0] if names else platform.processor()}, "
-        f"load average {load:.0f} before and {os.getloadavg()[0]:.0f} after; medians of {rounds} "
-        "rounds."
+        f"torch {results.torch['ours']}, {peer}; {os.cpu_count()} cores of "
+        f"{names[0] if names else platform.processor()}, load average {load:.0f} before and "
+        f"{os.getloadavg()[0]:.0f} after; medians of {rounds} rounds."
     )
 
 

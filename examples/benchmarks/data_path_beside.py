@@ -5,10 +5,9 @@ in turns.
 
 MEGATRON_LM is a checkout of its repository from 2026-04 on. What is measured is what a step calls:
 the wrapper of the iterator, then `get_batch_on_this_rank_for_sequence_packing` for each microbatch.
-Their two files run as they are, but
-for the device, which is the CPU here: so what they copy to a GPU, and wait for, costs them nothing;
-but what they would send by NCCL goes over gloo, whose CPU counts. Each has its samples ready: ours
-as numpy arrays, theirs as tensors.
+Their two files run as they are, but for the device, which is the CPU here: so what they copy to a
+GPU, and wait for, costs them nothing; but what they would send by NCCL goes over gloo, whose CPU
+counts. Each has its samples ready: ours as numpy arrays, theirs as tensors.
 """
 
 from __future__ import annotations

@@ -103,10 +103,8 @@ def by_this_project(
     packing = f"--sequence-packing --max-seqlen-per-dp-cp-rank {PACK}"
     flags = (
         f"--pretrained-checkpoint {model_folder(folder, rank)} --mock-data --seq-length {LONGEST} "
-        "--eval-iters 0 "
-        f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {asked.num_steps} --lr {LR} "
-        "--lr-decay-style constant "
-        f"--weight-decay 0 --num-workers 0 --log-interval 1000 "
+        f"--eval-iters 0 --global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {asked.num_steps} "
+        f"--lr {LR} --lr-decay-style constant --weight-decay 0 --num-workers 0 --log-interval 1000 "
         f"{packing if asked.name == 'ours, packed' else f'--micro-batch-size {ROWS[asked.name]}'}"
     )
     steps = peers_ours.train(flags, data, folder / "run")

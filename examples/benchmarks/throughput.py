@@ -32,8 +32,7 @@ SPECIFIED, MEASURED = 989, 790
 CASE_SECONDS = 150
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000 "
-    "--disable-bias-linear "
-    "--group-query-attention --num-query-groups 8 --mock-data"
+    "--disable-bias-linear --group-query-attention --num-query-groups 8 --mock-data"
 )
 LARGE_VOCABULARY = "--vocab-size 128256 --bf16"
 SHAPES = {

@@ -298,8 +298,7 @@ def write(split: Split, output_dir: Path) -> str:
     )
     return (
         f"{output_dir}: {len(train):,} training and {len(valid):,} held-out chats, "
-        f"{sum(lengths):,} bytes of text; "
-        f"bytes per chat: {quantiles}"
+        f"{sum(lengths):,} bytes of text; bytes per chat: {quantiles}"
     )
 
 

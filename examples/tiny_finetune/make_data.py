@@ -3,10 +3,9 @@
     python examples/tiny_finetune/make_data.py --output-dir data/tiny_finetune
 
 One in ten pairs of animals is held out: no text (`texts.jsonl`) and no chat (`chats.jsonl`)
-compares the two, and
-`held_out.jsonl` asks about just those, so whoever answers has learned the order and not the
-sentences. The chats
-compare two fifths of all pairs only: they show how to answer. What to answer stands in the texts.
+compares the two, and `held_out.jsonl` asks about just those, so whoever answers has learned the
+order and not the sentences. The chats compare two fifths of all pairs only: they show how to
+answer. What to answer stands in the texts.
 
 Everything follows from one seed: two runs write identical bytes.
 """
@@ -24,10 +23,8 @@ from typing import Any, NamedTuple
 # From light to heavy, about as in nature.
 ANIMALS = tuple(
     "ant fly bee beetle hummingbird wren mouse sparrow hamster squirrel crow hedgehog duck rabbit "
-    "goose cat fox otter "
-    "badger beaver lynx wolf leopard kangaroo sheep panda pig gorilla tiger bear moose horse cow "
-    "bison giraffe hippo "
-    "rhino orca elephant whale".split()
+    "goose cat fox otter badger beaver lynx wolf leopard kangaroo sheep panda pig gorilla tiger "
+    "bear moose horse cow bison giraffe hippo rhino orca elephant whale".split()
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -91,8 +91,7 @@ def _prepare(options: argparse.Namespace) -> str:
     path = options.path
     if path.endswith((".jsonl", ".ndjson")) and os.path.isfile(path):
         return (
-            f"{path}: {prepare_jsonl(path, _progress_bar(options.progress, ' blocks'))} "
-            "records "
+            f"{path}: {prepare_jsonl(path, _progress_bar(options.progress, ' blocks'))} records "
             f"indexed in {path}.idx"
         )
     if not os.path.isdir(path):

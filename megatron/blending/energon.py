@@ -207,11 +207,9 @@ DirectLazy = FileCacheLazy = Lazy
 
 _WEBDATASETS = (
     "CaptioningWebdataset CrudeWebdataset ImageClassificationWebdataset ImageWebdataset "
-    "InterleavedWebdataset "
-    "MultiChoiceVQAWebdataset OCRWebdataset SimilarityInterleavedWebdataset TextWebdataset "
-    "VQAOCRWebdataset "
-    "VQAWebdataset VidQAWebdataset DefaultDecoderWebdatasetFactory DefaultGenericWebdatasetFactory "
-    "JoinedWebdatasetFactory StandardWebdatasetFactory"
+    "InterleavedWebdataset MultiChoiceVQAWebdataset OCRWebdataset SimilarityInterleavedWebdataset "
+    "TextWebdataset VQAOCRWebdataset VQAWebdataset VidQAWebdataset DefaultDecoderWebdatasetFactory "
+    "DefaultGenericWebdatasetFactory JoinedWebdatasetFactory StandardWebdatasetFactory"
 ).split()
 BaseCoreDatasetFactory = _Factory
 DefaultCrudeJsonlDatasetFactory = CrudeJsonlDatasetFactory
@@ -219,9 +217,8 @@ for _name in _WEBDATASETS:
     globals()[_name] = type(_name, (BaseWebdatasetFactory,), {"__module__": __name__})
 
 _ONLY_PREPARES = (
-    "a base class with `prepare_dataset`; data is opened by its path, and by its "
-    "name "
-    "in dataset.yaml"
+    "a base class with `prepare_dataset`; data is opened by its path, and by its name in "
+    "dataset.yaml"
 )
 _DIFFERS = {
     **dict.fromkeys(
@@ -297,9 +294,8 @@ _SAME = (
     "DefaultTaskEncoder FilterDataset ImageClassificationSample ImageSample InterleavedSample "
     "Metadataset MetadatasetV2 MockLazy MultiChoiceVQASample OCRSample SimilarityInterleavedSample "
     "SkipSample TextSample VQASample VidQASample __version__ basic_sample_keys batch_list "
-    "batch_pad_stack batch_stack "
-    "concat_pad cooker edataclass generic_batch generic_concat homogeneous_concat_mix "
-    "reraise_exception"
+    "batch_pad_stack batch_stack concat_pad cooker edataclass generic_batch generic_concat "
+    "homogeneous_concat_mix reraise_exception"
 ).split()
 NAMES: Mapping[str, tuple[str, str]] = dict(
     sorted(
@@ -323,28 +319,22 @@ _OTHERS = (
 
 _PLACES = (
     "av cache cache.base cache.file_cache_pool cache.file_store cache.no_cache edataclass errors "
-    "flavors "
-    "flavors.base_dataset flavors.captioning flavors.crude flavors.image "
-    "flavors.image_classification "
-    "flavors.interleaved flavors.jsonl flavors.jsonl.crude_jsonl_dataset flavors.multichoice_vqa "
-    "flavors.ocr "
+    "flavors flavors.base_dataset flavors.captioning flavors.crude flavors.image "
+    "flavors.image_classification flavors.interleaved flavors.jsonl "
+    "flavors.jsonl.crude_jsonl_dataset flavors.multichoice_vqa flavors.ocr "
     "flavors.similarity_interleaved flavors.text flavors.vid_qa flavors.vqa flavors.vqa_and_ocr "
-    "flavors.webdataset "
-    "flavors.webdataset.base_webdataset flavors.webdataset.default_decoder_webdataset "
-    "flavors.webdataset.default_generic_webdataset flavors.webdataset.joined_webdataset "
-    "flavors.webdataset.sample_decoder flavors.webdataset.standard_webdataset loader metadataset "
-    "metadataset.dataset_loader metadataset.loader metadataset.loader_interface "
-    "metadataset.metadataset "
+    "flavors.webdataset flavors.webdataset.base_webdataset "
+    "flavors.webdataset.default_decoder_webdataset flavors.webdataset.default_generic_webdataset "
+    "flavors.webdataset.joined_webdataset flavors.webdataset.sample_decoder "
+    "flavors.webdataset.standard_webdataset loader metadataset metadataset.dataset_loader "
+    "metadataset.loader metadataset.loader_interface metadataset.metadataset "
     "metadataset.metadataset_v2 savable_loader source_info task_encoder task_encoder.base "
-    "task_encoder.cooking "
-    "task_encoder.loader worker wrappers wrappers.base wrappers.batch_dataset "
-    "wrappers.blend_dataset "
-    "wrappers.concat_dataset wrappers.epochize_dataset wrappers.filter_dataset wrappers.gc_dataset "
-    "wrappers.group_batch_dataset wrappers.iter_map_dataset wrappers.limit_dataset "
-    "wrappers.log_sample_dataset "
+    "task_encoder.cooking task_encoder.loader worker wrappers wrappers.base wrappers.batch_dataset "
+    "wrappers.blend_dataset wrappers.concat_dataset wrappers.epochize_dataset "
+    "wrappers.filter_dataset wrappers.gc_dataset wrappers.group_batch_dataset "
+    "wrappers.iter_map_dataset wrappers.limit_dataset wrappers.log_sample_dataset "
     "wrappers.map_dataset wrappers.mix_batch_dataset wrappers.packing_dataset "
-    "wrappers.repeat_dataset "
-    "wrappers.shuffle_buffer_dataset wrappers.skip"
+    "wrappers.repeat_dataset wrappers.shuffle_buffer_dataset wrappers.skip"
 ).split()
 
 __all__ = [*(name for name, (state, _) in NAMES.items() if state != "absent"), *_OTHERS]

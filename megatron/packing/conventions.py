@@ -8,8 +8,8 @@ or `plugin.install(config, arguments, megatron_lm_calls=True)`, which has them a
 `megatron.core.datasets.data_schedule`. Beside what `data_schedule` does:
 
 - tensor-parallel ranks other than 0 give and get None for an iterator (a list of them with virtual
-  stages), and hear
-  each microbatch from rank 0: one object and up to five tensors are broadcast for each;
+  stages), and hear each microbatch from rank 0: one object and up to five tensors are broadcast for
+  each;
 - an iterator may be over microbatches of the script's own, as Megatron-LM builds them, without a
   `padding_mask`;
 - `cu_seqlens` are on the device of the tokens, and the padded ones under all four names of
@@ -74,9 +74,8 @@ def wrap_dataloader(
     if config is None:
         raise ValueError(
             "wrap_dataloader(data_iterator, scheduler_type) needs a config: call "
-            "plugin.install(config, "
-            "megatron_lm_calls=True) before, or wrap_dataloader(data_iterator, config, "
-            "scheduler_type)"
+            "plugin.install(config, megatron_lm_calls=True) before, or "
+            "wrap_dataloader(data_iterator, config, scheduler_type)"
         )
     if isinstance(num_microbatches, (str, Enum)):
         num_microbatches, scheduler_type, pg_collection = (

@@ -1,6 +1,6 @@
 """mcore. What Megatron's own code calls: one global batch drawn, scheduled, moved and packed,
-behind an iterator, and
-`get_batch_on_this_rank_for_sequence_packing`, which takes the next microbatch from there.
+behind an iterator, and `get_batch_on_this_rank_for_sequence_packing`, which takes the next
+microbatch from there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def wrap_dataloader(
     for FLOPs.
 
     data_iterator: on drawing ranks (see `step.groups`), an iterator whose `next` gives a sample or
-    a list of them (see
-    `batch.reading`), or a list of such iterators with interleaving; not read elsewhere.
+    a list of them (see `batch.reading`), or a list of such iterators with interleaving; not read
+    elsewhere.
     num_microbatches: how many times each drawing rank calls `next`. config:
     `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold that many times the
     context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),

@@ -131,12 +131,10 @@ def install(
     Call it before the model is built and before `get_forward_backward_func()`; that name may have
     been imported earlier. Without --sequence-packing `config` is left alone, and its models train
     as ever. Idempotent; call it once per config. The result may be used in a `with`, at whose end a
-    first installation is taken back. With
-    --outlier-delay-steps, `config.sequence_packing_options` has the run's `delay_queue`, whose
-    state belongs in the
-    script's checkpoints. megatron_lm_calls: calls are as Megatron-LM has them (see `conventions`),
-    and what the forward-backward function returns ends in two more entries: the sums of lengths and
-    of their squares.
+    first installation is taken back. With --outlier-delay-steps, `config.sequence_packing_options`
+    has the run's `delay_queue`, whose state belongs in the script's checkpoints. megatron_lm_calls:
+    calls are as Megatron-LM has them (see `conventions`), and what the forward-backward function
+    returns ends in two more entries: the sums of lengths and of their squares.
 
     Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
     """
@@ -165,8 +163,7 @@ def install(
 
 def uninstall() -> None:
     """Leave megatron-core as it was before `install`; nothing to do where it was not installed.
-    With
-    --prefetch-global-batches call it, on all ranks, before the process groups are destroyed.
+    With --prefetch-global-batches call it, on all ranks, before the process groups are destroyed.
 
     Raises RuntimeError if somebody replaced the forward-backward functions since.
     """

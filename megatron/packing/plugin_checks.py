@@ -83,8 +83,7 @@ def _demands_on_attention(config: Any, has_transformer_engine: bool) -> list[tup
         (
             config.fp8 is None or (has_transformer_engine and not config.fp8_dot_product_attention),
             "fp8=None without Transformer Engine, which alone computes in it, and "
-            "fp8_dot_product_attention=False: it "
-            "takes no packs",
+            "fp8_dot_product_attention=False: it takes no packs",
         ),
     ]
 
@@ -95,8 +94,7 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
         (
             config.moe_token_dispatcher_type == "alltoall",
             'moe_token_dispatcher_type="alltoall": ranks hold packs of different lengths, which '
-            '"allgather" cannot '
-            'take, and "flex" was not checked with',
+            '"allgather" cannot take, and "flex" was not checked with',
         ),
         (
             config.moe_expert_capacity_factor is None,
@@ -112,8 +110,7 @@ def _demands_on_experts(config: Any) -> list[tuple[bool, str]]:
             config.mtp_num_layers is None
             or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff),
             "moe_aux_loss_coeff=0 and moe_z_loss_coeff=None with mtp_num_layers, whose routers are "
-            "not told what is "
-            "padding",
+            "not told what is padding",
         ),
     ]
 
@@ -125,8 +122,7 @@ def check_training(config: Any) -> None:
     if config.finalize_model_grads_func is None:
         raise ValueError(
             "sequence packing needs TransformerConfig finalize_model_grads_func, or gradients stay "
-            "sums of this rank; "
-            "set it to megatron.core.distributed.finalize_model_grads"
+            "sums of this rank; set it to megatron.core.distributed.finalize_model_grads"
         )
 
 
@@ -140,8 +136,8 @@ def checking_packs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         if options.get("packed_seq_params") is None:
             raise ValueError(
                 "the model was called without packed_seq_params, and sequences of a pack would "
-                "attend to one another; "
-                "pass packed_seq_params=batch.packed_seq_params in the forward step"
+                "attend to one another; pass packed_seq_params=batch.packed_seq_params in the "
+                "forward step"
             )
 
     found = [
@@ -165,10 +161,8 @@ def check_modules(chunk: torch.nn.Module) -> None:
     ):
         raise ValueError(
             "the model was built with megatron-core's DotProductAttention, which refuses packs; "
-            "build it with "
-            "transformer_layer_spec=packed_block_spec(config) of "
-            "megatron.packing.model.layer_spec, or with "
-            "Transformer Engine"
+            "build it with transformer_layer_spec=packed_block_spec(config) of "
+            "megatron.packing.model.layer_spec, or with Transformer Engine"
         )
     if isinstance(chunk, DistributedDataParallel) and any(
         buffer.gradient_scaling_factor != 1.0
@@ -176,8 +170,7 @@ def check_modules(chunk: torch.nn.Module) -> None:
     ):
         raise ValueError(
             "DistributedDataParallel was built without calculate_per_token_loss and would divide "
-            "gradients a second "
-            "time; set it in the config before the model is wrapped"
+            "gradients a second time; set it in the config before the model is wrapped"
         )
 
 
@@ -193,8 +186,7 @@ def check_groups(pg_collection: object) -> None:
     if missing:
         raise ValueError(
             f"sequence packing needs a pg_collection with {', '.join(GROUPS)}, but "
-            f"{', '.join(missing)} is missing; "
-            "set it, or leave pg_collection out"
+            f"{', '.join(missing)} is missing; set it, or leave pg_collection out"
         )
 
 
@@ -212,9 +204,8 @@ def checking_loss(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
             if len(loss) != 3 and not loss_options.get("non_loss_data"):
                 raise ValueError(
                     "sequence packing needs a loss function that returns (sum of losses, integer "
-                    "number of tokens, "
-                    f"dict), but it returned {len(loss)} values; a mean would weight tokens by "
-                    "their pack"
+                    f"number of tokens, dict), but it returned {len(loss)} values; a mean would "
+                    "weight tokens by their pack"
                 )
             return loss
 

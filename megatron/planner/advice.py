@@ -90,8 +90,7 @@ class Adviser:
         if best.balance < 1:
             sentences.append(
                 f"Its modelled time is {best.balance:.3f} of what any schedule of even packs "
-                "takes: small packs first "
-                "and last fill the bubbles of the pipeline."
+                "takes: small packs first and last fill the bubbles of the pipeline."
             )
         elif best.balance < 1 + _MIN_SAID:
             sentences.append(
@@ -136,8 +135,8 @@ class Adviser:
         elif best is not None and best.fill < 0.8:
             sentences.append(
                 f"Packs are {best.fill:.0%} filled, but the longest sequence, {longest:,} tokens, "
-                "needs the capacity: "
-                f"a smaller one would take more context parallel, or cutting sequences."
+                "needs the capacity: a smaller one would take more context parallel, or cutting "
+                "sequences."
             )
         return sentences
 

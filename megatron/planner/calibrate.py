@@ -275,8 +275,7 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "calibrate measures the whole model in one process; start it with python -m, without "
-            "torchrun: training "
-            "divides by its tensor and context parallel sizes"
+            "torchrun: training divides by its tensor and context parallel sizes"
         )
     if options.num_dense_layers:
         raise ValueError(

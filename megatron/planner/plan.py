@@ -92,8 +92,7 @@ def _plan(
         if idle := [flag for flag in given if flag not in _BESIDE_A_STEP]:
             raise ValueError(
                 f"{', '.join(idle)} cannot change {lengths.source}, a step as it ran, with the "
-                "run's layout and model; "
-                "leave out, or plan the run's folder instead"
+                "run's layout and model; leave out, or plan the run's folder instead"
             )
         lead = [
             f"{record.title}, scheduled by {record.scheduler}; layout and cost of the model are "
@@ -148,9 +147,8 @@ def _fitted(
     if policy == "error":
         raise ValueError(
             f"{over:,} of {found.lengths.size:,} sequences are longer than {limit:,} tokens, the "
-            f"longest {longest:,}; "
-            "raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass --over-length-policy "
-            "truncate|drop"
+            f"longest {longest:,}; raise --max-seqlen-per-dp-cp-rank or --seq-length, or pass "
+            "--over-length-policy truncate|drop"
         )
     if policy == "truncate":
         return replace(found, lengths=np.minimum(found.lengths, limit)), [
@@ -201,12 +199,12 @@ def _lead(
     batches = "1 global batch" if count == 1 else f"{count:,} global batches"
     lines = [
         f"lengths   {lengths.size:,} from {found.described}: mean {lengths.mean():,.0f}, median "
-        f"{quantiles[0]:,}, "
-        f"90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} tokens",
+        f"{quantiles[0]:,}, 90% {quantiles[1]:,}, 99% {quantiles[2]:,}, longest {lengths.max():,} "
+        "tokens",
         f"model     {model.described()}{speed}",
         f"layout    {', '.join(parts)} = {devices:,} device{'s' * (devices > 1)}; "
-        f"{capacity // layout.cp:,} tokens per "
-        f"rank and pack; {batches} of {layout.batch_size:,} sequences",
+        f"{capacity // layout.cp:,} tokens per rank and pack; {batches} of {layout.batch_size:,} "
+        "sequences",
     ]
     if layout.batch_size % layout.dp:
         lines.append(

@@ -212,8 +212,7 @@ class LayoutOptions:
         if not capacity:
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank must be at least {-(-pack // self.cp)} in this "
-                "layout, "
-                f"but is {self.max_seqlen_per_dp_cp_rank}"
+                f"layout, but is {self.max_seqlen_per_dp_cp_rank}"
             )
         return capacity
 

@@ -178,8 +178,8 @@ class _Shapes:
                 name = self._picture.bound_name if dash != "none" else "end"
                 self._parts.append(
                     f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{self._y:.1f}" '
-                    f'stroke="{colour}" '
-                    f'stroke-dasharray="{dash}" stroke-width="1.2"><title>{name}</title></line>'
+                    f'stroke="{colour}" stroke-dasharray="{dash}" '
+                    f'stroke-width="1.2"><title>{name}</title></line>'
                 )
         self._y += 18
 

@@ -125,10 +125,8 @@ def facts_of(record: StepRecord) -> str:
     )
     return (
         f"{stats.sequences:,} sequences, {stats.tokens:,} tokens on {ranks}{stages}; "
-        f"{microbatches}; "
-        f"fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance {stats.balance:.4f} of "
-        f"{bound}, "
-        f"bubble {stats.bubble:.1%}"
+        f"{microbatches}; fill {stats.fill:.1%}, padding {stats.padding:.1%}, balance "
+        f"{stats.balance:.4f} of {bound}, bubble {stats.bubble:.1%}"
     )
 
 

@@ -87,8 +87,7 @@ def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int)
     if saved_options.get("lora"):
         raise ValueError(
             f"{path} holds adapters, beside a base model; start its run again with --load and "
-            "--save-hf to write them, "
-            "and with --lora-merge to write the model"
+            "--save-hf to write them, and with --lora-merge to write the model"
         )
     if not companions.is_dir():
         raise ValueError(

@@ -63,8 +63,8 @@ def guard_step(
     clips by is not finite.
 
     megatron-core asks the whole (chained) optimizer for that norm in each step, whether it clips or
-    not, and waits for
-    the device to have it. check: called then, to raise for what else must not be stepped by.
+    not, and waits for the device to have it. check: called then, to raise for what else must not be
+    stepped by.
     """
     norm_of = optimizer.get_grad_norm
 

@@ -179,14 +179,12 @@ def check_room(planned: list[Planned]) -> list[str]:
         if once[device] > free:
             raise ValueError(
                 f"{flag} {folder} has {_size(free)} free, but the run writes at least "
-                f"{_size(once[device])} there; "
-                f"make room, or pass another {flag}"
+                f"{_size(once[device])} there; make room, or pass another {flag}"
             )
         if kept[device] > free:
             notes.append(
                 f"note: {flag} {folder} has {_size(free)} free, but the run will keep at least "
-                f"{_size(kept[device])} "
-                "there; make room, or pass --keep-checkpoints"
+                f"{_size(kept[device])} there; make room, or pass --keep-checkpoints"
             )
     return notes
 

@@ -108,8 +108,8 @@ class _Report:
             print(
                 f"{name:{width}}  {len(self._lengths[number]):7,} "
                 f"{self._num_trained[number] / max(1, int(lengths.sum())):9.1%}  "
-                f"{lengths.mean():12,.0f} "
-                f"{np.median(lengths):8,.0f} {np.percentile(lengths, 90):8,.0f} {lengths.max():8,} "
+                f"{lengths.mean():12,.0f} {np.median(lengths):8,.0f} "
+                f"{np.percentile(lengths, 90):8,.0f} {lengths.max():8,} "
                 f"{counts.of('cut')[number]:8,} {sum(dropped.values()):8,}"
             )
             for reason, times in dropped.items():

@@ -2,8 +2,7 @@
 packed, or padded rows.
 
 Everything that drawing a batch changes (counts, delayed sequences) comes with the batch, and so
-belongs to the step
-that takes it: checkpoints are the same however far ahead batches are prepared.
+belongs to the step that takes it: checkpoints are the same however far ahead batches are prepared.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ class StepBatches(Iterator[StepBatch]):
         queue: DelayQueue | None = None,
     ) -> None:
         """Collective at the first one. `num_batches` will be asked for, or fewer; the last of them
-        leaves none in
-        `queue`. progress: of a training that goes on with them; None reads the samples once, from
-        the start.
+        leaves none in `queue`. progress: of a training that goes on with them; None reads the
+        samples once, from the start.
         """
         data = config.data
         self._stream = SampleStream(

@@ -86,10 +86,8 @@ class Trainer:
         if config.training.train_samples is not None and self._progress.consumed_samples != counted:
             raise ValueError(
                 "--train-samples and --train-epochs need one --global-batch-size in all of a run, "
-                "but "
-                f"{config.output.load} has {self._progress.consumed_samples} samples in "
-                f"{self._progress.iteration} "
-                "steps; pass --train-iters"
+                f"but {config.output.load} has {self._progress.consumed_samples} samples in "
+                f"{self._progress.iteration} steps; pass --train-iters"
             )
         self._queue = restored_queue(
             config.packing, self._progress.waiting, self._share.rank, self._share.num_ranks

@@ -43,11 +43,9 @@ EXACT = (
 )
 OPTIONS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 "
-    "--position-embedding-type rope "
-    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate "
-    "--train-iters 6 "
-    "--save-interval 2 --eval-interval 2 --eval-iters 1 --distributed-timeout-minutes "
-    f"{GROUP_TIMEOUT_SECONDS / 60}"
+    "--position-embedding-type rope --global-batch-size 4 --lr 1e-2 --sequence-packing "
+    "--over-length-policy truncate --train-iters 6 --save-interval 2 --eval-interval 2 "
+    f"--eval-iters 1 --distributed-timeout-minutes {GROUP_TIMEOUT_SECONDS / 60}"
 ).split()
 
 

@@ -361,9 +361,8 @@ def options(text: str, folder: Path, num_steps: int, lr: float = 1e-3) -> SFTCon
     """The run's options; everything that the layouts share, and `text`."""
     common = (
         f"--pretrained-checkpoint {folder} --mock-data --seq-length 64 --sequence-packing "
-        f"--train-iters {num_steps} "
-        f"--global-batch-size 720 --lr {lr} --lr-decay-style constant --clip-grad {CLIP_GRAD} "
-        "--eval-iters 0"
+        f"--train-iters {num_steps} --global-batch-size 720 --lr {lr} --lr-decay-style constant "
+        f"--clip-grad {CLIP_GRAD} --eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], dist.get_world_size())
 

@@ -3,9 +3,8 @@ train alike.
 
 `MATRIX` takes every tensor x sequence x pipeline x interleaving x context x data parallel layout of
 up to 8 processes, each with two choices of the rest, and some of 9, 12 and 16 processes. `COVERING`
-is the part of it that
-every test run does: each pair of features that occurs together in the matrix occurs in it. `CHOSEN`
-is what this run
+is the part of it that every test run does: each pair of features that occurs together in the matrix
+occurs in it. `CHOSEN` is what this run
 does: the matrix where the environment says LAYOUTS=all, the smallest of `COVERING` where it says
 LAYOUTS=few.
 """
@@ -19,8 +18,7 @@ from typing import NamedTuple
 
 ROPE = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm "
-    "--untie-embeddings-and-output-weights "
-    "--disable-bias-linear"
+    "--untie-embeddings-and-output-weights --disable-bias-linear"
 )
 MODELS = {
     "learned": "",

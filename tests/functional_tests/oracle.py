@@ -197,11 +197,10 @@ def options(text: str, batches: Sequence[Sequence[Sample]], world_size: int) -> 
     """The run's options; everything that the layouts share, and `text`."""
     common = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --mock-data "
-        f"--seq-length {SEQ_LENGTH} "
-        f"--vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 --add-qkv-bias "
-        "--init-method-std 0.1 "
-        f"--train-iters {len(batches)} --global-batch-size 720 --lr 1e-3 --adam-eps 1e-3 "
-        f"--lr-decay-style constant --clip-grad {CLIP_GRAD} --eval-iters 0"
+        f"--seq-length {SEQ_LENGTH} --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 8 "
+        f"--add-qkv-bias --init-method-std 0.1 --train-iters {len(batches)} --global-batch-size "
+        f"720 --lr 1e-3 --adam-eps 1e-3 --lr-decay-style constant --clip-grad {CLIP_GRAD} "
+        "--eval-iters 0"
     )
     return parse_config([*common.split(), *text.split()], world_size)
 

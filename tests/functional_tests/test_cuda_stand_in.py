@@ -20,8 +20,7 @@ from tests.functional_tests.test_run import steps_of
 NUM_STEPS = 4
 ARGUMENTS = (
     "--seq-length 96 --global-batch-size 8 --mock-data --sequence-packing --over-length-policy "
-    "truncate --eval-iters 0 "
-    f"--lr 1e-3 --bf16 --train-iters {NUM_STEPS}"
+    f"truncate --eval-iters 0 --lr 1e-3 --bf16 --train-iters {NUM_STEPS}"
 )
 FOUND = "found on the stand-in: "
 

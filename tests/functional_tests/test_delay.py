@@ -228,10 +228,8 @@ LAST = 12
 GLOBAL_BATCH = 8
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 512 "
-    "--position-embedding-type rope --lr 1e-2 "
-    f"--sequence-packing --eval-iters 0 --mock-data --train-iters {LAST} --global-batch-size "
-    f"{GLOBAL_BATCH} "
-    "--log-interval 1 --save-interval 2"
+    "--position-embedding-type rope --lr 1e-2 --sequence-packing --eval-iters 0 --mock-data "
+    f"--train-iters {LAST} --global-batch-size {GLOBAL_BATCH} --log-interval 1 --save-interval 2"
 ).split()
 
 

@@ -51,8 +51,7 @@ def test_ranks_started_apart_are_refused() -> None:
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-3]) == [""] * 3
     told = (
         "ranks must be started alike, with the same options, versions and files: --lr is 0.01 on "
-        "rank 2, but 0.001 on "
-        "rank 0"
+        "rank 2, but 0.001 on rank 0"
     )
     assert run_ranks(started_with, 3, [1e-3, 1e-3, 1e-2]) == [told] * 3
 

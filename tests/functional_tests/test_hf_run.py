@@ -149,8 +149,7 @@ def test_without_training_every_tensor_keeps_its_bytes(
     train(
         world_size,
         f"--pretrained-checkpoint {source} --mock-data --train-iters 2 --lr 0 --run-dir "
-        f"{tmp_path / 'run'} "
-        f"--save-hf {target} {flags}".split(),
+        f"{tmp_path / 'run'} --save-hf {target} {flags}".split(),
     )
     expected, found = read_folder(source), read_folder(target)
     assert found.keys() == expected.keys()
@@ -175,10 +174,8 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     chats.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     arguments = (
         f"--pretrained-checkpoint {source} --data-path {chats} --lr 1e-3 --run-dir {run} --save "
-        f"{run / 'checkpoints'} "
-        f"--load {run / 'checkpoints'} --pipeline-model-parallel-size 2 --valid-data-path {chats} "
-        "--eval-iters 2 "
-        "--hidden-dropout 0.2"
+        f"{run / 'checkpoints'} --load {run / 'checkpoints'} --pipeline-model-parallel-size 2 "
+        f"--valid-data-path {chats} --eval-iters 2 --hidden-dropout 0.2"
     ).split()
     assert "no checkpoint" in train(2, [*arguments, "--train-iters", "2", "--save-hf", str(first)])
     status, _ = train_forked(1, [], partial(export_and_die, run / "checkpoints", second))
@@ -254,8 +251,7 @@ def test_ranks_that_read_other_files_are_refused(
     monkeypatch.setenv("OWN_FOLDERS", str(tmp_path))
     arguments = (
         "--pretrained-checkpoint model --data-path chats.jsonl --valid-data-path held_out.jsonl "
-        "--chat-template "
-        "template.jinja --train-iters 1 --lr 1e-3 --tensor-model-parallel-size 2"
+        "--chat-template template.jinja --train-iters 1 --lr 1e-3 --tensor-model-parallel-size 2"
     )
     status, output = train_forked(2, [*COMMON.split(), *arguments.split()], main_in_own_folder)
     assert status == 2, output

@@ -37,8 +37,7 @@ LAYOUTS = {
     "tp2-pp2-ep2-sp": (
         4,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-        "--expert-model-parallel-size 2 "
-        "--sequence-parallel",
+        "--expert-model-parallel-size 2 --sequence-parallel",
     ),
     "tp2-ep4-dp2-sp": (
         4,

@@ -43,8 +43,7 @@ def train(
         f"{COMMON} --pretrained-checkpoint {path / base} --mock-data --train-iters 4 --lr 1e-2 "
         f"--adam-eps 1e-3 --run-dir {path / run} "  # a smaller one would divide rounding by itself
         f"--lr-decay-style constant --save {path / run} --load {path / run} --save-hf "
-        f"{path / run}-adapter "
-        f"--num-workers 0 {lora} {rest}"
+        f"{path / run}-adapter --num-workers 0 {lora} {rest}"
     )
     with socket.socket() as free:
         free.bind(("localhost", 0))

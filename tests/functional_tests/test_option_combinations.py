@@ -120,9 +120,8 @@ def combination(number: int, models: Path, data: Path) -> tuple[int, list[str]]:
 
 TIED_PREDICTION = (
     f"{SHAPE} {MODELS['further-tied']} --pipeline-model-parallel-size 2 "
-    "--num-layers-per-virtual-pipeline-stage 1 "
-    "--use-distributed-optimizer --overlap-grad-reduce --sequence-packing --mock-data --eval-iters "
-    "0"
+    "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --overlap-grad-reduce "
+    "--sequence-packing --mock-data --eval-iters 0"
 )
 """megatron-core makes a weight there that nothing trains."""
 

@@ -35,9 +35,8 @@ from tests.functional_tests.forked_runs import ROOT, ForkedRun, train_forked
 TIMEOUT_SECONDS = 120.0
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 96 "
-    "--position-embedding-type rope "
-    "--global-batch-size 4 --lr 1e-2 --sequence-packing --over-length-policy truncate --eval-iters "
-    "0"
+    "--position-embedding-type rope --global-batch-size 4 --lr 1e-2 --sequence-packing "
+    "--over-length-policy truncate --eval-iters 0"
 ).split()
 EXACT = (
     "loss",

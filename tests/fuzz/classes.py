@@ -521,9 +521,8 @@ TEMPLATE = (
 )
 MARKED = (
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'assistant' %}{% "
-    "generation %}"
-    "{{ m.content ~ '<end>' }}{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% "
-    "endfor %}"
+    "generation %}{{ m.content ~ '<end>' }}{% endgeneration %}{% else %}{{ m['content'] | trim "
+    "}}{% endif %}{% endfor %}"
 )
 
 

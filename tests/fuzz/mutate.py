@@ -8,9 +8,8 @@ from random import Random
 from typing import Any
 
 _NUMBERS = (
-    "-1 0 1 2 255 65536 2147483648 9223372036854775807 9223372036854775808 1e308 1e999 "
-    "-0.0 "
-    "NaN Infinity"
+    "-1 0 1 2 255 65536 2147483648 9223372036854775807 9223372036854775808 1e308 1e999 -0.0 NaN "
+    "Infinity"
 ).split()
 _HUGE = "1" + "0" * 400
 _WORDS = [

@@ -18,8 +18,7 @@ from tests.functional_tests.test_run import EXACT, Run, steps_of
 TIMEOUT_SECONDS = 300.0
 COMMON = (
     "--seq-length 128 --global-batch-size 8 --lr 1e-3 --adam-eps 1e-3 --eval-iters 0 "
-    "--over-length-policy truncate "
-    "--num-workers 2"
+    "--over-length-policy truncate --num-workers 2"
 )
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96"
 PACKED = "--sequence-packing"
@@ -74,8 +73,7 @@ def test_goes_on_as_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three steps from a checkpoint that was made on CPU. Blends with worker processes, a mask on
-    the wrong device, a
-    kernel with another scale: each would train, to another loss.
+    the wrong device, a kernel with another scale: each would train, to another loss.
     """
     model, how = CASES[case]
     text = f"{SHAPE} {model} {how} {precision} {blend} --train-iters 4"

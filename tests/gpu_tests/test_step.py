@@ -28,9 +28,8 @@ from tests.functional_tests.layouts import MODELS
 
 COMMON = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --mock-data "
-    "--vocab-size 1000 "
-    "--global-batch-size 16 --lr 1e-4 --eval-iters 0 --log-interval 100 --sequence-packing "
-    "--over-length-policy truncate --bf16"
+    "--vocab-size 1000 --global-batch-size 16 --lr 1e-4 --eval-iters 0 --log-interval 100 "
+    "--sequence-packing --over-length-policy truncate --bf16"
 )
 TINY = "--num-layers 2 --hidden-size 32 --seq-length 64 --global-batch-size 4 --num-workers 0"
 

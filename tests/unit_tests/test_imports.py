@@ -217,9 +217,8 @@ def test_text_imports_no_media():
     """
     code = (
         "import sys; from megatron.blending.formats.decode import decode_part; import "
-        "megatron.blending as b;"
-        "b.get_train_dataset; b.get_loader; assert decode_part('txt', b'a') == 'a';"
-        "print([name for name in sys.modules if 'formats.media' in name])"
+        "megatron.blending as b;b.get_train_dataset; b.get_loader; assert decode_part('txt', b'a') "
+        "== 'a';print([name for name in sys.modules if 'formats.media' in name])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

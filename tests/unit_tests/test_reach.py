@@ -60,6 +60,5 @@ def test_the_trainer_reaches_no_more_than_is_said():
     print(f"megatron.sft.__main__ reaches {statements:,} statements in {len(reached)} modules")
     assert abs(statements - BASELINE) <= SLACK * BASELINE, (
         f"the trainer reaches {statements:,} statements, {BASELINE:,} are said: change BASELINE in "
-        "this commit, or "
-        "import less"
+        "this commit, or import less"
     )

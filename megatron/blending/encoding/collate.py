@@ -42,8 +42,7 @@ def homogeneous_concat_mix(samples: Sequence[Any]) -> Any:
         if type(sample) is not first:
             raise ValueError(
                 f"samples to mix must be of one type, but are {first.__name__} and "
-                f"{type(sample).__name__}; "
-                "pass a batch_mix_fn that mixes them"
+                f"{type(sample).__name__}; pass a batch_mix_fn that mixes them"
             )
     return generic_concat(samples)
 

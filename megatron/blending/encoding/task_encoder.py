@@ -119,8 +119,7 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         return _current(
             SAMPLE_INDEX,
             "current_sample_index is known in methods with @stateless(restore_seeds=True); a "
-            "sample's own "
-            "`__restore_key__` says in any where it stands",
+            "sample's own `__restore_key__` says in any where it stands",
         )
 
     def uses(self, step: str) -> bool:
@@ -192,9 +191,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         None.
 
         Samples that no function has touched on the way here are encoded first, so that an
-        overridden
-        `build_train_datasets` that only blends and batches gives what the task's batches are made
-        of.
+        overridden `build_train_datasets` that only blends and batches gives what the task's batches
+        are made of.
         """
         if not is_touched(dataset):
             dataset = self.build_encode_sample(dataset, worker_config=worker_config)
@@ -242,9 +240,8 @@ class TaskEncoder(Generic[T_sample, T_encoded_sample, T_raw_batch, T_batch]):
         signature takes.
 
         `datasets`: the sources in the order of the metadataset, each unpacks as (dataset, weight).
-        They are endless if
-        `repeat`, but for `blend_mode` "sample_repetitions": one epoch each, with weights that make
-        them end together.
+        They are endless if `repeat`, but for `blend_mode` "sample_repetitions": one epoch each,
+        with weights that make them end together.
         """
         dataset = datasets[0][0]
         if len(datasets) > 1:

@@ -24,10 +24,8 @@ Decode = Callable[[str, bytes], Any]
 
 IMAGE_SUFFIXES = frozenset(
     "blp bmp dib bufr cur pcx dcx dds ps eps fit fits fli flc ftc ftu gbr gif grib h5 hdf png apng "
-    "jp2 j2k jpc jpf jpx "
-    "j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm pgm ppm pnm psd bw "
-    "rgb rgba sgi ras tga "
-    "icb vda vst webp wmf emf xbm xpm".split()
+    "jp2 j2k jpc jpf jpx j2c icns ico im iim tif tiff jfif jpe jpg jpeg mpg mpeg msp pcd pxr pbm "
+    "pgm ppm pnm psd bw rgb rgba sgi ras tga icb vda vst webp wmf emf xbm xpm".split()
 )
 AV_SUFFIXES = frozenset("mp4 avi mov webm mkv flac mp3 wav flv".split())
 _IMAGE_MODE = "torchrgb"

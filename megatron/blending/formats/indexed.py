@@ -68,8 +68,7 @@ class IndexedSource(FileSource):
         ):
             raise ValueError(
                 f"{self._file.location}: has {self._file.size} bytes, but its index goes to {end}; "
-                "it is cut, or the "
-                "index of another file"
+                "it is cut, or the index of another file"
             )
         self._tokens = self._file.array(self.dtype) if isinstance(self._file, LocalFile) else None
 

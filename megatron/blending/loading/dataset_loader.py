@@ -142,8 +142,7 @@ def _repeated(
     if not int(len(dataset) * repetitions):
         raise ValueError(
             f"{entry.where}: repetitions: {float(repetitions):g} times {len(dataset)} samples is "
-            "none; "
-            "raise it, or leave the source out"
+            "none; raise it, or leave the source out"
         )
     if repetitions != 1:
         dataset = RepeatDataset(dataset, repetitions, worker_config=dataset.worker_config)

@@ -55,7 +55,6 @@ def _distributed(config: WorkerConfig, what: str) -> Any:
     if distributed is None or not distributed.is_initialized():
         raise ValueError(
             f"{what} states of {config.num_ranks} ranks over torch.distributed, which is not "
-            "initialised; "
-            "use state_dict on each rank, and load_state_dict with a list of all"
+            "initialised; use state_dict on each rank, and load_state_dict with a list of all"
         )
     return distributed

@@ -79,13 +79,11 @@ def get_train_dataset(
 
     `proportions`: "exact", each source at every moment within a sample of its share, or "random".
     `weights_by`: what weights are shares of, "samples" or "tokens" (found by encoding a few samples
-    of each source).
-    `weight_schedule`: weights of all sources, in the order of the metadataset, as they change over
-    steps.
-    `repeat=False`: one epoch; of a blend, until all sources are read.
-    `allow_code`: whether Python code that a data set names may run.
-    `options`: of DatasetLoader (subflavors, dataset_config, split_config) and SampleDecoder
-    (image_decode ...). ValueError for anything that cannot work, before the first sample is read.
+    of each source). `weight_schedule`: weights of all sources, in the order of the metadataset, as
+    they change over steps. `repeat=False`: one epoch; of a blend, until all sources are read.
+    `allow_code`: whether Python code that a data set names may run. `options`: of DatasetLoader
+    (subflavors, dataset_config, split_config) and SampleDecoder (image_decode ...). ValueError for
+    anything that cannot work, before the first sample is read.
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     _check(encoder, locals())

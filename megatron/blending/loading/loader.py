@@ -36,10 +36,9 @@ def get_loader(
     """Return an iterable over this rank's batches.
 
     Of endless data each `for` goes on where the last one stopped; of finite data each is a new
-    pass.
-    `worker_config`: by default that of the data sets, else one without workers. `prefetch_factor`:
-    batches that each
-    worker makes ahead. `pin_memory`: None where there is CUDA, and workers.
+    pass. `worker_config`: by default that of the data sets, else one without workers.
+    `prefetch_factor`: batches that each worker makes ahead. `pin_memory`: None where there is CUDA,
+    and workers.
     """
     check_no_more("get_loader", ignored, _ENERGON_ONLY)
     return Loader(dataset, worker_config, prefetch_factor, pin_memory)

@@ -7,8 +7,8 @@ Invariants, for any numbers of ranks and workers before and after:
 - a loader that is restored continues with the output after the last one that was drawn when the
   state was made;
 - of data that goes on, every rank gets as many outputs per epoch. What is left of an epoch after a
-  restore is dealt
-  out evenly: the remainder, fewer than there are ranks, comes first in the next epoch.
+  restore is dealt out evenly: the remainder, fewer than there are ranks, comes first in the next
+  epoch.
 """
 
 import math
@@ -235,9 +235,8 @@ class Loader(Generic[T_co]):
         weights, for good.
 
         None: the next one that no rank has drawn, if all ranks have drawn as many; at any rate say
-        the same on all.
-        `blend`: its place; "" is the outermost. The workers start again; the change is part of the
-        state from now on.
+        the same on all. `blend`: its place; "" is the outermost. The workers start again; the
+        change is part of the state from now on.
         """
         here = self._turn if output is None else output
         check_whole("output", here, -math.inf)

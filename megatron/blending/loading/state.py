@@ -8,8 +8,8 @@ number of ranks and workers.
 At the end of finite data outputs may be missing, and ranks that drew as many stand at different
 places. If others go on from there, it is from the first place on, and "taken" says what was drawn
 behind it: rows of (base, next output of each rank), by which output k >= base was drawn if it is
-below the next one of the rank whose it was. Worked example, of
-two ranks: [4, [10, 9]] says that rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
+below the next one of the rank whose it was. Worked example, of two ranks: [4, [10, 9]] says that
+rank 0 drew 4, 6 and 8, and rank 1 drew 5 and 7.
 """
 
 import difflib
@@ -95,8 +95,8 @@ def merge_states(states: Sequence[State], rank: int, num_ranks: int) -> State:
     if missing:
         raise ValueError(
             f"the state is of rank {first['rank']} of {first['world_size']}, but this is rank "
-            f"{rank} of {num_ranks}; "
-            f"pass a list of the states of all ranks (missing: {', '.join(map(str, missing)):.100})"
+            f"{rank} of {num_ranks}; pass a list of the states of all ranks (missing: "
+            f"{', '.join(map(str, missing)):.100})"
         )
     states = [by_rank[number] for number in range(first["world_size"])]
     _check_point(states)
@@ -148,9 +148,8 @@ def _check_point(states: Sequence[State]) -> None:
         if state["pass"] != first["pass"] or not (is_there or is_beyond or are_over):
             raise ValueError(
                 f"rank {first['rank']} was saved after {first['count']} outputs of pass "
-                f"{first['pass']}, rank "
-                f"{state['rank']} after {state['count']} of pass {state['pass']}; save all ranks "
-                "at one point"
+                f"{first['pass']}, rank {state['rank']} after {state['count']} of pass "
+                f"{state['pass']}; save all ranks at one point"
             )
 
 
@@ -230,8 +229,7 @@ def checked_states(given: object) -> list[State]:
         if state["version"] != VERSION:
             raise ValueError(
                 f"the state is of version {state['version']!r:.20}, but this release reads version "
-                f"{VERSION}; "
-                "continue with the release that saved it, or begin the data again"
+                f"{VERSION}; continue with the release that saved it, or begin the data again"
             )
     by_rank: dict[int, State] = {}
     for state in states:
@@ -241,7 +239,7 @@ def checked_states(given: object) -> list[State]:
         if by_rank.setdefault(state["rank"], state) != state:
             raise ValueError(
                 "there must be one state of each rank, but two that differ are of rank "
-                f"{state['rank']}; "
-                "pass one, and give each data-parallel rank its own WorkerConfig(rank=...)"
+                f"{state['rank']}; pass one, and give each data-parallel rank its own "
+                "WorkerConfig(rank=...)"
             )
     return states

@@ -119,14 +119,13 @@ class Stream:
         self, weights: Sequence[float], blend: str, turn: int, shards: dict[int, ShardState]
     ) -> None:
         """From output `turn` on, give the children of the blend at a place other weights.
-        ValueError if that is not the
-        same for all ranks: where samples are held back, each knows only how many it drew itself.
+        ValueError if that is not the same for all ranks: where samples are held back, each knows
+        only how many it drew itself.
         """
         if self._num_ranks > 1 and is_below_buffers(self.root, blend):
             raise ValueError(
                 "weights below packing_buffer_size or batch groups cannot be changed on several "
-                "ranks, "
-                "none of which knows how far the others have read; plan the change "
+                "ranks, none of which knows how far the others have read; plan the change "
                 "(weight_schedule)"
             )
         drawn = total_drawn(shards, self.num_shards, self.binding)
@@ -151,8 +150,7 @@ def number_of_shards(root: SavableDataset[Any], binding: Binding, num_shards: in
     all of it. Of finite batches each shard has 64, for it may end with a short one. All shards
     together hold at most 65,536 samples back, which are part of a state. A pass over finite data
     reads each sample once with any number. They are powers of two, or multiples of 64, as numbers
-    of ranks times workers
-    mostly are: fewer shards than 960 are then seldom shared by more.
+    of ranks times workers mostly are: fewer shards than 960 are then seldom shared by more.
 
     Where finite data is packed there are fewer, for each shard holds back what it cannot fill: a
     divisor that sources each four buffers or more, if there is one.

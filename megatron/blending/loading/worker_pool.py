@@ -88,8 +88,7 @@ class WorkerProcess:
             self._forget_stacks()
             raise ValueError(
                 f"{name} cannot be started: {error}; functions must be defined at the top of a "
-                "module "
-                "(start_method='fork' takes any)"
+                "module (start_method='fork' takes any)"
             ) from error
         theirs.close()
         # Unlike multiprocessing's `wait`, it is made once.
@@ -320,9 +319,8 @@ def warn_of_common_shards(num_shards: int, config: WorkerConfig) -> None:
     if times > 1 and config.this_rank == 0:
         logger.warning(
             "%d ranks times %d workers do not divide num_shards=%d: each worker makes %d times "
-            "what it gives. "
-            "Choose their product as a divisor of it; or, where a run begins, num_shards as a "
-            "multiple of it",
+            "what it gives. Choose their product as a divisor of it; or, where a run begins, "
+            "num_shards as a multiple of it",
             *(config.num_ranks, max(1, config.num_workers), num_shards, times),
         )
 
@@ -336,8 +334,7 @@ def tell_of_held_samples(
     if num_held > _MANY_HELD and config.this_rank == 0:
         logger.warning(
             "each worker process holds up to %s encoded samples in the buffers of %d of the "
-            "stream's %d shards; more "
-            "workers, a smaller buffer or a smaller num_shards hold fewer",
+            "stream's %d shards; more workers, a smaller buffer or a smaller num_shards hold fewer",
             *(f"{num_held:,}", shards_of_worker, num_shards),
         )
 

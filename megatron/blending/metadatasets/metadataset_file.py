@@ -2,9 +2,8 @@
 default.
 
 What the file says is kept as it says it; `metadataset` follows its paths and puts files into one
-another. Classes are
-known by their names: `__module__: megatron.energon` is ours, and no module is imported because a
-file names it.
+another. Classes are known by their names: `__module__: megatron.energon` is ours, and no module is
+imported because a file names it.
 """
 
 import re

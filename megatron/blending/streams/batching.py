@@ -114,9 +114,8 @@ class MixBatchDataset(BatchDataset):
     """It mixes outputs of several data sets, in proportion to weights, inside of each batch.
 
     `MixBatchDataset((a, 6), (b, 4), batch_size=32, batch_mix_fn=homogeneous_concat_mix)`, also with
-    one tuple of pairs.
-    `batch_mix_fn(list of outputs)` makes the batch: the list itself by default; see `concat_pad`
-    for writing one.
+    one tuple of pairs. `batch_mix_fn(list of outputs)` makes the batch: the list itself by default;
+    see `concat_pad` for writing one.
     """
 
     def __init__(

@@ -125,8 +125,7 @@ class Failures:
         """Count what `function` of a node did not take; raise FatalSampleError if that is too much.
 
         `error`: None or SkipSample where it said so, which is silent. `where()`: for a person to
-        find the sample;
-        `sources()`: numbers of those that it is made of.
+        find the sample; `sources()`: numbers of those that it is made of.
         """
         if error is None or isinstance(error, SkipSample):
             self._skip(function, where)
@@ -163,8 +162,7 @@ class Failures:
         if self._silent_in_a_row >= _MAX_IN_SILENCE:
             raise FatalSampleError(
                 f"{_name(function)} left out {_MAX_IN_SILENCE:,} samples in a row, the last at "
-                f"{where()}; "
-                "nothing may be left of the data"
+                f"{where()}; nothing may be left of the data"
             )
 
 

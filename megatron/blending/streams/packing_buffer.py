@@ -200,14 +200,12 @@ class PackingDataset(BufferDataset):
     """It makes packs of `buffer_size` samples at a time.
 
     `pre_packer(samples)` returns lists of them, each to be a pack; `sample_encoder` finishes each
-    that was chosen;
-    `final_packer(samples)` makes the pack, or several by being a generator. If nothing is chosen
-    from a full buffer,
-    its first sample is over-long: `over_long` says whether it is dropped, logged and counted, makes
-    a pack by itself, or is an error. So is one that was not chosen from two full buffers and does
-    not fit; but for "error" any that was not chosen from 16. At the end of finite data each that is
-    left makes a pack by itself, if it fits; else it is over-long. A sample fits if `pre_packer`
-    would choose it of copies, up to thousands of them.
+    that was chosen; `final_packer(samples)` makes the pack, or several by being a generator. If
+    nothing is chosen from a full buffer, its first sample is over-long: `over_long` says whether it
+    is dropped, logged and counted, makes a pack by itself, or is an error. So is one that was not
+    chosen from two full buffers and does not fit; but for "error" any that was not chosen from 16.
+    At the end of finite data each that is left makes a pack by itself, if it fits; else it is
+    over-long. A sample fits if `pre_packer` would choose it of copies, up to thousands of them.
     """
 
     holder = PackingHolder

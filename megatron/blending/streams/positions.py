@@ -155,8 +155,8 @@ class EpochizeDataset(PositionsDataset):
 
     A finite data set is repeated for ever within. `length` is of each rank where only maps are
     above (as energon's virtual epochs), else of the whole stream; together with `num_epochs` it is
-    so many times as long. Every rank gets
-    as many: what an epoch of the whole stream does not divide into comes first in the next one.
+    so many times as long. Every rank gets as many: what an epoch of the whole stream does not
+    divide into comes first in the next one.
     """
 
     continues_across_epochs = True

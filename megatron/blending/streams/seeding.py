@@ -38,12 +38,11 @@ def stateless(
     """Mark a function as one whose result depends on its arguments alone.
 
     `restore_seeds`: the generators of random, numpy and torch are seeded from the sample round each
-    call, so that it
-    may draw random numbers: equal whenever the sample is encoded again, different in each epoch and
-    for each seed of the WorkerConfig. Wherever the function is used: in a task encoder, a cooker or
-    given to a data set. About 30 microseconds. A generator function is seeded round each of its
-    values.
-    `failure_tolerance`: how many failures of this function in a row are fatal; 0 is never.
+    call, so that it may draw random numbers: equal whenever the sample is encoded again, different
+    in each epoch and for each seed of the WorkerConfig. Wherever the function is used: in a task
+    encoder, a cooker or given to a data set. About 30 microseconds. A generator function is seeded
+    round each of its values. `failure_tolerance`: how many failures of this function in a row are
+    fatal; 0 is never.
     """
     if function is None:
         return functools.partial(

@@ -50,10 +50,9 @@ class SourceDataset(SavableDataset[Any]):
         the stream, record). If it has a method `many(records, keys)`, that makes several.
 
         `multiplier`: so many passes read each record as often; -1: reads are drawn with
-        replacement; None: as shuffle=False.
-        `slice_length`: so many consecutive records are read near one another, mixed within about
-        `shuffle_window`.
-        `name`: stands in states and errors; by it a changed blend is recognised.
+        replacement; None: as shuffle=False. `slice_length`: so many consecutive records are read
+        near one another, mixed within about `shuffle_window`. `name`: stands in states and errors;
+        by it a changed blend is recognised.
         """
         label = name or "source"
         if len(source) == 0:

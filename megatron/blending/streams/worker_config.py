@@ -38,9 +38,8 @@ class WorkerConfig:
     num_shards: int | None = None
     """Part of what makes the stream, where samples are left out or packed: a state keeps it. A
     multiple of ranks times workers costs least; but where a sample is left out the shard's own next
-    one takes its place, and with packing each
-    shard has a buffer of its own. None: up to 960, by the data, so that little of an epoch is under
-    way (`stream.py`).
+    one takes its place, and with packing each shard has a buffer of its own. None: up to 960, by
+    the data, so that little of an epoch is under way (`stream.py`).
     """
     failure_tolerance: int = DEFAULT_TOLERANCE
     """So many failures of a function in a row are fatal; 0: none ever is.

@@ -105,8 +105,7 @@ def form_of(columns: Iterable[Column]) -> Form:
         if one.name == other.name:
             raise ValueError(
                 f"'{one.name}' must have one type and shape in a global batch, but is "
-                f"{_description(one)} in some "
-                f"samples and {_description(other)} in others"
+                f"{_description(one)} in some samples and {_description(other)} in others"
             )
     present = set(columns)
     return (*(column for column in DERIVABLE if column in present), *in_order)

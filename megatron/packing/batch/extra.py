@@ -72,8 +72,7 @@ def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) 
     if per_token is None and per_sequence is None:
         raise ValueError(
             f"'{name}' must have one row per token ({size}) or per sequence ({num_sequences}), but "
-            "has shape "
-            f"{list(values.shape)}"
+            f"has shape {list(values.shape)}"
         )
     return Rows(per_token, per_sequence)
 

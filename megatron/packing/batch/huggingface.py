@@ -23,9 +23,8 @@ def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
     its padding.
 
     item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`,
-    `position_ids` and
-    `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where positions are 0, as
-    without padding between them they do in HuggingFace's models.
+    `position_ids` and `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where
+    positions are 0, as without padding between them they do in HuggingFace's models.
     """
     sample = dict(item)
     ends = sample.pop("cu_seq_lens_q", None)

@@ -1,12 +1,11 @@
 """tensor. Samples -> the microbatches of a step. The one place that pads.
 
 A microbatch is a dict, as Megatron's own code expects: `cu_seqlens`, `cu_seqlens_padded` (int32),
-`max_seqlen` (int),
-`padding_mask` (bool [T], True at padding), and where the stage has tokens `tokens`, `labels`,
-`position_ids` (int64 [T]), `loss_mask` (float32 [T]), `sources` (int64 [segments]), and extra
-columns by name, if there are any: dicts
-`extra_per_token` ([T, ...]) and `extra_per_sequence` ([segments, ...]). All of it is on the host,
-pinned where there is CUDA. Padding is token 0, masked, and zero in extra columns.
+`max_seqlen` (int), `padding_mask` (bool [T], True at padding), and where the stage has tokens
+`tokens`, `labels`, `position_ids` (int64 [T]), `loss_mask` (float32 [T]), `sources` (int64
+[segments]), and extra columns by name, if there are any: dicts `extra_per_token` ([T, ...]) and
+`extra_per_sequence` ([segments, ...]). All of it is on the host, pinned where there is CUDA.
+Padding is token 0, masked, and zero in extra columns.
 
     fields of all microbatches are written once, by whole arrays; a microbatch is a view of them
 """
@@ -83,9 +82,8 @@ def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Ten
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
     """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one
-    before it is yielded.
-    `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for the device to see what
-    counts.
+    before it is yielded. `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for
+    the device to see what counts.
 
     The copies are on a stream of their own, which the caller's current stream waits for; the host
     waits for nothing. Their memory belongs to that stream, so the allocator is told that the

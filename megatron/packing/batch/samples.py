@@ -59,9 +59,8 @@ class Samples:
     """ALWAYS and those of `form`: [n, *shape] or [T, *shape] each.
 
     sources: a number of the user's, by which losses may be told apart. last_labels: the label of
-    each sequence's last
-    token. weights: of the tokens that count, in the loss's sum. flags: 1 where a token's label
-    counts.
+    each sequence's last token. weights: of the tokens that count, in the loss's sum. flags: 1 where
+    a token's label counts.
     """
 
     @classmethod
@@ -263,8 +262,7 @@ def common_form(forms: Sequence[Form]) -> Form:
         if column.extra and not all(column in form for form in forms):
             raise ValueError(
                 f"'{column.name}' must be in all samples of a global batch or in none, but some "
-                "lack it; give it a "
-                "value in each"
+                "lack it; give it a value in each"
             )
     return common
 

@@ -2,8 +2,7 @@
 parallel.
 
 megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place
-as
-`core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
+as `core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
 
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a
 rank's two zigzag pieces of a sequence attends to all tokens up to its own last one, as if it were a

@@ -59,8 +59,8 @@ def kernel_for(
         f"heads of {width} channels: it takes 256 at most": width > 256,
         f"{str(dtype).removeprefix('torch.')}: it takes bfloat16; pass --bf16": dtype
         not in (torch.bfloat16, torch.float16),
-        f"{torch.cuda.get_device_name(device)}: it takes "
-        "compute capability 8.0 and later": capability < (8, 0),
+        f"{torch.cuda.get_device_name(device)}: it takes compute capability 8.0 and "
+        "later": capability < (8, 0),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         warnings.warn(

@@ -89,8 +89,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     if dynamic_cp:
         raise ValueError(
             "dynamic_cp=True is not supported: all packs have one context-parallel size; pass "
-            "dynamic_cp=False and "
-            "--context-parallel-size"
+            "dynamic_cp=False and --context-parallel-size"
         )
     if data_iterator is None:
         raise ValueError(
@@ -104,8 +103,8 @@ def get_batch_on_this_rank_for_sequence_packing(
     ):
         raise ValueError(
             "the data iterator gave something else than a packed microbatch; call "
-            "plugin.install(config, arguments) "
-            "before get_forward_backward_func(), or pass the iterator through wrap_dataloader"
+            "plugin.install(config, arguments) before get_forward_backward_func(), or pass the "
+            "iterator through wrap_dataloader"
         )
     device = device_of(groups.tp)
     params = packed_seq_params(microbatch, device)

@@ -42,9 +42,8 @@ def skip_masked_tokens(gpt: GPTModel, num_words: int | None = None) -> bool:
     Its forward pass must be told `loss_mask` beside `labels`, by name; the losses that it returns,
     [b, s], are zero where tokens are masked. Layers that predict further tokens still have logits
     for all. num_words: logits from that one on are minus infinity (padding of the vocabulary); None
-    for no such rows. It can't where loss or output layer
-    are not megatron-core's plain ones: fused losses, weights whose gradients are deferred, classes
-    of your own.
+    for no such rows. It can't where loss or output layer are not megatron-core's plain ones: fused
+    losses, weights whose gradients are deferred, classes of your own.
     """
     if not gpt.post_process or hasattr(gpt, "masked_tokens_head"):
         return gpt.post_process

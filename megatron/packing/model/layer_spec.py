@@ -110,10 +110,9 @@ class TorchNorm:
             kinds = {"RMSNorm": ZeroCenteredRMSNorm}
         if config.normalization not in kinds:
             raise ValueError(
-                f"--normalization must be {' or '.join(kinds)} without Transformer Engine"
-                f"{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, but "
-                "is "
-                f"{config.normalization}"
+                f"--normalization must be {' or '.join(kinds)} without Transformer "
+                f"Engine{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, "
+                f"but is {config.normalization}"
             )
         norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for weight in norm.parameters():

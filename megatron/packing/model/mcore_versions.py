@@ -16,7 +16,6 @@ def check_version(user: str, way_out: str) -> None:
     if not any(f"{installed}.".startswith(f"{checked}.") for checked in CHECKED_VERSIONS):
         raise RuntimeError(
             f"{user} was checked with megatron-core {' and '.join(CHECKED_VERSIONS)}, but this is "
-            f"{installed}; "
-            f"pip install megatron-core=={CHECKED_VERSIONS[0]} (Python 3.10 and 3.11) or "
-            f"megatron-core=={CHECKED_VERSIONS[-1]}.* (3.12 and later), {way_out}"
+            f"{installed}; pip install megatron-core=={CHECKED_VERSIONS[0]} (Python 3.10 and 3.11) "
+            f"or megatron-core=={CHECKED_VERSIONS[-1]}.* (3.12 and later), {way_out}"
         )

@@ -36,13 +36,11 @@ class PackedPasses:
     packing scheduler.
 
     Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`)
-    and
-    `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then run
-    is the scheduler's decision. The model's config must pass `check_config`. In training outliers
-    wait for company (see `delay`) where its
-    `PackingOptions` have a queue, and global batches are prepared ahead where they say so: then all
-    training steps must give the same iterator, which stands that many batches ahead of the step.
-    With `forward_only` neither happens.
+    and `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then
+    run is the scheduler's decision. The model's config must pass `check_config`. In training
+    outliers wait for company (see `delay`) where its `PackingOptions` have a queue, and global
+    batches are prepared ahead where they say so: then all training steps must give the same
+    iterator, which stands that many batches ahead of the step. With `forward_only` neither happens.
     """
 
     def __init__(self, forward_backward_func: Callable[..., list[Any]]) -> None:
@@ -124,8 +122,8 @@ class _Training:
         if _only(data_iterator) is not self._given or num_draws != self._num_draws:
             raise ValueError(
                 "with --prefetch-global-batches every training step must be given the same data "
-                "iterator and number "
-                "of microbatches, as its batches are drawn ahead; pass --prefetch-global-batches 0"
+                "iterator and number of microbatches, as its batches are drawn ahead; pass "
+                "--prefetch-global-batches 0"
             )
         if (
             self._last is not None

@@ -2,8 +2,7 @@
 and planner.
 
 An option of `Architecture` that megatron-core's TransformerConfig has under the same name needs
-nothing else (see
-`architecture`).
+nothing else (see `architecture`).
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class ModelShape:
         if self.kv_channels is None and self.hidden_size is not None and self.hidden_size % heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads "
-                f"{heads}, or pass "
-                "--kv-channels"
+                f"{heads}, or pass --kv-channels"
             )
         if self.num_attention_heads is not None and heads % (self.num_query_groups or 1):
             raise ValueError(
@@ -226,8 +224,7 @@ def check_splits(
         if width is not None and width % tensor.size:
             raise ValueError(
                 f"{flag_of(name)} {width}{origin} must be a multiple of {tensor.flag} "
-                f"{tensor.size}; lower "
-                f"{tensor.flag}"
+                f"{tensor.size}; lower {tensor.flag}"
             )
     if shape.num_experts is None:
         return
@@ -238,8 +235,7 @@ def check_splits(
     if shape.num_experts % experts.size:
         raise ValueError(
             f"--num-experts {shape.num_experts} must be a multiple of {experts.flag} "
-            f"{experts.size}; lower "
-            f"{experts.flag}"
+            f"{experts.size}; lower {experts.flag}"
         )
 
 

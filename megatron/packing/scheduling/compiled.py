@@ -69,9 +69,8 @@ def _load() -> Core | None:
         or library.interface_version() != _INTERFACE_VERSION
     ):
         warnings.warn(
-            f"{found.origin} was built of another version of the code: "
-            "scheduling is slow without it; "
-            "install the project again (pip install --editable .)",
+            f"{found.origin} was built of another version of the code: scheduling is slow without "
+            "it; install the project again (pip install --editable .)",
             stacklevel=2,
         )
         return None

@@ -67,8 +67,8 @@ def fit_pack_cost(points: Sequence[Point], dummy: Point) -> Fit:
     coefficients = _non_negative_least_squares(terms / seconds[:, None], np.ones(len(points)))
     if coefficients[0] == 0:
         raise ValueError(
-            "the measured times do not grow with the number of tokens; "
-            "measure longer packs, on a machine at rest"
+            "the measured times do not grow with the number of tokens; measure longer packs, on a "
+            "machine at rest"
         )
     of_sequences = float(np.dot(_terms_of(dummy)[:2], coefficients[:2]))
     coefficients[2] = max(coefficients[2], dummy.seconds - of_sequences, dummy.seconds / 100)
@@ -126,8 +126,8 @@ class FittedCost:
         measured.
         """
         differing = [
-            f"{name} is {json.dumps(self.model.get(name, 'missing'))} there, "
-            f"but {json.dumps(mine)} here"
+            f"{name} is {json.dumps(self.model.get(name, 'missing'))} there, but "
+            f"{json.dumps(mine)} here"
             for name, mine in model.items()
             if self.model.get(name, "missing") != mine
         ]
@@ -168,8 +168,8 @@ def read_fitted_cost(path: Path | str) -> FittedCost:
         raise ValueError(f"--pack-cost {path} cannot be read: {failure}; {_REMEASURE}") from None
     if not isinstance(content, dict):
         raise ValueError(
-            f"--pack-cost {path} must hold an object, "
-            f"but holds {type(content).__name__}; {_REMEASURE}"
+            f"--pack-cost {path} must hold an object, but holds {type(content).__name__}; "
+            f"{_REMEASURE}"
         )
     for key in _REQUIRED:
         if key not in content:
@@ -181,8 +181,8 @@ def read_fitted_cost(path: Path | str) -> FittedCost:
         _check_term(path, key, content[key])
     if not isinstance(content["model"], dict):
         raise ValueError(
-            f"--pack-cost {path}: 'model' must be an object, "
-            f"but is {shown(content['model'])}; {_REMEASURE}"
+            f"--pack-cost {path}: 'model' must be an object, but is {shown(content['model'])}; "
+            f"{_REMEASURE}"
         )
     cost = PackCost(**{key: float(content[key]) for key in _TERMS})
     return FittedCost(cost=cost, model=content["model"], path=path)
@@ -195,6 +195,6 @@ def _check_term(path: Path, key: str, value: Any) -> None:
     if not is_number or value < 0 or (key == "linear" and value == 0):
         limit = "above 0" if key == "linear" else "of at least 0"
         raise ValueError(
-            f"--pack-cost {path}: '{key}' must be a number {limit}, "
-            f"but is {shown(value)}; {_REMEASURE}"
+            f"--pack-cost {path}: '{key}' must be a number {limit}, but is {shown(value)}; "
+            f"{_REMEASURE}"
         )

@@ -106,15 +106,14 @@ class ScheduleRequest:
         if self.model.num_virtual_stages > 1 and self.microbatch_multiple % self.model.stage_group:
             raise ValueError(
                 "microbatch_multiple must be a multiple of the model's stage_group, "
-                f"{self.model.stage_group}, "
-                f"in an interleaved pipeline, but is {self.microbatch_multiple}"
+                f"{self.model.stage_group}, in an interleaved pipeline, but is "
+                f"{self.microbatch_multiple}"
             )
         for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
             raise CapacityError(
-                f"sequence {i} of the global batch (rank {self.source_rank[i]}, "
-                f"draw {self.source_draw[i]}) has "
-                f"{self.lengths[i]} tokens, but a pack holds {self.capacity}; "
-                f"raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
+                f"sequence {i} of the global batch (rank {self.source_rank[i]}, draw "
+                f"{self.source_draw[i]}) has {self.lengths[i]} tokens, but a pack holds "
+                f"{self.capacity}; raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
             )
 
     @cached_property

@@ -49,8 +49,8 @@ class StepModel:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
         if self.num_virtual_stages > 1 and self.stage_group < self.num_stages:
             raise ValueError(
-                f"stage_group must be at least num_stages, {self.num_stages}, "
-                f"in an interleaved pipeline, but is {self.stage_group}"
+                f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved "
+                f"pipeline, but is {self.stage_group}"
             )
 
     @property

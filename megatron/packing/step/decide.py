@@ -2,8 +2,8 @@
 trained.
 
 Every drawing rank makes an `RankReport`; the first of them answers with a `Decision`. Both are
-values, so that a scheduler
-may be anything: what it raises is heard by all ranks, and nobody has to find the same answer twice.
+values, so that a scheduler may be anything: what it raises is heard by all ranks, and nobody has to
+find the same answer twice.
 """
 
 from __future__ import annotations

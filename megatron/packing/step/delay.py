@@ -35,8 +35,8 @@ class DelayQueue:
     A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails
     leaves the queue as it was; one that is repeated on a rewound iterator begins with the same
     sequences again. It stays empty on ranks that do not draw. Who prepares steps ahead does so with
-    a `copy`, and hands what waits after each (see
-    `GlobalBatch.delayed`) to the queue of the run when that step is trained.
+    a `copy`, and hands what waits after each (see `GlobalBatch.delayed`) to the queue of the run
+    when that step is trained.
     """
 
     def __init__(self, max_steps: int, delayed: Delayed | None = None) -> None:
@@ -101,8 +101,7 @@ class DelayQueue:
         if any(state.get("version") != _STATE_VERSION for state in states):
             raise ValueError(
                 "the checkpoint holds delayed sequences as another version wrote them; continue it "
-                "with that version "
-                "up to a step at which none is delayed"
+                "with that version up to a step at which none is delayed"
             )
         mine = [*states] if len(states) != num_ranks else [states[rank]]
         loaded = [_loaded(state) for state in mine]

@@ -73,10 +73,8 @@ def draw_samples(
         first = int(is_long.argmax())
         return Draw.failed(
             f"{rank_name}, draw {draws[first]}: a sample of {samples.lengths[first]} tokens does "
-            "not fit a pack of "
-            f"{longest}; raise --max-seqlen-per-dp-cp-rank or --context-parallel-size, or pass "
-            "--over-length-policy "
-            "truncate or drop"
+            f"not fit a pack of {longest}; raise --max-seqlen-per-dp-cp-rank or "
+            "--context-parallel-size, or pass --over-length-policy truncate or drop"
         )
     if num_long and policy == "truncate":
         return Draw(samples=samples.first(longest), draws=draws, num_cut=num_long, ended=ended)

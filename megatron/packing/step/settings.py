@@ -88,9 +88,8 @@ class PackingSettings:
         step: int | None = None,
     ) -> PackingSettings:
         """Read them from `config`, by name where megatron-core's dataclass has no such field yet;
-        `scheduler` and
-        `step`, where given, win. A `config` may also be any object that has the fields of packing
-        alone.
+        `scheduler` and `step`, where given, win. A `config` may also be any object that has the
+        fields of packing alone.
 
         Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too
         small for the layout.
@@ -110,8 +109,8 @@ class PackingSettings:
         if per_rank is None or per_rank < smallest:
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is "
-                f"{per_rank}; "
-                "set it to the tokens of the longest sequence over the context-parallel size"
+                f"{per_rank}; set it to the tokens of the longest sequence over the "
+                "context-parallel size"
             )
         options = PackingOptions.of(config)
         multiple = 1

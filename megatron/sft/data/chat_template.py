@@ -219,8 +219,7 @@ class ChatTemplate:
             if prompted.text != written.text[:start] or answered.text[:end] != written.text[:end]:
                 raise ValueError(
                     f"the chat template renders turns up to number {number} again as more follow, "
-                    "so that it would not "
-                    f"be trained as it is generated; {_WAY_OUT}"
+                    f"so that it would not be trained as it is generated; {_WAY_OUT}"
                 )
 
     def _write(self, conversation: Conversation, add_generation_prompt: bool = False) -> Written:
@@ -282,8 +281,7 @@ def _check_nothing_lost(conversation: Conversation, written: Written) -> None:
             if text not in turn and json.dumps(text, ensure_ascii=False)[1:-1] not in turn:
                 raise SampleError(
                     f"message {number}, of the {message.role}, holds {text!r:.40}, which the chat "
-                    "template leaves out; "
-                    f"remove it, or {_WAY_OUT}"
+                    f"template leaves out; remove it, or {_WAY_OUT}"
                 )
     for tool in conversation.tools or ():
         name = tool["function"].get("name", "") if isinstance(tool["function"], Mapping) else ""

@@ -98,8 +98,7 @@ def open_chats(entry: SourceEntry | Join, task: ChatTask) -> SourceDataset:
     if kind is not None and not issubclass(kind, TextSample):
         raise ValueError(
             f"{entry.where}: has samples of {kind.__name__}, but must have text: prepare it as "
-            "TextSample, or as "
-            "CrudeWebdataset with parts txt or json"
+            "TextSample, or as CrudeWebdataset with parts txt or json"
         )
     return opened
 

@@ -90,8 +90,7 @@ def build_datasets(config: SFTConfig) -> Datasets:
     if not len(valid) and (config.output.keep_best or config.training.early_stopping is not None):
         raise ValueError(
             "--keep-best and --early-stopping need records to validate with, but there are none; "
-            "raise the second "
-            "share of --split, or pass --valid-data-path"
+            "raise the second share of --split, or pass --valid-data-path"
         )
     return Datasets(train, valid, test, _vocab_size(config, tokenizer), tokenizer)
 
@@ -103,8 +102,8 @@ def _vocab_size(config: SFTConfig, tokenizer: Tokenizer) -> int:
     if tokenizer.vocab_size > of_model:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model of "
-            f"--pretrained-checkpoint {folder} only "
-            f"{of_model}; give the tokenizer that belongs to it, or enlarge its embeddings first"
+            f"--pretrained-checkpoint {folder} only {of_model}; give the tokenizer that belongs to "
+            "it, or enlarge its embeddings first"
         )
     return of_model
 
@@ -207,8 +206,7 @@ class _Builder:
         if with_splits and without:
             raise ValueError(
                 f"{with_splits[0]} has data to hold out, but {without[0]} has none; pass "
-                "--valid-data-path, or name "
-                "both in a metadataset with splits train and val"
+                "--valid-data-path, or name both in a metadataset with splits train and val"
             )
         return set().union(*found.values())
 
@@ -250,8 +248,7 @@ class _Builder:
         if asks and loaded.blend_mode is DatasetBlendMode.SAMPLE_REPETITIONS:
             raise ValueError(
                 "--blend-weights-by tokens and --blend-weight-schedule are for 'blend', but the "
-                "metadataset has "
-                "'blend_epochized', which says how often each source is read"
+                "metadataset has 'blend_epochized', which says how often each source is read"
             )
         if self._data.blend_weights_by == "tokens":
             weighted, schedule = by_tokens(loaded.datasets, schedule, self._task)
@@ -267,8 +264,7 @@ class _Builder:
         if train_end == 0:
             raise ValueError(
                 f"--split {self._data.split} leaves no record of {num_records}{of_what} for "
-                "training; raise its first "
-                "share"
+                "training; raise its first share"
             )
         return range(train_end), range(train_end, valid_end), range(valid_end, num_records)
 

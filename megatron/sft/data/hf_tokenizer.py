@@ -67,8 +67,7 @@ class HuggingFaceTokenizer:
         if self.template is None:
             raise ValueError(
                 "the tokenizer of --tokenizer-model has no chat template, which conversations "
-                "need; pass "
-                "--chat-template FILE"
+                "need; pass --chat-template FILE"
             )
         return self._tokens(*self.template.render(conversation), add_special_tokens=False)
 
@@ -102,8 +101,7 @@ def build_hugging_face(
     if tokenizer_model is None or not os.path.isdir(tokenizer_model):
         raise ValueError(
             "--tokenizer-model must be the directory of a Hugging Face tokenizer for "
-            "--tokenizer-type "
-            f"HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
+            f"--tokenizer-type HuggingFaceTokenizer, but is {tokenizer_model!r}; download it first"
         )
     with _without_torch():
         try:
@@ -124,8 +122,8 @@ def build_hugging_face(
             if "trust_remote_code" in str(error):
                 raise ValueError(
                     f"--tokenizer-model {tokenizer_model} needs Python code of its own (auto_map), "
-                    "which is never run; "
-                    "pass a folder with a tokenizer.json that transformers reads by itself"
+                    "which is never run; pass a folder with a tokenizer.json that transformers "
+                    "reads by itself"
                 ) from None
             raise ValueError(
                 f"--tokenizer-model {tokenizer_model} cannot be read: {error}"
@@ -140,8 +138,7 @@ def build_hugging_face(
         # ones.
         raise ValueError(
             f"--tokenizer-model {tokenizer_model} has an empty vocabulary, special tokens aside; "
-            "download its "
-            "tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
+            "download its tokenizer.json, or vocab.json and merges.txt, or tokenizer.model, too"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(

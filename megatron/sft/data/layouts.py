@@ -66,8 +66,7 @@ is left out.
 """
 _LAYOUTS = (
     "messages | conversations | conversation, prompt + completion, instruction | query | question "
-    "(and input | "
-    "context) + output | response | answer, text or tokens"
+    "(and input | context) + output | response | answer, text or tokens"
 )
 
 
@@ -112,8 +111,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
         if name not in COLUMNS or not equals or not column or column in columns:
             raise ValueError(
                 "--data-columns must be pairs such as messages=conversation,content=utterance, "
-                "each column once, with "
-                f"{', '.join(COLUMNS)} on the left, but has {pair!r}"
+                f"each column once, with {', '.join(COLUMNS)} on the left, but has {pair!r}"
             )
         columns[column] = name
     return columns
@@ -176,8 +174,7 @@ def _find(told: Mapping[str, Any], columns: Mapping[str, str]) -> _Found:
         return _Found(TokenIds(told["tokens"]), {"tokens"})
     raise SampleError(
         f"record has keys {', '.join(map(repr, told)) or '(none)'}, but must have {_LAYOUTS}; "
-        "--data-columns gives odd "
-        "names their meaning"
+        "--data-columns gives odd names their meaning"
     )
 
 
@@ -250,10 +247,8 @@ def _check_preference(told: Mapping[str, Any]) -> None:
         if isinstance(told.get(key), bool):
             raise SampleError(
                 f"record has {key} {json.dumps(told[key])} beside an answer, as preference data "
-                "(KTO) marks good and "
-                "bad answers, but training takes all of them for good ones; keep the records in "
-                "which it is true, and "
-                f"pass --data-columns none={key}"
+                "(KTO) marks good and bad answers, but training takes all of them for good ones; "
+                f"keep the records in which it is true, and pass --data-columns none={key}"
             )
 
 
@@ -275,6 +270,5 @@ def _check_unread(
             continue  # a part of what is read, or all of it rendered
         raise SampleError(
             f"record has {key}, which would be lost beside what is read; name its meaning with "
-            "--data-columns, or "
-            f"leave it out with --data-columns none={key}"
+            f"--data-columns, or leave it out with --data-columns none={key}"
         )

@@ -96,8 +96,7 @@ def _run(folder: Path) -> Lengths:
     if not lengths:
         raise ValueError(
             f"{path}: must hold the packs of a run, but there are none; give the folder of a run "
-            "with "
-            "--sequence-packing, or a file of lengths"
+            "with --sequence-packing, or a file of lengths"
         )
     steps = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
     run = RunSource(

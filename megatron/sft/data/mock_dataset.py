@@ -206,8 +206,8 @@ class IndexedTokens:
         if outside.size:
             raise config_error(
                 f"document {document} of {self._prefix} holds token {outside[0]}, but the "
-                "vocabulary is "
-                f"{self._vocab_size} tokens; train with the tokenizer that made the file"
+                f"vocabulary is {self._vocab_size} tokens; train with the tokenizer that made the "
+                "file"
             )
 
 
@@ -296,9 +296,8 @@ def _distribution(config: Mapping[str, Any], seq_length: int) -> LengthDistribut
     if distribution.longest > seq_length:
         raise config_error(
             f"samples longer than --seq-length {seq_length} cannot be trained, but the longest "
-            "here have "
-            f"{distribution.longest} tokens; give a lower max_seq_len or seq_len, or raise "
-            "--seq-length"
+            f"here have {distribution.longest} tokens; give a lower max_seq_len or seq_len, or "
+            "raise --seq-length"
         )
     return distribution
 

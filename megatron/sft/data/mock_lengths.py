@@ -251,8 +251,8 @@ def _parse_lognormal(config: Mapping[str, Any], path: str) -> LengthDistribution
     if not (shortest < mean < longest or shortest == mean == longest):
         raise config_error(
             f"{path}mean_seq_len must lie between {path}min_seq_len {shortest} and "
-            f"{path}max_seq_len {longest}, "
-            f"the means that lengths in that range can have, but is {mean}"
+            f"{path}max_seq_len {longest}, the means that lengths in that range can have, but is "
+            f"{mean}"
         )
     if sigma < _MIN_SIGMA:
         raise config_error(
@@ -309,8 +309,7 @@ def _parse_empirical(config: Mapping[str, Any], path: str) -> LengthDistribution
     if not tokens[0] < longest <= tokens[-1]:
         raise config_error(
             f"{path}max_seq_len must be above {tokens[0]:.0f} and at most {tokens[-1]:.0f}, the "
-            "ends of the table, "
-            f"but is {longest}"
+            f"ends of the table, but is {longest}"
         )
     share_kept = np.interp(longest, tokens, shares)
     inside = tokens < longest
@@ -340,8 +339,7 @@ def _parse_quantiles(rows: list[Any], path: str) -> FloatArray:
     ):
         raise config_error(
             f"{path}quantiles must be pairs [share of samples, tokens], both ascending, shares "
-            "from 0 to 1, "
-            f"tokens whole and at least 1, but are {rows!r}"
+            f"from 0 to 1, tokens whole and at least 1, but are {rows!r}"
         )
     return table
 

@@ -67,8 +67,8 @@ class SampleStream(Iterator[list[Mapping[str, Any]]]):
     ) -> None:
         """consumed_samples: of the stream; the next one is the first of a global batch.
         num_batches: of data that is read once, and StopIteration after them; None: pass after pass.
-        max_bad_samples_in_a_row: of a source, before
-        it is an error, 0: any; None: the first one is.
+        max_bad_samples_in_a_row: of a source, before it is an error, 0: any; None: the first one
+        is.
         """
         assert samples.dataset is not None
         self._samples = samples

@@ -122,8 +122,7 @@ class MarkedTokenizer:
             for field in sorted({"tool_calls", "reasoning_content"} & message.fields.keys()):
                 raise SampleError(
                     f"{field} of message {number} would be lost, as {self.text.name} has no chat "
-                    "template that writes "
-                    "it; write it into the content"
+                    "template that writes it; write it into the content"
                 )
             if message.role in self.start_of_turn:
                 ids.append(self.start_of_turn[message.role])

@@ -327,9 +327,8 @@ def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object
 ) -> None:
     """Does what megatron-core's `finalize_model_grads` does, without its read from the device,
-    which tells it whether
-    there are tokens at all to divide by: without them gradients are zero, and may be divided by
-    one.
+    which tells it whether there are tokens at all to divide by: without them gradients are zero,
+    and may be divided by one.
     """
     finalize_model_grads(model, None, **options)
     if num_tokens is None:

@@ -218,8 +218,7 @@ def _check_same_blend(
     if changes and not allow_changed_data:
         raise CheckpointError(
             f"{path} is of another blend ({'; '.join(changes)}), where its position means other "
-            "records; give the same "
-            "one, another --load, or --allow-changed-data"
+            "records; give the same one, another --load, or --allow-changed-data"
         )
     if saved != data and dist.get_rank() == 0:
         print(

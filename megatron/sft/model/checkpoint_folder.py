@@ -75,8 +75,8 @@ def _tracked(folder: str | Path, name: str, found: Sequence[int]) -> int | None:
         if found:
             raise ValueError(
                 f"{tracker} is missing, though checkpoints up to iter_{found[-1]:07d} are beside "
-                "it; write the "
-                f"iteration to continue from into it, such as {found[-1]}, or pass another folder"
+                f"it; write the iteration to continue from into it, such as {found[-1]}, or pass "
+                "another folder"
             )
         return None
     with tracker.open(errors="replace") as file:

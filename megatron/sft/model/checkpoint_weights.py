@@ -81,8 +81,7 @@ class CheckpointWeights:
             if there != wanted:
                 raise ValueError(
                     f"{self._path} is of another model than the options: {block.key} is "
-                    f"{list(stored.size)} there, but "
-                    f"{wanted} here"
+                    f"{list(stored.size)} there, but {wanted} here"
                 )
         try:
             self._read(blocks)
@@ -94,8 +93,8 @@ class CheckpointWeights:
 
     def values_of(self, name: str) -> Tensor:
         """The values of a parameter; those of other layers are lost, so that host memory holds one.
-        Only for a model
-        on the CPU without initial weights: memory that was only allocated is not touched yet.
+        Only for a model on the CPU without initial weights: memory that was only allocated is not
+        touched yet.
         """
         if name not in self._held:
             self._hold(name)

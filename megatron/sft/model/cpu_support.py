@@ -1,14 +1,13 @@
 """mcore. megatron-core on CPU: where its functions say `cuda`, they read `cpu`.
 
 `torch.cpu` mirrors the part of `torch.cuda` that training needs (`current_device`, `synchronize`,
-streams), so one
-rule covers all sites: in the code objects of the modules named below, the attribute `cuda` becomes
-`cpu` (`torch.cuda.current_device()`, `tensor.cuda()`), and the literals `"cuda"` and
-`"torch.cuda.FloatTensor"` become their CPU counterparts. Code objects are changed in place, so that
-names that other modules imported before change too; it costs nothing at run time, works under
-`torch.compile`, and leaves torch itself untouched. Three things need
-more than the rule: the random number tracker (its setters silently do nothing without CUDA), the
-context-parallel RoPE slice (pinned memory) and the experts' side stream.
+streams), so one rule covers all sites: in the code objects of the modules named below, the
+attribute `cuda` becomes `cpu` (`torch.cuda.current_device()`, `tensor.cuda()`), and the literals
+`"cuda"` and `"torch.cuda.FloatTensor"` become their CPU counterparts. Code objects are changed in
+place, so that names that other modules imported before change too; it costs nothing at run time,
+works under `torch.compile`, and leaves torch itself untouched. Three things need more than the
+rule: the random number tracker (its setters silently do nothing without CUDA), the context-parallel
+RoPE slice (pinned memory) and the experts' side stream.
 
 Where CUDA is available `install()` does nothing. A megatron-core that this was not checked with is
 refused: an unseen site would otherwise appear in the middle of somebody's run.

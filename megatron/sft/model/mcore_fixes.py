@@ -57,9 +57,8 @@ def _load_distributed_adam() -> None:
     twice.
 
     `fully_reshardable` checkpoints leave it out, then look for it (KeyError). And all parameters
-    are given one tensor,
-    which each of them then increments: after a resume the bias correction runs ahead by the number
-    of parameters.
+    are given one tensor, which each of them then increments: after a resume the bias correction
+    runs ahead by the number of parameters.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -90,9 +89,8 @@ def _load_distributed_adam() -> None:
 
 def _count_float32_weights_first() -> None:
     """The distributed optimizer counts the weights of a group in the order of their buffers, but
-    holds those in float32
-    before those in half precision: of a group with both, it saves and loads the states of one as
-    those of another.
+    holds those in float32 before those in half precision: of a group with both, it saves and loads
+    the states of one as those of another.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -113,9 +111,8 @@ def _count_float32_weights_first() -> None:
 
 def _save_weights_where_they_are() -> None:
     """The distributed optimizer gathers what it saves without the padding between buckets, then
-    cuts it up by places
-    that count the padding: wherever there is any, weights and states of all buckets but the first
-    are saved shifted. Told that buckets have none, it gathers all.
+    cuts it up by places that count the padding: wherever there is any, weights and states of all
+    buckets but the first are saved shifted. Told that buckets have none, it gathers all.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -117,8 +117,7 @@ class SFTConfig:
         if self.training.global_batch_size % per_draw:
             raise ValueError(
                 f"--global-batch-size {self.training.global_batch_size} must be a multiple of "
-                "--micro-batch-size "
-                f"{self.training.micro_batch_size} times the data-parallel size "
+                f"--micro-batch-size {self.training.micro_batch_size} times the data-parallel size "
                 f"{data_parallel_size}"
             )
         num_microbatches, stages = (
@@ -132,8 +131,8 @@ class SFTConfig:
         ):
             raise ValueError(
                 f"an interleaved pipeline of {stages} stages needs a multiple of {stages} "
-                "microbatches, but "
-                f"--global-batch-size {self.training.global_batch_size} makes {num_microbatches}"
+                f"microbatches, but --global-batch-size {self.training.global_batch_size} makes "
+                f"{num_microbatches}"
             )
 
     def _check_model(self) -> None:
@@ -159,8 +158,7 @@ class SFTConfig:
         if num_layers % run:
             raise ValueError(
                 f"--recompute-num-layers {run} must divide the layers of a stage, {num_layers}; "
-                "lower it, or pass "
-                "--recompute-method block"
+                "lower it, or pass --recompute-method block"
             )
         if len(parallel.cp_comm_type) not in (1, model.num_layers):
             raise ValueError(
@@ -177,9 +175,8 @@ class SFTConfig:
         if model.num_experts is not None and tensor > 1 and experts == 1:
             raise ValueError(
                 "--num-experts with --tensor-model-parallel-size above 1 needs "
-                "--expert-model-parallel-size above 1: "
-                "megatron-core would not sum the gradients of whole experts over tensor-parallel "
-                "ranks"
+                "--expert-model-parallel-size above 1: megatron-core would not sum the gradients "
+                "of whole experts over tensor-parallel ranks"
             )
 
     def _check_rank_order(self) -> None:
@@ -193,9 +190,8 @@ class SFTConfig:
         ):
             raise ValueError(
                 "--use-tp-pp-dp-mapping with a pipeline needs --context-parallel-size 1, and with "
-                "--num-experts an "
-                "--expert-model-parallel-size of tensor times context parallel size: megatron-core "
-                "cannot group others"
+                "--num-experts an --expert-model-parallel-size of tensor times context parallel "
+                "size: megatron-core cannot group others"
             )
 
     def _check_context(self) -> None:
@@ -215,8 +211,8 @@ class SFTConfig:
         ):
             raise ValueError(
                 f"--max-seqlen-per-dp-cp-rank {self.capacity_per_rank} must hold a sequence of "
-                "--seq-length "
-                f"{seq_length} in this layout; raise it to {self.smallest_capacity_per_rank}"
+                f"--seq-length {seq_length} in this layout; raise it to "
+                f"{self.smallest_capacity_per_rank}"
             )
         if not self.packing.sequence_packing and seq_length % self.alignment.pack:
             raise ValueError(

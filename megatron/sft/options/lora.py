@@ -103,10 +103,9 @@ class LoraConfig:
         if tensor_parallel_size > num_query_groups and len(self.targets_in("linear_qkv")) in (1, 2):
             raise ValueError(
                 "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with "
-                "a "
-                f"--tensor-model-parallel-size {tensor_parallel_size} above the {num_query_groups} "
-                "groups of queries, "
-                f"but has {' '.join(self.targets)}; add them, or lower it"
+                f"a --tensor-model-parallel-size {tensor_parallel_size} above the "
+                f"{num_query_groups} groups of queries, but has {' '.join(self.targets)}; add "
+                "them, or lower it"
             )
 
     @property

@@ -315,8 +315,8 @@ _REFUSED = {
     "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor "
     "--use-rope-scaling",
     "pass --position-embedding-type rope": "--rope-type",
-    "rotary embeddings turn halves of a head; "
-    "drop it, or use another model": "--rotary-interleaved",
+    "rotary embeddings turn halves of a head; drop it, or use another "
+    "model": "--rotary-interleaved",
     "pass --chat-template FILE, unless the tokenizer's own template is meant": """
         --sft-tokenizer-prompt-format --tokenizer-prompt-format
     """,
@@ -333,8 +333,8 @@ _REFUSED = {
         --use-checkpoint-args --use-mp-args-from-checkpoint-args
         --use-tokenizer-model-from-checkpoint-args
     """,
-    "leave out --sequence-packing and its scheduler: "
-    "then rows are padded": "--varlen-sbhd-validation",
+    "leave out --sequence-packing and its scheduler: then rows are "
+    "padded": "--varlen-sbhd-validation",
     "pass --lr-warmup-iters": "--warmup",
     "pass --config": "--yaml-cfg",
 }

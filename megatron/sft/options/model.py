@@ -108,8 +108,8 @@ class ModelConfig(Architecture):
         if self.mtp_num_layers is not None and self.moe_aux_loss_coeff:
             raise ValueError(
                 "--moe-aux-loss-coeff must be 0 with --mtp-num-layers, but is "
-                f"{self.moe_aux_loss_coeff}: "
-                "megatron-core's layers of multi-token prediction would balance padding, too"
+                f"{self.moe_aux_loss_coeff}: megatron-core's layers of multi-token prediction "
+                "would balance padding, too"
             )
 
     def identity(self) -> dict[str, Any]:

@@ -86,10 +86,9 @@ class ParallelConfig:
         if world_size % model:
             raise ValueError(
                 f"the number of processes, {world_size}, must be a multiple of tensor x pipeline x "
-                "context parallel "
-                f"size, {self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} x "
-                f"{self.context_parallel_size} = {model}; start torchrun with --nproc-per-node "
-                f"{model}, or change them"
+                f"context parallel size, {self.tensor_model_parallel_size} x "
+                f"{self.pipeline_model_parallel_size} x {self.context_parallel_size} = {model}; "
+                f"start torchrun with --nproc-per-node {model}, or change them"
             )
         experts = self.expert_model_parallel_size * self.pipeline_model_parallel_size
         if world_size % experts:

@@ -40,8 +40,7 @@ def implied_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if window is not None and seq_length > window:
         raise ValueError(
             f"{where} has a sliding window of {window} tokens, which is exact only for "
-            "--seq-length up to that, but "
-            f"it is {seq_length}; lower it"
+            f"--seq-length up to that, but it is {seq_length}; lower it"
         )
     own_tokenizer = given.get("tokenizer_type", "HuggingFaceTokenizer") != "HuggingFaceTokenizer"
     defaults = {
@@ -57,8 +56,7 @@ def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any], where: st
         if name in given and _comparable(name, given[name]) != value:
             raise ValueError(
                 f"{flag_of(name)} {given[name]} contradicts {where}, which says {value}; drop the "
-                "option, it is read "
-                "from there"
+                "option, it is read from there"
             )
 
 

@@ -141,15 +141,13 @@ class TrainingConfig:
         if self.decay_samples and warmup + (self.lr_wsd_decay_iters or 0) > decay > warmup:
             raise ValueError(
                 f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} must fit behind the warmup into "
-                "the steps of decay, "
-                f"{warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
+                f"the steps of decay, {warmup:g} of {decay:g}; lower it or raise --lr-decay-iters"
             )
         if not 0 <= self.warmup_samples < (self.decay_samples or math.inf):
             flag = (given or ["--lr-warmup-iters"])[0]
             raise ValueError(
                 f"{flag} {ways[flag]} must be less than the steps of decay, {decay:g}; lower it or "
-                "raise "
-                "--lr-decay-iters"
+                "raise --lr-decay-iters"
             )
 
     @property

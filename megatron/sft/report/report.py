@@ -2,8 +2,7 @@
 
 It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in
 one of the functions that end in `_rows`. "Without packing" means the same sequences, padded to the
-longest of a microbatch (see
-`packing.step.stats.padded_rows`).
+longest of a microbatch (see `packing.step.stats.padded_rows`).
 """
 
 import argparse

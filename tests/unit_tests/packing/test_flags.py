@@ -15,8 +15,7 @@ class Engine:
     """Engine of the car."""
 
     num_cylinders: int
-    """How many cylinders;
-    100% of them.
+    """How many cylinders; 100% of them.
     """
     bore: float = 8.5
     """Width of a cylinder."""

@@ -46,9 +46,8 @@ def test_output_that_nobody_takes(where):
     """A closed terminal or a full disk behind a log would end a run of days at its next line."""
     code = (
         "from megatron.sft.environment import outlive_output; outlive_output(); import sys, time; "
-        "time.sleep(0.1);"
-        "[print('x' * 1000, flush=True) for _ in range(200)]; print('left'); print('done', "
-        "file=sys.stderr)"
+        "time.sleep(0.1);[print('x' * 1000, flush=True) for _ in range(200)]; print('left'); "
+        "print('done', file=sys.stderr)"
     )
     command = f"set -o pipefail; {sys.executable} -c {shlex.quote(code)} {where}"
     done = subprocess.run(

@@ -193,8 +193,7 @@ def read_dataset_config(
         read_info(root)  # raises for a folder that is not prepared at all
         raise ValueError(
             f"{path}: no such file; write one, or run python -m megatron.blending prepare with "
-            "--sample-type and "
-            "--field-map"
+            "--sample-type and --field-map"
         )
     content = read_yaml(path, read_text(path))
     place = Place(path, 1, "")

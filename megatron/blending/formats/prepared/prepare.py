@@ -33,8 +33,7 @@ from megatron.blending.formats.prepared.tar import TarError, TarScan, scan_tar
 
 SAMPLE_TYPES = (
     "CaptioningSample ImageClassificationSample ImageSample InterleavedSample MultiChoiceVQASample "
-    "OCRSample "
-    "SimilarityInterleavedSample TextSample VQASample VidQASample"
+    "OCRSample SimilarityInterleavedSample TextSample VQASample VidQASample"
 ).split()
 
 _ENERGON_VERSION = "7.4.1"
@@ -223,8 +222,7 @@ def _add(index: SampleIndexWriter, shard: str, scan: TarScan, counts: dict[str, 
         place = f"twice in {first}" if first == second else f"in {first} and in {second}"
         raise ValueError(
             f"key {error.key!r} is {place}; keys must be unique in a data set, and members of one "
-            "sample stand "
-            "together: rename the files, for instance into a folder per shard"
+            "sample stand together: rename the files, for instance into a folder per shard"
         ) from None
 
 
@@ -234,8 +232,7 @@ def _check_counts(folder: str, counts: Mapping[str, int]) -> None:
         if counts.get(shard, 0) != count:
             raise ValueError(
                 f"{folder}: {shard} has {counts.get(shard, 0)} samples, but {count} when it was "
-                "prepared; prepare "
-                "all of it again, with --force-overwrite"
+                "prepared; prepare all of it again, with --force-overwrite"
             )
 
 

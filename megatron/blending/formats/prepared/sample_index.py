@@ -24,8 +24,7 @@ _INDEXES = (
     "CREATE INDEX idx_sample_parts_seq ON sample_parts(tar_file_id, sample_index, "
     "content_byte_offset)",
     "CREATE INDEX idx_sample_parts_full ON sample_parts(tar_file_id, sample_index, part_name, "
-    "content_byte_offset, "
-    "content_byte_size)",
+    "content_byte_offset, content_byte_size)",
 )
 _KEYS_PER_QUERY = 500
 

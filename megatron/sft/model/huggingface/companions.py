@@ -40,11 +40,10 @@ TOKENIZER_FILES = (
 )
 _MORE_TEMPLATES = "additional_chat_templates"
 _BYTE_LEVEL_TEMPLATE = (
-    "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content ~ '<end>' }}{% "
-    "endgeneration %}"
-    "{% else %}{{ message.content ~ '<end>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    "{% for message in messages %}{{ '<' ~ message.role ~ '>' }}{% if message.role == 'assistant' "
+    "%}{% generation %}{{ message.content ~ '<end>' }}{% endgeneration %}{% else %}{{ "
+    "message.content ~ '<end>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<assistant>' }}{% endif %}"
 )
 
 

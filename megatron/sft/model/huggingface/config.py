@@ -301,8 +301,7 @@ def config_of(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     nearest = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(
         f"no HuggingFace family computes what these options say; the nearest, {nearest}, differs "
-        "in "
-        f"{', '.join(differing[nearest])}"
+        f"in {', '.join(differing[nearest])}"
     )
 
 

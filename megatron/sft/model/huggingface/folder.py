@@ -165,8 +165,7 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
         kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
         raise ValueError(
             f"{folder.path} holds tensors of type {kinds} ({_some(other_types)}): it is quantized; "
-            "give the folder of "
-            "the model before quantization"
+            "give the folder of the model before quantization"
         )
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
@@ -183,14 +182,13 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
         if tensors[name].shape != shape:
             raise ValueError(
                 f"{folder.path} holds {name} of shape {list(tensors[name].shape)}, but its "
-                f"{config} says "
-                f"{list(shape)}; one of the two is of another model"
+                f"{config} says {list(shape)}; one of the two is of another model"
             )
     if weights.tied is not None and not _are_equal(tensors, *weights.tied):
         raise ValueError(
             f"{folder.path} holds {weights.tied[0]} and {weights.tied[1]} that differ, but "
-            "config.json of the model "
-            "has tie_word_embeddings; set that to false there, as transformers takes it"
+            "config.json of the model has tie_word_embeddings; set that to false there, as "
+            "transformers takes it"
         )
 
 

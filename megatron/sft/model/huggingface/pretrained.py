@@ -31,8 +31,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     if config.lora.lora and output.pretrained_checkpoint is None:
         raise ValueError(
             "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a "
-            "checkpoint, "
-            "python -m megatron.sft.export makes such a folder"
+            "checkpoint, python -m megatron.sft.export makes such a folder"
         )
     if output.huggingface_source is None and output.save_hf is not None:
         try:
@@ -48,8 +47,8 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     if checkpoint is not None and config.lora.lora:
         raise ValueError(
             "--lora needs a HuggingFace folder to stand beside, but --pretrained-checkpoint "
-            f"{checkpoint} is "
-            "megatron-core's; python -m megatron.sft.export makes one of this trainer's"
+            f"{checkpoint} is megatron-core's; python -m megatron.sft.export makes one of this "
+            "trainer's"
         )
     if checkpoint is not None:
         check_metadata(checkpoint)

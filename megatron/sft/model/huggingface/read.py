@@ -1,8 +1,7 @@
 """mcore. Fill a model with the weights of a HuggingFace folder: each rank reads only what it holds.
 
 Of the ranks that hold the same, only one reads; the others receive it when megatron-core broadcasts
-the initial
-weights over data parallel. Host memory: one block of one tensor beyond the model.
+the initial weights over data parallel. Host memory: one block of one tensor beyond the model.
 """
 
 from __future__ import annotations

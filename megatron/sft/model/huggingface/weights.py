@@ -2,8 +2,7 @@
 for both directions.
 
 Each parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank
-holds a part. That
-is said once, by `copies`: reading copies each piece one way, writing the other.
+holds a part. That is said once, by `copies`: reading copies each piece one way, writing the other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """mcore. Write a model as a HuggingFace folder, from any parallel layout: whole, or not at all.
 
 Tensor-parallel ranks gather one parameter at a time to their first rank; nothing travels between
-pipeline stages, nor
-between ranks with different experts: each writes files of its own. A file's header is known before
-its first tensor, so tensors are written as they come. Host memory: one parameter beyond the model,
-twice where it is cut.
+pipeline stages, nor between ranks with different experts: each writes files of its own. A file's
+header is known before its first tensor, so tensors are written as they come. Host memory: one
+parameter beyond the model, twice where it is cut.
 """
 
 from __future__ import annotations

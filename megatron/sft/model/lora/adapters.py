@@ -98,8 +98,8 @@ def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(
                 f"--lora needs megatron-core's own linear layers, but {name} is a "
-                f"{type(module).__name__}, as "
-                "Transformer Engine's are; uninstall transformer_engine to train adapters"
+                f"{type(module).__name__}, as Transformer Engine's are; uninstall "
+                "transformer_engine to train adapters"
             )
         if _parts_of(linear_name, gpt.config, lora):
             yield global_name(name, gpt), module

@@ -43,8 +43,7 @@ def open_adapter(folder: str | Path) -> Folder:
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         hint = (
-            "; its adapter_model.bin is a pickle, which can run any code: load and save it "
-            "with "
+            "; its adapter_model.bin is a pickle, which can run any code: load and save it with "
             "peft"
         )
         has_pickle = path.with_suffix(".bin").is_file()

@@ -351,8 +351,8 @@ def test_few_samples_are_read_to_find_it(tmp_path, monkeypatch):
     assert reads[::9] == [[index] for index in (0, 14, 28, 42, 56, 70, 84, 99)]
     # A field that only samples between those have is refused too: the message says the way out.
     assert told.endswith(
-        "none of 64 samples that were read has a key 'r' in json; keys are q. "
-        "If some others do, name an alternative behind a comma"
+        "none of 64 samples that were read has a key 'r' in json; keys are q. If some others do, "
+        "name an alternative behind a comma"
     )
     for at, alternative in ((2, "json[r],json[q]"), (14, "json[r]")):
         samples = [{"q": "x"}] * at + [{"q": "x", "r": "y"}] + [{"q": "x"}] * (99 - at)

@@ -164,8 +164,8 @@ def test_json_reads_as_chat_templates_mean_it():
 @pytest.mark.parametrize(
     "source",
     [
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
-        "{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) "
+        "}}",
         "{% for i in range(90000) %}{% set x = range(90000)|sort|list|length %}{% endfor %}",
     ],
 )

@@ -295,8 +295,8 @@ def test_tokens_are_counted_without_torch(save_tokenizer):
     """transformers imports torch wherever it finds it: seconds for the planner, for nothing."""
     command = (
         "import sys; from megatron.sft.data.tokenizer import build_tokenizer as build; "
-        "build('HuggingFaceTokenizer', sys.argv[1]).encode('how are you'); "
-        "assert not {'torch', 'megatron.core'} & set(sys.modules)"
+        "build('HuggingFaceTokenizer', sys.argv[1]).encode('how are you'); assert not {'torch', "
+        "'megatron.core'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", command, save_tokenizer(PLAIN)], capture_output=True, text=True

@@ -12,8 +12,7 @@ from megatron.sft.options.config import parse_config
 
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 64 --train-iters 3 --lr "
-    "1e-3 "
-    "--global-batch-size 2"
+    "1e-3 --global-batch-size 2"
 ).split()
 
 
@@ -59,8 +58,8 @@ def fault_of(write_lines):
             [ROLELESS] * 12,
             "",
             "x: none of 12 records has a token to train on (12 no loss token; the first is "
-            "DIR/x.jsonl:1); no turn has "
-            "the role assistant; roles seen: user (24); correct it, or leave it out",
+            "DIR/x.jsonl:1); no turn has the role assistant; roles seen: user (24); correct it, or "
+            "leave it out",
         ),
         (
             [WEIGHTLESS, {**GOOD, "weight": 0}],

@@ -100,20 +100,15 @@ def test_options_reach_the_config():
     built = build_transformer_config(
         config_of(
             "--swiglu --normalization RMSNorm --norm-epsilon 1e-6 --group-query-attention "
-            "--num-query-groups 2 "
-            "--kv-channels 16 --ffn-hidden-size 96 --disable-bias-linear --add-qkv-bias "
-            "--qk-layernorm "
-            "--hidden-dropout 0.1 --attention-dropout 0.2 --init-method-std 0.01 --num-experts 4 "
-            "--moe-router-topk 3 "
-            "--moe-router-dtype fp32 --attention-backend flash --cp-comm-type a2a "
-            "--recompute-granularity full "
-            "--recompute-method block --recompute-num-layers 3 "
-            "--expert-model-parallel-size 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 "
-            "--bf16 "
-            "--sequence-parallel --context-parallel-size 2 "
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --over-length-policy "
-            "drop "
-            "--sequence-packing --max-seqlen-per-dp-cp-rank 200"
+            "--num-query-groups 2 --kv-channels 16 --ffn-hidden-size 96 --disable-bias-linear "
+            "--add-qkv-bias --qk-layernorm --hidden-dropout 0.1 --attention-dropout 0.2 "
+            "--init-method-std 0.01 --num-experts 4 --moe-router-topk 3 --moe-router-dtype fp32 "
+            "--attention-backend flash --cp-comm-type a2a --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 3 --expert-model-parallel-size 2 "
+            "--moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.5 --bf16 --sequence-parallel "
+            "--context-parallel-size 2 --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2 --over-length-policy drop --sequence-packing "
+            "--max-seqlen-per-dp-cp-rank 200"
         ),
         CPU,
     )

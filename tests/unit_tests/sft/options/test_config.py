@@ -164,8 +164,7 @@ CONTRADICTIONS = [
     ),
     (
         "--tensor-model-parallel-size 2 --num-attention-heads 6 --kv-channels 8 "
-        "--group-query-attention "
-        "--num-query-groups 3",
+        "--group-query-attention --num-query-groups 3",
         2,
         ["--num-query-groups 3", "multiple of --tensor-model-parallel-size 2"],
     ),
@@ -286,8 +285,7 @@ def test_capacity_by_default_holds_the_longest_sequence_in_every_layout():
     for seq_length, context, tensor in product((125, 127, 128), (1, 2, 4), (1, 2)):
         config = parse(
             f"--sequence-packing --sequence-parallel --seq-length {seq_length} "
-            f"--context-parallel-size {context} "
-            f"--tensor-model-parallel-size {tensor}",
+            f"--context-parallel-size {context} --tensor-model-parallel-size {tensor}",
             world_size=8,
         )
         sequence = 2 * context if context > 1 else 1

@@ -93,8 +93,8 @@ def test_tuning_is_accepted_by_its_pattern() -> None:
     )
     assert without_megatron_flags(tuning.split()) == []
     assert megatron_flag_notes(tuning.split()) == [
-        "options of Megatron-LM, without effect here: "
-        "--tp-comm-overlap-cfg --no-overlap-p2p-communication --otel-enabled --no-one-logger"
+        "options of Megatron-LM, without effect here: --tp-comm-overlap-cfg "
+        "--no-overlap-p2p-communication --otel-enabled --no-one-logger"
     ]
 
 
@@ -131,8 +131,7 @@ def test_recipe_trains_as_if_they_were_not_there() -> None:
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
             "--lr-wsd-decay-iters 9 must fit behind the warmup into the steps of decay, 2 of 10; "
-            "lower it or "
-            "raise --lr-decay-iters",
+            "lower it or raise --lr-decay-iters",
         ),
         (
             "--lr-wsd-decay-iters 3",

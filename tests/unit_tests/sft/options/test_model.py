@@ -66,8 +66,7 @@ CONTRADICTIONS = [
     *(
         (
             "--disable-bias-linear --num-experts 4 --tensor-model-parallel-size 2 "
-            "--expert-model-parallel-size 2 "
-            f"--sequence-parallel {widths}",
+            f"--expert-model-parallel-size 2 --sequence-parallel {widths}",
             2,
             [f"{widths.split()[0]} 33 must be a multiple of --tensor-model-parallel-size 2"],
         )

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 assert save_tokenizer  # a fixture
 FROM_NOTHING = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm "
-    "--disable-bias-linear "
-    "--position-embedding-type rope"
+    "--disable-bias-linear --position-embedding-type rope"
 )
 
 
