@@ -47,7 +47,7 @@ def export_and_die(checkpoints: Path, folder: Path) -> None:
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hf_write._write_file = write_or_die
+    hf_write._write_file = write_or_die  # type: ignore[assignment]
     export(checkpoints, folder, 100_000)
 
 
