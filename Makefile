@@ -106,7 +106,7 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 
 test-cpu-%: $(VENV)/.dev
 	$(foreach tests,$(CPU_TESTS),env $(CPU_$*) $(VENV)/bin/pytest $(CPU_$(tests)) &&) true
-# Whether a megatron-core does what packing needs: docs/megatron-core.md. 0.17 and later are for Python 3.12 and later.
+# Whether a megatron-core does what packing needs: docs/reference/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }

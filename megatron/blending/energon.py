@@ -3,8 +3,8 @@ from.
 
 `from megatron.energon.X import name` becomes `from megatron.blending.energon.X import name`, for
 any X. `NAMES` says of each public name whether it is the same here, differs, or is absent;
-docs/energon.md is that table. What is here and nowhere else only forwards to the rest of
-`megatron.blending`.
+docs/coming-from/energon.md is that table. What is here and nowhere else only forwards to the rest
+of `megatron.blending`.
 """
 
 import importlib

@@ -3,7 +3,9 @@ one of them.
 """
 
 CHECKED_VERSIONS = ("0.16.1", "0.19")
-"""A release, or a series of them: 0.19 is any 0.19.x. docs/megatron-core.md says how to add one."""
+"""A release, or a series of them: 0.19 is any 0.19.x. docs/reference/megatron-core.md says
+how to add one.
+"""
 
 
 def check_version(user: str, way_out: str) -> None:

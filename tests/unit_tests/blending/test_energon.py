@@ -44,7 +44,7 @@ from tests.unit_tests.blending.folders import (
     write_texts,
 )
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "energon.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "coming-from" / "energon.md"
 
 
 @pytest.fixture
@@ -560,8 +560,8 @@ def test_states_of_all_ranks_without_torch_distributed(data):
 
 
 def test_what_shares_are_of(data):
-    """docs/energon.md says it: shares are of samples read; what an encoder skips is not made up for
-    by its source.
+    """docs/coming-from/energon.md says it: shares are of samples read; what an encoder skips is
+    not made up for by its source.
     """
     (data / "m.yaml").write_text(
         "__class__: MetadatasetV2\nsplits:\n  train:\n    blend: [{path: a}, {path: b}]\n"

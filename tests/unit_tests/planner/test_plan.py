@@ -97,7 +97,7 @@ def test_the_document_shows_what_is_printed(capsys):
     """Whoever plans with the same lengths gets other figures, and looks for what is wrong. Time to
     schedule varies.
     """
-    text = (ROOT / "docs" / "planning.md").read_text()
+    text = (ROOT / "docs" / "howto" / "planning.md").read_text()
     command, shown = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
     (lengths,) = re.findall(r"For the lengths of `(.*?)`", text)
     _, _, _, _, *options = command.split()

@@ -22,11 +22,11 @@ from megatron.sft.options.megatron_flags import (
 )
 from tests.unit_tests.sft.command_line import parse
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "megatron-lm.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "coming-from" / "megatron-lm.md"
 
 
 def table() -> str:
-    """The options in docs/megatron-lm.md, which is written by this."""
+    """The options in docs/coming-from/megatron-lm.md, which is written by this."""
     lines = ["| option | here |", "|---|---|"]
     lines += [f"| `{flag}` | read as {read.others} |" for flag, read in READ_AS.items()]
     for name, ours in TOKENIZERS.items():
