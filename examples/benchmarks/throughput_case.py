@@ -21,7 +21,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.packing.model import architecture, attention, attention_kernels, get_batch, layer_spec
+from megatron.packing.model import (
+    architecture,
+    attention,
+    attention_blocks,
+    attention_kernels,
+    get_batch,
+    layer_spec,
+)
 from megatron.packing.model.get_batch import transformer_engine_installed
 from megatron.sft.data.datasets import build_datasets
 from megatron.sft.data.stream import Share
@@ -245,7 +252,9 @@ def attend(
     heads, d].
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention.causal_attention(q, k, v, lengths, lengths, scaling)[None], None
+    segments = attention_blocks.Segments.square(lengths)
+    scores = attention_blocks.Scores(scale=scaling)
+    return attention.causal_attention(q, k, v, segments, scores)[None], None
 
 
 def by_matrix_products(

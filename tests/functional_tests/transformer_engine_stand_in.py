@@ -67,6 +67,7 @@ class DotProductAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **told: Any
     ) -> Tensor:
+        from megatron.packing.model.attention_blocks import Scores, Segments
         from megatron.packing.model.attention_kernels import causal_attention
 
         CALLS.append(told)
@@ -85,7 +86,8 @@ class DotProductAttention(nn.Module):
         assert told["max_seqlen_q"] == told["max_seqlen_kv"] == max(lengths)
         assert isinstance(told["max_seqlen_q"], int), "a tensor would be read in each layer"
         assert key.shape[1] == self.num_groups
-        return causal_attention(query, key, value, lengths, lengths, self.scale).flatten(1)
+        segments, scores = Segments.square(lengths), Scores(scale=self.scale)
+        return causal_attention(query, key, value, segments, scores).flatten(1)
 
 
 def get_cpu_offload_context(*_: object, **__: object) -> tuple[Any, None]:

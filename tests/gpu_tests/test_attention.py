@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.packing.model.attention import causal_attention
+from megatron.packing.model.attention_blocks import Scores, Segments
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 1024
@@ -28,10 +29,15 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     cp_rank: int | None = None
     """Of two; None without context parallel."""
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.heads}x{self.head_size}-{self.groups}groups-{self.lengths}-"
         shape += str(self.dtype)[6:]
+        shape += f"-window{self.window}" * (self.window is not None)
+        shape += "-softcap" * (self.softcap is not None) + "-sinks" * self.sinks
         return shape if self.cp_rank is None else f"{shape}-cp{self.cp_rank}of2"
 
 
@@ -45,6 +51,13 @@ CASES = [
     ),
     *(Case(groups=groups, lengths="long", cp_rank=rank) for groups in (8, 1) for rank in (0, 1)),
     *(Case(groups=2, dtype=dtype, cp_rank=rank) for dtype in (FP16, FP32) for rank in (None, 1)),
+    *(
+        Case(64, groups=2, lengths=name, window=window, softcap=softcap, sinks=sinks, cp_rank=rank)
+        for name in ("short", "chats")
+        for window, softcap, sinks in ((16, None, False), (16, None, True), (None, 2.0, False))
+        for rank in (None, 1)
+        if name == "chats" or rank is None
+    ),
 ]
 
 
@@ -97,13 +110,20 @@ def check(
     both.requires_grad_()
     key, value = both.chunk(2, dim=-1)
     scale = case.head_size**-0.5
-    out = causal_attention(query, key, value, query_lengths, key_lengths, scale)
+    scores = Scores(scale=scale, window=case.window, softcap=case.softcap)
+    segments = Segments(query_lengths, key_lengths)
+    sinks = torch.randn(case.heads, generator=generator, device=device).to(case.dtype)
+    sinks.requires_grad_()
+    out = causal_attention(query, key, value, segments, scores, sinks if case.sinks else None)
     out.backward(gradient)
     assert query.grad is not None
     assert both.grad is not None
     found = (out.detach(), query.grad, *both.grad.chunk(2, dim=-1))
+    if case.sinks:
+        assert sinks.grad is not None
+        found = (*found, sinks.grad[None])
     tensors = (query.detach(), key.detach(), value.detach(), gradient)
-    expected = exactly(tensors, query_lengths, key_lengths, scale)
+    expected = exactly(tensors, segments, scores, sinks.detach() if case.sinks else None)
     rounding = torch.finfo(case.dtype).eps
     for number, (name, lengths, times) in enumerate(
         (
@@ -111,6 +131,7 @@ def check(
             ("query's gradient", query_lengths, 8),
             ("key's gradient", key_lengths, 8),
             ("value's gradient", key_lengths, 2),
+            *[("sinks' gradient", (1,), 8)] * case.sinks,
         )
     ):
         # In half precision the weights are rounded, once; in float32 it is the sums.
@@ -138,22 +159,21 @@ def rms(values: Tensor) -> float:
 
 
 def exactly(
-    tensors: tuple[Tensor, ...],
-    query_lengths: tuple[int, ...],
-    key_lengths: tuple[int, ...],
-    scale: float,
+    tensors: tuple[Tensor, ...], segments: Segments, scores: Scores, sinks: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Output and the gradients of queries, keys and values in float64: softmax by its definition,
-    and by its derivative.
+    """Output and the gradients of queries, keys, values and sinks in float64: softmax by its
+    definition, and by its derivative.
     """
+    scale, window, softcap = scores.scale, scores.window, scores.softcap
     query, key, value, gradient = (
         x.double().transpose(0, 1) for x in tensors
     )  # [heads, tokens, d]
     times = len(query) // len(key)
     key, value = (x.repeat_interleave(times, dim=0) for x in (key, value))
     results = [torch.zeros_like(x) for x in (query, query, key, value)]
+    of_sinks = torch.zeros(len(query), dtype=torch.float64, device=query.device)
     query_end = key_end = 0
-    for num_queries, num_keys in zip(query_lengths, key_lengths, strict=True):
+    for num_queries, num_keys in zip(*segments, strict=True):
         query_end, key_end = query_end + num_queries, key_end + num_keys
         for start in range(query_end - num_queries, query_end, BLOCK):
             rows = slice(start, min(start + BLOCK, query_end))
@@ -165,24 +185,38 @@ def exactly(
             hidden = torch.ones(num_rows, num_seen, dtype=torch.bool, device=q.device).triu(
                 num_seen - num_rows + 1
             )
-            weights = (scale * q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1)
+            if window is not None:
+                hidden |= torch.ones_like(hidden).tril(num_seen - num_rows - window)
+            raw, slope = scale * q @ k.mT, torch.ones((), device=q.device)
+            if softcap is not None:
+                raw = softcap * (raw / softcap).tanh()
+                slope = 1 - (raw / softcap).square()
+            raw = raw.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                sink = sinks.double()[:, None, None].expand(-1, num_rows, 1)
+                raw = torch.cat((raw, sink), dim=-1)
+            weights = raw.softmax(-1)[..., :num_seen]
             of_weights = g @ v.mT
-            of_scores = (
-                scale * weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
-            )
+            mean = (weights * of_weights).sum(-1, keepdim=True)
+            of_scores = scale * slope * weights * (of_weights - mean)
+            if sinks is not None:
+                of_sinks -= (raw.softmax(-1)[..., num_seen:] * mean).sum((1, 2))
             results[0][:, rows] = weights @ v
             results[1][:, rows] = of_scores @ k
             results[2][:, keys] += of_scores.mT @ q
             results[3][:, keys] += weights.mT @ g
     of_groups = [x.unflatten(0, (-1, times)).sum(1) for x in results[2:]]
-    return tuple(x.transpose(0, 1) for x in (*results[:2], *of_groups))
+    found = tuple(x.transpose(0, 1) for x in (*results[:2], *of_groups))
+    return found if sinks is None else (*found, of_sinks[None])
 
 
 def test_a_key_too_few_is_seen(device: torch.device) -> None:
     """Tolerances that let it pass would prove nothing."""
     generator = torch.Generator(device).manual_seed(1)
     tensors = tuple(torch.randn(40, 2, 64, generator=generator, device=device) for _ in range(4))
-    whole = exactly(tensors, (40,), (40,), 0.125)
+    scores = Scores(scale=0.125)
+    whole = exactly(tensors, Segments.square((40,)), scores)
     query, key, value, gradient = tensors
-    fewer = exactly((query[1:], key[:-1], value[:-1], gradient[1:]), (39,), (39,), 0.125)
+    parts = (query[1:], key[:-1], value[:-1], gradient[1:])
+    fewer = exactly(parts, Segments.square((39,)), scores)
     assert relative_difference(fewer[0], whole[0][1:], (39,)) > 8 * torch.finfo(BF16).eps

@@ -1,5 +1,5 @@
 """mcore. Packed (THD) core attention without Transformer Engine, on CUDA and on CPU, with context
-parallel.
+parallel, windows, soft caps and sinks.
 
 megatron-core's own DotProductAttention refuses packs and context parallel. This one takes its place
 as `core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for what computes it.
@@ -7,19 +7,28 @@ as `core_attention` of `SelfAttentionSubmodules`. See `attention_kernels` for wh
 Context parallel: keys and values are all-gathered (backward is the reduce-scatter), and each of a
 rank's two zigzag pieces of a sequence attends to all tokens up to its own last one, as if it were a
 sequence of its own. Memory: the keys and values of the whole pack, per layer, until the backward
-pass; `recompute_granularity="selective"` gathers them again instead.
+pass, or those that a window reaches; `recompute_granularity="selective"` gathers them again
+instead.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
+from megatron.packing.model.attention_blocks import Scores, Segments
 from megatron.packing.model.attention_kernels import causal_attention
 from megatron.packing.model.zigzag import Lengths, padded_lengths, zigzag
 
@@ -32,8 +41,13 @@ class PackedDotProductAttention(MegatronModule):
     heads * d] or [s, b, heads * d]. With context parallel t and s are this rank's shards, in zigzag
     order, of sequences that are multiples of twice its size.
 
-    Raises ValueError for what it doesn't do: attention dropout, windows, masks other than causal,
-    softmax offsets.
+    Reads of megatron-core's config `window_size` (of the layers that `window_attn_skip_freq` says)
+    and `softmax_type` ("learnable": the parameter `softmax_offset`, a sink per head). `softcap`,
+    which megatron-core has no field for, is an argument: give
+    `ModuleSpec(PackedDotProductAttention, params={"softcap": 50.0})`.
+
+    Raises ValueError for what is not supported: attention dropout, masks other than causal, windows
+    that look ahead, other softmax types.
     """
 
     def __init__(
@@ -46,25 +60,45 @@ class PackedDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        window = config.window_size
         refused = {
             f"--attention-dropout {dropout}: set it to 0": dropout != 0,
             f"attention_type {attention_type!r}: only self-attention": attention_type != "self",
             f"{attn_mask_type}: only causal masks": attn_mask_type
             not in (AttnMaskType.causal, AttnMaskType.padding_causal),
-            f"window_size {config.window_size}: no window": config.window_size is not None,
-            f"softmax_type {config.softmax_type!r}: only 'vanilla'": config.softmax_type
-            != "vanilla",
+            f"window_size {window}: it must be (tokens before a query's own, 0)": window is not None
+            and (window[0] < 0 or window[1] != 0),
+            f"softmax_type {config.softmax_type!r}: only 'vanilla' and "
+            "'learnable'": config.softmax_type not in ("vanilla", "learnable"),
         }
         for reason in (reason for reason, holds in refused.items() if holds):
             raise ValueError(
                 f"packed attention without Transformer Engine does not support {reason}"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
-        self.cp_group = groups.cp
-        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        has_sinks = config.softmax_type == "learnable"
+        names = ["cp", "tp"] if has_sinks else ["cp"]
+        self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(names)
+        self.cp_group = self.groups.cp
+        self.scores = Scores(
+            scale=softmax_scale or config.kv_channels**-0.5,
+            window=window[0] + 1 if is_windowed(config, layer_number) else None,
+            softcap=softcap,
+        )
+        self.softmax_offset = self._sinks() if has_sinks else None
+
+    def _sinks(self) -> torch.nn.Parameter:
+        """Returns this rank's heads' part, initialised as Transformer Engine does: at zero."""
+        heads = self.config.num_attention_heads // self.groups.tp.size()
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        sinks = torch.nn.Parameter(
+            torch.zeros(heads, dtype=self.config.params_dtype, device=device)
+        )
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
 
     def forward(
         self,
@@ -87,13 +121,40 @@ class PackedDotProductAttention(MegatronModule):
         return out.view(batch, rows, -1).transpose(0, 1).contiguous()
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
-        if self.cp_group.size() == 1:
-            return causal_attention(query, key, value, lengths, lengths, self.softmax_scale)
-        seen = zigzag(lengths, self.cp_group.size(), self.cp_group.rank(), query.device)
-        gathered = gather_from_sequence_parallel_region(
-            torch.cat((key, value), dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
-        )
-        keys, values = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
-        return causal_attention(
-            query, keys, values, seen.query_lengths, seen.key_lengths, self.softmax_scale
-        )
+        segments = Segments.square(lengths)
+        if self.cp_group.size() > 1:
+            seen = zigzag(
+                lengths,
+                self.cp_group.size(),
+                self.cp_group.rank(),
+                query.device,
+                self.scores.window,
+            )
+            gathered = gather_from_sequence_parallel_region(
+                torch.cat((key, value), dim=-1),
+                tensor_parallel_output_grad=True,
+                group=self.cp_group,
+            )
+            key, value = gathered.index_select(0, seen.key_index).chunk(2, dim=-1)
+            segments = Segments(seen.query_lengths, seen.key_lengths)
+        return causal_attention(query, key, value, segments, self.scores, self.softmax_offset)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the sinks, cut by heads over tensor parallel, under Transformer Engine's key."""
+        if self.softmax_offset is None:
+            return {}
+        own = self.state_dict(prefix="", keep_vars=True)
+        cut = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+
+
+def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether the layer of that number, from 1, sees a window only."""
+    return bool(
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+    )

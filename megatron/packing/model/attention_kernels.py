@@ -1,9 +1,16 @@
-"""tensor. What computes causal attention of a pack's segments, never with a mask of T x T.
+"""tensor. Chooses what computes causal attention of a pack's segments; never a mask of T x T.
 
 On CUDA in bf16 and fp16 it is one variable-length kernel: FlashAttention 4 where `flash-attn-4` is
-installed and takes the model, else torch's own. Elsewhere it is `scaled_dot_product_attention`
-sequence by sequence, at the cost of the sum of squared lengths; on CUDA that is slow, and said
-once. Of what is for CUDA, nothing has run on a GPU yet: the calls are checked against stand-ins.
+installed and takes the layer, else torch's own. Elsewhere it is `scaled_dot_product_attention`
+sequence by sequence, at the cost of the sum of squared lengths, or `attention_blocks` for windows,
+soft caps, sinks and pieces of sequences; on CUDA both are slow, and a warning says so once. Nothing
+that is for CUDA has run on a GPU yet: the calls are checked against stand-ins.
+
+| on CUDA        | FlashAttention 4 | torch's varlen_attn       | else               |
+|----------------|------------------|---------------------------|--------------------|
+| plain, windows | yes              | windows from torch 2.11   | sequence or blocks |
+| soft cap       | yes              | no                        | blocks             |
+| sinks          | no               | by `attend`, torch 2.11   | blocks             |
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -19,48 +27,74 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megatron.packing.model.attention_blocks import BlockKernel, Scores, Segments, attend
 from megatron.packing.model.zigzag import Lengths, sent
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, Lengths, float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Scores, Tensor | None], Tensor]
 
 
 def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_lengths: Lengths,
-    key_lengths: Lengths,
-    scale: float,
+    segments: Segments,
+    scores: Scores,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of packed segments: the last query of each segment sees all its keys, the one
-    before all but one, and so on.
+    """Returns attention of packed segments: the last query of each segment sees all its keys, the
+    one before all but one, and so on, as far back as the window of `scores`.
 
-    query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d] ->
-    [sum(query_lengths), heads, d].
+    query: [sum(query_lengths), heads, d]; key, value: [sum(key_lengths), groups, d]; sinks:
+    [heads], scores of one more key without a value (see `attend`) -> [sum(query_lengths), heads,
+    d].
     """
     kernel = kernel_for(
-        query.device, query.dtype, query.shape[-1], torch.are_deterministic_algorithms_enabled()
+        query.device,
+        query.dtype,
+        query.shape[-1],
+        torch.are_deterministic_algorithms_enabled(),
+        Needs(scores.window is not None, scores.softcap is not None, sinks is not None),
     )
-    return kernel(query, key, value, query_lengths, key_lengths, scale)
+    return kernel(query, key, value, segments, scores, sinks)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a layer asks of a kernel beside causal attention."""
+
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
 
 
 @cache
 def kernel_for(
-    device: torch.device, dtype: torch.dtype, width: int, is_deterministic: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    is_deterministic: bool,
+    needs: Needs = Needs(),
 ) -> Kernel:
-    """The fastest there is for heads of that width. Warns of slow ones on CUDA, once.
+    """Returns the fastest kernel for heads of that width. Warns of slow ones on CUDA, once.
 
     is_deterministic: torch's own kernel has a backward pass that is the same to the bit each time.
     """
     if device.type != "cuda":
         return _by_sequence
     capability = torch.cuda.get_device_capability(device)
+    is_new = capability >= (9, 0) and width <= 128 and not is_deterministic
+    takes_flash_4 = is_new and not needs.sinks and _flash_4_installed()
     reasons = {
         f"heads of {width} channels: it takes 256 at most": width > 256,
         f"{str(dtype).removeprefix('torch.')}: it takes bfloat16; pass --bf16": dtype
         not in (torch.bfloat16, torch.float16),
         f"{torch.cuda.get_device_name(device)}: it takes compute capability 8.0 and "
         "later": capability < (8, 0),
+        "soft caps of scores: FlashAttention 4 takes them; install flash-attn-4 on compute "
+        "capability 9.0 or later": needs.softcap and not takes_flash_4,
+        "windows or sinks in this torch; install torch 2.11 or later": (
+            (needs.window or needs.sinks) and not takes_flash_4 and not _varlen_takes_windows()
+        ),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         warnings.warn(
@@ -68,74 +102,133 @@ def kernel_for(
             stacklevel=2,
         )
         return _by_sequence
-    if capability >= (9, 0) and width <= 128 and not is_deterministic and _flash_4_installed():
-        return _flash_4()
-    return _varlen()
+    return _flash_4() if takes_flash_4 else _varlen()
 
 
 def _by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
+    query_lengths, key_lengths = segments
+    window = scores.window if max(key_lengths) > (scores.window or 0) else None
+    if (
+        query_lengths != key_lengths
+        or (window, scores.softcap, sinks) != (None, None, None)
+        or v.shape[-1] != q.shape[-1]
+    ):
+        return attend(q, k, v, sinks, BlockKernel(segments, scores))
     if (
         q.is_cuda and q.shape[1] != k.shape[1]
     ):  # with groups of heads only one that has all scores in memory is left
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out = []
-    segments = zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths))
-    for queries, keys, values in segments:
-        is_square = len(queries) == len(keys)
-        q1, k1, v1 = (x.transpose(0, 1).unsqueeze(0) for x in (queries, keys, values))
+    for parts in zip(q.split(query_lengths), k.split(key_lengths), v.split(key_lengths)):
+        q1, k1, v1 = (x.transpose(0, 1).unsqueeze(0) for x in parts)
         attended = scaled_dot_product_attention(
-            q1,
-            k1,
-            v1,
-            attn_mask=None
-            if is_square
-            else _bottom_right_causal(len(queries), len(keys), q.device),
-            is_causal=is_square,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q1, k1, v1, is_causal=True, scale=scores.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         out.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(out)
 
 
-def _bottom_right_causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(
-        num_keys - num_queries
-    )
+@cache
+def _varlen_takes_windows() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 @cache
 def _varlen() -> Kernel:
-    """torch's kernel behind one signature; its own differs by release.
+    """Returns torch's kernel behind one signature; its own differs by release.
 
-    Heads may share keys and values in all releases; 2.13 wants to be told. No tensor is copied:
-    rows need not be dense.
+    Heads may share keys and values in all releases; 2.13 has an argument for it. No tensor is
+    copied: rows need not be dense.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
+    def attend_plain(
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
-        options: dict[str, Any] = dict(causal)
+        if sinks is not None:
+            return attend(q, k, v, sinks, _VarlenKernel(segments, scores))
+        options: dict[str, Any] = {"is_causal": True}
+        if "window_size" in accepted:
+            options = {"window_size": _window_of(scores)}
         if "enable_gqa" in accepted:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         if "scale" in accepted:
-            options["scale"] = scale
+            options["scale"] = scores.scale
         else:
-            q = q * (scale * q.shape[-1] ** 0.5)
-        cu_seqlens = _on_device(query_lengths, q.device), _on_device(key_lengths, q.device)
-        attended = varlen_attn(
-            q, k, v, *cu_seqlens, max(query_lengths), max(key_lengths), **options
-        )
+            q = q * (scores.scale * q.shape[-1] ** 0.5)
+        attended = varlen_attn(q, k, v, *_places(segments, q.device), **options)
         assert isinstance(attended, Tensor)  # a tuple only with return_aux
         return attended
 
-    return _of_multiples_of_8(attend)
+    return _of_multiples_of_8(attend_plain)
+
+
+@dataclass(frozen=True)
+class _VarlenKernel:
+    """torch's kernel, forward and backward apart: its own autograd leaves out the gradient of the
+    log of the sum of exponentials.
+    """
+
+    segments: Segments
+    scores: Scores
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LogSumKernel`."""
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        options: dict[str, Any] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
+        output, log_sum = varlen_attn(
+            query,
+            key,
+            value,
+            *_places(self.segments, query.device),
+            return_aux=AuxRequest(lse=True),
+            scale=self.scores.scale,
+            window_size=_window_of(self.scores),
+            **options,
+        )
+        return output, log_sum
+
+    def backward(
+        self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LogSumKernel`."""
+        window = _window_of(self.scores)
+        return torch.ops.torch_attn._varlen_attn_backward(
+            gradient.contiguous(),
+            *inputs,
+            output,
+            log_sum,
+            *_places(self.segments, gradient.device),
+            is_causal=window == (-1, 0),
+            # no dropout, so that its state is not read
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=gradient.device),
+            scale=self.scores.scale,
+            window_size=list(window),
+        )
+
+
+def _window_of(scores: Scores) -> tuple[int, int]:
+    """Returns how many keys before and after its own a query sees; -1 for all."""
+    return (-1 if scores.window is None else scores.window - 1, 0)
+
+
+def _places(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    query_lengths, key_lengths = segments
+    return (
+        _on_device(query_lengths, device),
+        _on_device(key_lengths, device),
+        max(query_lengths),
+        max(key_lengths),
+    )
 
 
 @cache
@@ -147,23 +240,28 @@ def _flash_4_installed() -> bool:
 def _flash_4() -> Kernel:
     from flash_attn.cute import flash_attn_varlen_func
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
+    def attend_flash_4(
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
+        assert sinks is None
+        options: dict[str, Any] = {}
+        if scores.window is not None:
+            options["window_size"] = _window_of(scores)
+        if scores.softcap is not None:
+            options["softcap"] = scores.softcap
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         out, _ = flash_attn_varlen_func(
             q=q,
             k=k,
             v=v,
-            cu_seqlens_q=_on_device(query_lengths, q.device),
-            cu_seqlens_k=_on_device(key_lengths, q.device),
-            max_seqlen_q=max(query_lengths),
-            max_seqlen_k=max(key_lengths),
-            softmax_scale=scale,
+            **dict(zip(names, _places(segments, q.device))),
+            softmax_scale=scores.scale,
             causal=True,
+            **options,
         )
         return out
 
-    return _of_multiples_of_8(attend)
+    return _of_multiples_of_8(attend_flash_4)
 
 
 def _of_multiples_of_8(kernel: Kernel) -> Kernel:
@@ -171,16 +269,21 @@ def _of_multiples_of_8(kernel: Kernel) -> Kernel:
     score.
     """
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, query_lengths: Lengths, key_lengths: Lengths, scale: float
+    def attend_padded(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Segments,
+        scores: Scores,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         width = q.shape[-1]
         if width % 8 == 0:
-            return kernel(q, k, v, query_lengths, key_lengths, scale)
+            return kernel(q, k, v, segments, scores, sinks)
         q, k, v = (pad(x, (0, -width % 8)) for x in (q, k, v))
-        return kernel(q, k, v, query_lengths, key_lengths, scale)[..., :width]
+        return kernel(q, k, v, segments, scores, sinks)[..., :width]
 
-    return attend
+    return attend_padded
 
 
 @lru_cache(maxsize=64)

@@ -66,8 +66,8 @@ def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray
 
 
 class Zigzag(NamedTuple):
-    """What a rank's tokens, in their order, attend to: each of its two pieces of a sequence to all
-    tokens up to the piece's last.
+    """The keys of a rank's tokens, in their order: each of its two pieces of a sequence attends to
+    all tokens up to the piece's last, as far back as a window.
     """
 
     query_lengths: Lengths
@@ -78,19 +78,25 @@ class Zigzag(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def zigzag(lengths: Lengths, size: int, rank: int, device: torch.device) -> Zigzag:
-    """What rank `rank` of `size` (at least 2) attends to, where keys were gathered from all ranks
-    in rank order.
+def zigzag(
+    lengths: Lengths, size: int, rank: int, device: torch.device, window: int | None = None
+) -> Zigzag:
+    """Returns what rank `rank` of `size` (at least 2) attends to, where keys were gathered from all
+    ranks in rank order; keys before the window of a piece's first token are left out.
 
     One sequence of 4 at size 2: rank 0 holds tokens 0 and 3, rank 1 holds 1 and 2, so gathered they
-    are 0 3 1 2; rank 1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3.
+    are 0 3 1 2; rank 1's pieces attend to tokens 0 1 and 0 1 2, which stand at 0 2 and 0 2 3. With
+    a window of 2 its second piece needs tokens 1 2 only, which stand at 2 3.
     """
     segments = _nonempty(lengths)
     starts, pieces = segments.cumsum() - segments, segments // (2 * size)
     gathered = np.concatenate([_shard(segments, size, other) for other in range(size)]).argsort()
     num_keys = np.column_stack(((rank + 1) * pieces, segments - rank * pieces)).ravel()
+    ends = starts.repeat(2) + num_keys
+    if window is not None:
+        num_keys = np.minimum(num_keys, pieces.repeat(2) + window - 1)
     return Zigzag(
         query_lengths=tuple(pieces.repeat(2).tolist()),
         key_lengths=tuple(num_keys.tolist()),
-        key_index=sent(torch.from_numpy(gathered[spread(starts.repeat(2), num_keys)]), device),
+        key_index=sent(torch.from_numpy(gathered[spread(ends - num_keys, num_keys)]), device),
     )

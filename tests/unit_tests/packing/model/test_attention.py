@@ -3,6 +3,7 @@ layout.
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.packing.model import attention as attention_module
+from megatron.packing.model import attention_blocks
 from megatron.packing.model.attention import PackedDotProductAttention, causal_attention
+from megatron.packing.model.attention_blocks import Scores, Segments
 from megatron.packing.model.zigzag import shard_index
 from tests.unit_tests.packing.stubs import Ranks
 
@@ -29,15 +33,19 @@ def attention(
     dropout=None,
     scale=None,
     layer_number=1,
+    softcap=None,
+    tp=None,
     **config,
 ):
     groups = ProcessGroupCollection()
-    groups.cp = cp or Ranks()
+    groups.cp, groups.tp = cp or Ranks(), tp or Ranks()
     options = {
         "num_layers": 1,
         "hidden_size": HEADS * WIDTH,
         "num_attention_heads": HEADS,
         "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float64,
     }
     return PackedDotProductAttention(
         TransformerConfig(**(options | config)),
@@ -47,21 +55,42 @@ def attention(
         attention_dropout=dropout,
         softmax_scale=scale,
         pg_collection=groups,
+        softcap=softcap,
     )
 
 
-def dense_attention(query, key, value, query_lengths, key_lengths, scale) -> Tensor:
-    """The definition: all scores, and a mask of whole packs."""
+def dense_attention(
+    query,
+    key,
+    value,
+    query_lengths,
+    key_lengths,
+    scale,
+    *,
+    window=None,
+    softcap=None,
+    sinks=None,
+) -> Tensor:
+    """The definition: all scores, and a mask of whole packs. transformers' windows count a token
+    itself."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     mask = torch.zeros(len(query), len(key), dtype=torch.bool)
     first_query = first_key = 0
     for num_queries, num_keys in zip(query_lengths, key_lengths):
         for i in range(num_queries):
-            mask[first_query + i, first_key : first_key + num_keys - num_queries + i + 1] = True
+            own = num_keys - num_queries + i
+            low = 0 if window is None else max(0, own - window + 1)
+            mask[first_query + i, first_key + low : first_key + own + 1] = True
         first_query, first_key = first_query + num_queries, first_key + num_keys
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((sinks[:, None, None].expand(-1, len(query), 1), scores), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., 1:], value)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
 def tensors(*shapes) -> list[Tensor]:
@@ -121,10 +150,108 @@ def test_causal_attention_is_the_dense_one(groups, query_lengths, key_lengths):
         (sum(key_lengths), groups, WIDTH),
     )
     query, key, value = leaves
-    out = causal_attention(query, key, value, query_lengths, key_lengths, 0.3)
+    segments = Segments(query_lengths, key_lengths)
+    out = causal_attention(query, key, value, segments, Scores(scale=0.3))
     expected = dense_attention(query, key, value, query_lengths, key_lengths, 0.3)
     assert_exact(out, expected)
     assert_same_gradients(out, expected, leaves)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(2, None, False), (3, 1.5, True), (None, 1.5, False), (100, None, True), (None, None, True)],
+)
+@pytest.mark.parametrize(
+    ("query_lengths", "key_lengths"),
+    [((9, 40, 1, 23),) * 2, ((300,),) * 2, ((1, 4, 20), (6, 5, 81))],
+)
+def test_windows_caps_and_sinks_are_the_dense_ones(
+    query_lengths, key_lengths, window, softcap, sinks
+):
+    """A window off by one, or one that reaches into the sequence before, lowers the loss and is
+    another model. 300 queries are two blocks.
+    """
+    leaves = (
+        tensors(
+            (sum(query_lengths), HEADS, WIDTH),
+            (sum(key_lengths), 2, WIDTH),
+            (sum(key_lengths), 2, WIDTH),
+        )
+        + tensors((HEADS,)) * sinks
+    )
+    segments = Segments(query_lengths, key_lengths)
+    scores = Scores(scale=0.3, window=window, softcap=softcap)
+    query, key, value = leaves[:3]
+    given = leaves[3] if sinks else None
+    out = causal_attention(query, key, value, segments, scores, given)
+    expected = dense_attention(
+        query,
+        key,
+        value,
+        query_lengths,
+        key_lengths,
+        0.3,
+        window=window,
+        softcap=softcap,
+        sinks=given,
+    )
+    assert_exact(out, expected)
+    assert_same_gradients(out, expected, leaves)
+
+
+def test_blocks_hold_no_scores_of_whole_packs(monkeypatch):
+    """Of a context-parallel piece the CPU once made masks of all its queries and keys."""
+    monkeypatch.setattr(attention_blocks, "_BLOCK_SCORES", 1 << 17)
+    query, key, value = tensors((512, HEADS, WIDTH), (1024, 2, WIDTH), (1024, 2, WIDTH))
+    with Largest() as largest:
+        out = causal_attention(query, key, value, Segments((512,), (1024,)), Scores(scale=0.3))
+        out.sum().backward()
+    assert largest.numel <= 1 << 17
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, out.numel() if isinstance(out, Tensor) else 0)
+        return out
+
+
+def test_layers_take_window_and_sinks_of_the_config():
+    """megatron-core's fields, as Transformer Engine reads them: (tokens before, 0), and 1 for
+    layers with a window.
+    """
+    options: Any = {
+        "window_size": (2, 0),
+        "window_attn_skip_freq": [1, 0],
+        "softmax_type": "learnable",
+    }
+    query, key, value = tensors(*[(12, HEADS, WIDTH)] * 3)
+    for layer_number, window in ((1, 3), (2, None)):
+        module = attention(layer_number=layer_number, softcap=1.5, num_layers=2, **options)
+        (sinks,) = module.parameters()
+        with torch.no_grad():
+            sinks.copy_(torch.arange(HEADS))
+        assert sinks.tensor_model_parallel
+        out = module(query, key, value, None, packed_seq_params=packed(4, 8))
+        expected = dense_attention(
+            query,
+            key,
+            value,
+            (4, 8),
+            (4, 8),
+            WIDTH**-0.5,
+            window=window,
+            softcap=1.5,
+            sinks=sinks,
+        )
+        assert_exact(out, expected.flatten(1))
+        assert_same_gradients(out, expected.flatten(1), [query, key, value, sinks])
+    assert [len(attention(**options, tp=Ranks(2, 1)).softmax_offset)] == [HEADS // 2]
+    assert not list(attention().parameters())
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -188,9 +315,10 @@ def gather(monkeypatch):
     return stub
 
 
+@pytest.mark.parametrize("window", [None, 2, 5])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("pieces", [(3,), (1, 4, 2)])
-def test_context_parallel_is_the_whole(size, pieces, gather):
+def test_context_parallel_is_the_whole(size, pieces, window, gather):
     """Each rank's two halves, put together, are attention of the whole pack, forward and backward.
     A wrong half trains without an error, on less or other context.
     """
@@ -200,14 +328,17 @@ def test_context_parallel_is_the_whole(size, pieces, gather):
     query, key, value = leaves
     shards = shards_of(lengths, size)
     gather([torch.cat((key[shard], value[shard]), dim=-1) for shard in shards])
+    options: Any = {} if window is None else {"window_size": (window - 1, 0)}
     outputs = [
-        attention(Ranks(size, rank))(
+        attention(Ranks(size, rank), softcap=2.0, **options)(
             query[shard], key[shard], value[shard], None, packed_seq_params=packed(*lengths)
         )
         for rank, shard in enumerate(shards)
     ]
     out = torch.cat(outputs)[torch.cat(shards).argsort()]
-    expected = dense_attention(query, key, value, lengths, lengths, WIDTH**-0.5).flatten(1)
+    expected = dense_attention(
+        query, key, value, lengths, lengths, WIDTH**-0.5, window=window, softcap=2.0
+    ).flatten(1)
     assert_exact(out, expected)
     assert_same_gradients(out, expected, leaves)
 
@@ -244,7 +375,8 @@ def test_context_parallel_rows_are_the_whole(size, gather):
     [
         ({"attention_dropout": 0.1}, "attention-dropout 0.1"),
         ({"dropout": 0.2}, "attention-dropout 0.2"),
-        ({"window_size": (4, 0)}, "window_size"),
+        ({"window_size": (-1, 0)}, "window_size (-1, 0)"),
+        ({"window_size": (4, 1)}, "window_size (4, 1)"),
         ({"mask": AttnMaskType.padding}, "AttnMaskType.padding"),
         ({"mask": AttnMaskType.no_mask}, "AttnMaskType.no_mask"),
         ({"mask": AttnMaskType.arbitrary}, "AttnMaskType.arbitrary"),

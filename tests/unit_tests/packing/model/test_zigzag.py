@@ -98,6 +98,8 @@ def test_segments_without_a_token_hold_and_see_nothing():
     order = zigzag((4, 0), 2, 1, CPU)
     assert (order.query_lengths, order.key_lengths) == ((1, 1), (2, 3))
     assert order.key_index.tolist() == [0, 2, 0, 2, 3]  # the docstring's example
+    windowed = zigzag((4, 0), 2, 1, CPU, 2)
+    assert (windowed.key_lengths, windowed.key_index.tolist()) == ((2, 2), [0, 2, 2, 3])
 
 
 def test_lengths_are_read_once_per_microbatch():

@@ -1,0 +1,221 @@
+"""tensor. Exact causal attention of a pack's segments in plain torch, a block of queries at a time.
+
+It takes everything that a layer may ask for (see `Scores`), on any device and in any precision, and
+keeps no more scores in memory than one block's. `attend` adds sinks to any kernel that gives the
+logarithm of the sum of exponentials, this one or a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.packing.model.zigzag import Lengths
+
+_BLOCK_SCORES = 1 << 21
+"""Scores of a block over all heads, at most: 8 MiB in float32, which a processor's cache holds."""
+_MIN_QUERIES, _MAX_QUERIES = 16, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How a layer makes scores of queries and keys."""
+
+    scale: float
+    """Factor of the products."""
+    window: int | None = None
+    """Tokens that a query sees, its own included; None for all before it."""
+    softcap: float | None = None
+    """Scaled scores x become softcap * tanh(x / softcap)."""
+
+
+class Segments(NamedTuple):
+    """Queries and keys of each segment; the last query of a segment sees its last key."""
+
+    query_lengths: Lengths
+    key_lengths: Lengths
+
+    @classmethod
+    def square(cls, lengths: Lengths) -> Segments:
+        """Returns those of whole sequences."""
+        return cls(lengths, lengths)
+
+
+class LogSumKernel(Protocol):
+    """Attention whose backward pass is a function of the output and the log of the sum of
+    exponentials."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the output [t, heads, d] and the log of the sum of exponentials [heads, t]."""
+
+    def backward(
+        self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of query, key and value, where shares are exp(score - log_sum)."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: LogSumKernel
+) -> Tensor:
+    """Returns what `kernel` computes, where each head's `sinks` takes part in the softmax as the
+    score of one more key without a value.
+
+    sinks: [heads], or None for none.
+    """
+    return _Attend.apply(query, key, value, sinks, kernel)
+
+
+class _Attend(torch.autograd.Function):
+    """A sink multiplies the output by exp(log_sum - with_sink). Kernels make shares of scores and
+    `log_sum` again in their backward pass: given `with_sink` and the new output in place of their
+    own, their formulas are those of the softmax with the sink.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        kernel: LogSumKernel,
+    ) -> Tensor:
+        output, log_sum = kernel.forward(query, key, value)
+        if sinks is not None:
+            with_sink = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(1))
+            share = (log_sum - with_sink).exp().t().unsqueeze(2)
+            output, log_sum = (output * share).to(output.dtype), with_sink
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
+        ctx.kernel = kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
+        of_inputs = ctx.kernel.backward(gradient, (query, key, value), output, log_sum)
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            share = (sinks.to(log_sum.dtype).unsqueeze(1) - log_sum).exp()
+            products = (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1).t()
+            of_sinks = -(share * products).sum(1).to(sinks.dtype)
+        return *of_inputs, of_sinks, None
+
+
+class _Block(NamedTuple):
+    """Queries, and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    hidden: Tensor | None
+    """bool [queries, keys]: pairs that are not seen; None where all are."""
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """Attention in blocks of queries, computed in at least float32."""
+
+    segments: Segments
+    scores: Scores
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LogSumKernel`."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = query.new_empty(*query.shape[:2], value.shape[2])
+        log_sum = query.new_empty(query.shape[1], len(query), dtype=wide)
+        for block in self._blocks(query):
+            scores, _ = self._scores(query, key, block)
+            largest = scores.amax(-1, keepdim=True)
+            total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
+            found = scores @ _by_group(value, block.keys, wide) / total
+            output[block.queries] = _by_token(found, query.shape[1])
+            log_sum[:, block.queries] = (total.log_() + largest).view(query.shape[1], -1)
+        return output, log_sum
+
+    def backward(
+        self, gradient: Tensor, inputs: tuple[Tensor, ...], output: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LogSumKernel`."""
+        query, key, value = inputs
+        wide, heads, groups = log_sum.dtype, query.shape[1], key.shape[1]
+        of_query = torch.zeros_like(query)
+        of_key, of_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+        for block in self._blocks(query):
+            scores, slope = self._scores(query, key, block)
+            queries, values = _by_group(key, block.keys, wide), _by_group(value, block.keys, wide)
+            sums = log_sum[:, block.queries].reshape(groups, -1, 1)
+            shares = scores.sub_(sums).exp_()
+            of_output = _by_group(gradient, block.queries, wide, groups)
+            delta = (of_output * _by_group(output, block.queries, wide, groups)).sum(-1, True)
+            of_value[block.keys] += (shares.mT @ of_output).transpose(0, 1)
+            of_scores = shares.mul_((of_output @ values.mT).sub_(delta)).mul_(self.scores.scale)
+            if slope is not None:
+                of_scores.mul_(slope)
+            of_query[block.queries] = _by_token(of_scores @ queries, heads)
+            rows = _by_group(query, block.queries, wide, groups)
+            of_key[block.keys] += (of_scores.mT @ rows).transpose(0, 1)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+    def _blocks(self, query: Tensor) -> Iterator[_Block]:
+        """Worked example: 3 queries of 5 keys with a window of 2 see keys 1-2, 2-3 and 3-4, so a
+        block of the last two queries takes keys 2-4 and hides one pair in each row.
+        """
+        query_end = key_end = 0
+        window = self.scores.window
+        for num_queries, num_keys in zip(*self.segments, strict=True):
+            query_start, query_end = query_end, query_end + num_queries
+            key_start, key_end = key_end, key_end + num_keys
+            reach = min(num_keys, num_keys if window is None else window + _MAX_QUERIES)
+            size = _BLOCK_SCORES // max(query.shape[1] * reach, 1)
+            size = min(max(size, _MIN_QUERIES), _MAX_QUERIES)
+            for start in range(query_start, query_end, size):
+                stop = min(start + size, query_end)
+                # The key that stands where a query does: bottom right of both ends.
+                first, last = key_end - query_end + start, key_end - query_end + stop
+                low = key_start if window is None else max(key_start, first - window + 1)
+                yield _Block(
+                    slice(start, stop),
+                    slice(low, last),
+                    _hidden(first - low, stop - start, last - low, window, query.device),
+                )
+
+    def _scores(self, query: Tensor, key: Tensor, block: _Block) -> tuple[Tensor, Tensor | None]:
+        """Returns scores [groups, heads of a group * queries, keys], and with a soft cap its slope
+        at each."""
+        wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
+        rows = _by_group(query, block.queries, wide, groups) * self.scores.scale
+        scores, slope = rows @ _by_group(key, block.keys, wide).mT, None
+        if self.scores.softcap is not None:
+            scores.div_(self.scores.softcap).tanh_()
+            slope = 1 - scores.square()
+            scores.mul_(self.scores.softcap)
+        if block.hidden is not None:
+            by_head = scores.view(groups, -1, *block.hidden.shape)
+            by_head.masked_fill_(block.hidden, -torch.inf)
+        return scores, slope
+
+
+def _hidden(
+    offset: int, num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """offset: the place among the keys of the first query."""
+    is_cut = window is not None and num_keys > window
+    if num_queries == 1 and not is_cut:
+        return None
+    everything = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    hidden = everything.triu(offset + 1)
+    return hidden | everything.tril(offset - window) if is_cut and window else hidden
+
+
+def _by_group(x: Tensor, rows: slice, dtype: torch.dtype, groups: int | None = None) -> Tensor:
+    """[t, heads, d] -> [groups, heads of a group * rows, d]; groups: None for as many as heads."""
+    part = x[rows].to(dtype).transpose(0, 1)
+    return part if groups is None else part.reshape(groups, -1, x.shape[2])
+
+
+def _by_token(x: Tensor, heads: int) -> Tensor:
+    """[groups, heads of a group * rows, d] -> [rows, heads, d]."""
+    return x.reshape(heads, -1, x.shape[2]).transpose(0, 1)
