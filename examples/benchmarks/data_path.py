@@ -5,8 +5,8 @@ step waits for.
         over ranks
     python examples/benchmarks/data_path.py exposed [LAYOUT SEQUENCES]   a step with batches made
         ahead, and ready-made
-    python examples/benchmarks/data_path.py scale                        gather, decide and tell on
-        synthetic tables
+    python examples/benchmarks/data_path.py scale                        gather, decide and
+        broadcast on synthetic tables
 
 A LAYOUT is written `dp2tp2`; without one, all are measured. Samples are ready in memory: reading
 and tokenizing are the workers' (see blending.py). The step of `exposed` is a stand-in: matrix
@@ -40,17 +40,17 @@ from megatron.packing.scheduling.cost import gpt_pack_cost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step import global_batch
 from megatron.packing.step.decide import RankReport, decide
-from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.prefetch import Prefetcher
 from megatron.packing.step.settings import PackingSettings
 
 CAPACITY = 8192
 STAGES = {
-    "draw": "draw_samples",
+    "load": "load_samples",
     "gather": "_gather",
     "decide": "decide",
     "move": "_move",
-    "tell": "_tell",
+    "broadcast": "_broadcast_part",
     "pack": "pack",
 }
 STAGE_CASES = [("dp4", 512), ("dp4", 2048), ("dp2tp2", 2048), ("dp2pp2", 2048)]
@@ -112,12 +112,12 @@ def prepared(layout: Layout) -> tuple[TransformerConfig, ProcessGroupCollection]
         max_seqlen_per_dp_cp_rank=CAPACITY // layout.cp,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups(global_batch.GROUPS)
-    road_groups(groups)
+    data_groups(groups)
     return config, groups
 
 
 def stages(layout: Layout, number: int) -> dict[str, float]:
-    """Milliseconds of CPU of this process per step and stage, and of the whole road."""
+    """Milliseconds of CPU of this process per step and stage, and of the whole data path."""
     config, groups = prepared(layout)
     spent = dict.fromkeys([*STAGES, "whole"], 0.0)
     inside: list[float] = []
@@ -138,13 +138,13 @@ def stages(layout: Layout, number: int) -> dict[str, float]:
 
     for stage, name in STAGES.items():
         setattr(global_batch, name, timed(stage, getattr(global_batch, name)))
-    road = timed("whole", global_batch.schedule_global_batch)
-    draws_each = number // layout.dp
-    own = samples(draws_each, groups.dp.rank()) if is_drawing_rank(groups) else None
+    run = timed("whole", global_batch.schedule_global_batch)
+    fetches_each = number // layout.dp
+    own = samples(fetches_each, groups.dp.rank()) if is_data_rank(groups) else None
     for step in range(STEPS + 1):
         if step == 1:  # the first makes connections
             spent.update(dict.fromkeys(spent, 0.0))
-        road(iter(own) if own is not None else None, config, draws_each, groups)
+        run(iter(own) if own is not None else None, config, fetches_each, groups)
     return {stage: 1000 * seconds / STEPS for stage, seconds in spent.items()}
 
 
@@ -153,14 +153,14 @@ def exposed(layout: Layout, number: int) -> dict[str, float]:
     step.
     """
     config, groups = prepared(layout)
-    draws_each = number // layout.dp
+    fetches_each = number // layout.dp
     source: Iterator[Any] | None = None
-    if is_drawing_rank(groups):
-        source = cycle(samples(draws_each, groups.dp.rank()))
+    if is_data_rank(groups):
+        source = cycle(samples(fetches_each, groups.dp.rank()))
     matrix, small = torch.rand(384, 384), torch.rand(16)
 
     def draw() -> global_batch.GlobalBatch:
-        return global_batch.schedule_global_batch(source, config, draws_each, groups)
+        return global_batch.schedule_global_batch(source, config, fetches_each, groups)
 
     def compute() -> None:
         for _ in range(max(20, number // (2 * layout.dp))):
@@ -214,15 +214,15 @@ def print_row(*columns: Any) -> None:
 
 
 def scale() -> None:
-    """One row per table of `ranks` drawing ranks with `each` sequences; in one process."""
+    """One row per table of `ranks` data ranks with `each` sequences; in one process."""
     print_row(
         "ranks",
         "sequences",
         "gathered, MB",
         "unpickled, ms",
         "decide, s",
-        "told, MB",
-        "told, ms",
+        "sent, MB",
+        "sent, ms",
         "memory, MB",
     )
     print_row(*["---"] * 8)
@@ -249,30 +249,30 @@ def scale() -> None:
             ),
             model=StepModel(),
         )
-        offers = [
+        reports = [
             RankReport(
                 lengths=lengths_of(each, rank),
-                draws=np.arange(each),
+                fetch=np.arange(each),
                 steps_delayed=np.zeros(each, np.int64),
                 num_loss_tokens=lengths_of(each, rank),
                 form=(),
             )
             for rank in range(num_ranks)
         ]
-        sent = [pickle.dumps(offer) for offer in offers]
+        sent = [pickle.dumps(report) for report in reports]
         start = time.perf_counter()
-        gathered = [pickle.loads(offer) for offer in sent]
+        gathered = [pickle.loads(report) for report in sent]
         unpickled = time.perf_counter()
         decision = decide(gathered, each, settings, None)
         decided = time.perf_counter()
-        told = pickle.dumps(decision)
-        pickle.loads(told)
+        answer = pickle.dumps(decision)
+        pickle.loads(answer)
         end = time.perf_counter()
         assert decision is not None
         arrays = (decision.source_rank, decision.lengths, decision.rank, decision.microbatch)
         megabytes = [
             sum(map(len, sent)) / 1e6,
-            len(told) / 1e6,
+            len(answer) / 1e6,
             sum(array.nbytes for array in arrays) / 1e6,
         ]
         print_row(

@@ -28,7 +28,7 @@ from data_path import CAPACITY, STAGE_CASES, STEPS, Layout, on_ranks, prepared, 
 
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
-from megatron.packing.step.groups import is_drawing_rank
+from megatron.packing.step.groups import is_data_rank
 
 THEIRS = "megatron.core.datasets.data_schedule"
 
@@ -74,15 +74,15 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
         virtual_pipeline_model_parallel_size=None,
         microbatch_group_size_per_vp_stage=None,
     )
-    draws_each = number // layout.dp
-    own = samples(draws_each, groups.dp.rank()) if is_drawing_rank(groups) else []
+    fetches_each = number // layout.dp
+    own = samples(fetches_each, groups.dp.rank()) if is_data_rank(groups) else []
     reads = groups.tp.rank() == 0 and groups.pp.rank() in (0, groups.pp.size() - 1)
-    their_own = their_samples(draws_each, groups.dp.rank()) if reads else []
+    their_own = their_samples(fetches_each, groups.dp.rank()) if reads else []
 
     def our_step() -> None:
         iterator: Any
         iterator, num_microbatches, *_ = wrap_dataloader(
-            iter(own), config, draws_each, pg_collection=groups
+            iter(own), config, fetches_each, pg_collection=groups
         )
         for _ in range(num_microbatches):
             get_batch_on_this_rank_for_sequence_packing(iterator, pg_collection=groups)
@@ -91,7 +91,7 @@ def beside(layout: Layout, number: int, checkout: Path) -> dict[str, float]:
         iterator, num_microbatches, *_ = theirs.wrap_data_iterator(
             iter([dict(sample) for sample in their_own]) if reads else None,
             their_config,
-            draws_each,
+            fetches_each,
         )
         for _ in range(num_microbatches):
             theirs.get_batch_on_this_rank_for_sequence_packing(iterator)

@@ -44,9 +44,9 @@ def request_of(case: Case, model: StepModel, seed: int) -> ScheduleRequest:
     return ScheduleRequest(
         lengths=lengths,
         source_rank=np.arange(case.size) * case.num_ranks // case.size,
-        source_draw=np.zeros(case.size, np.int64),
+        source_fetch=np.zeros(case.size, np.int64),
         num_ranks=case.num_ranks,
-        num_draws=1,
+        num_fetches=1,
         capacity=case.capacity_factor * int(lengths.max()),
         cost=PackCost(*COST),
         microbatch_multiple=math.lcm(case.multiple, model.stage_group),

@@ -153,7 +153,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         except Exception as error:  # the others are waiting
             failure = error
     if groups.tp.size() > 1:
-        batch = _heard(batch, failure, groups.tp)
+        batch = _received(batch, failure, groups.tp)
     if failure is not None:
         raise failure
     assert batch is not None
@@ -192,7 +192,9 @@ def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
     return {**completed, "padding_mask": padding_mask}
 
 
-def _heard(batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup) -> Batch | None:
+def _received(
+    batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup
+) -> Batch | None:
     """`batch` of tensor-parallel rank 0 on all ranks; which fields it has and their size travel
     first.
     """
@@ -205,7 +207,7 @@ def _heard(batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup
         params = batch.packed_seq_params
         layout = {"cu_seqlens_padded": params.cu_seqlens_q.cpu(), "max_seqlen": params.max_seqlen_q}
         header = [None, names, tuple(batch.padding_mask.shape), layout]
-    failed, *rest = _told(header, tp)
+    failed, *rest = _broadcast(header, tp)
     if failed is not None:
         if failure is not None:
             return None
@@ -220,12 +222,12 @@ def _heard(batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup
     return Batch(**fields, attention_mask=None, packed_seq_params=packed_seq_params(layout, device))
 
 
-def heard_from_first(value: T, pg_collection: ProcessGroupCollection | None) -> T:
+def from_first_rank(value: T, pg_collection: ProcessGroupCollection | None) -> T:
     """Return tensor-parallel rank 0's `value` on all; collective over them."""
-    return _told(value, _groups(pg_collection).tp)
+    return _broadcast(value, _groups(pg_collection).tp)
 
 
-def _told(value: T, tp: dist.ProcessGroup) -> T:
+def _broadcast(value: T, tp: dist.ProcessGroup) -> T:
     values = [value]
     if tp.size() > 1:
         dist.broadcast_object_list(values, src=dist.get_global_rank(tp, 0), group=tp)

@@ -306,7 +306,7 @@ def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
     """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then
     has its iterator, or with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
     """
-    from megatron.packing.conventions import heard_from_first
+    from megatron.packing.conventions import from_first_rank
     from megatron.packing.data_schedule import PackedIterator
     from megatron.packing.step.settings import PackingOptions
 
@@ -317,7 +317,7 @@ def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
     )
     is_packed = isinstance(first, PackedIterator)
     return (
-        heard_from_first(is_packed, groups)
+        from_first_rank(is_packed, groups)
         if PackingOptions.of(config).megatron_lm_calls
         else is_packed
     )

@@ -101,7 +101,7 @@ def compare(
     padded = {
         PADDED_TO_LONGEST: [
             _padded_to(
-                np.full((layout.num_ranks, request.num_draws), longest), 1, request, batch, layout
+                np.full((layout.num_ranks, request.num_fetches), longest), 1, request, batch, layout
             )
             for _, batch, request in asked
         ],

@@ -57,9 +57,9 @@ class StepLayout:
         return ScheduleRequest(
             lengths=self.alignment.padded_length(lengths),
             source_rank=source_rank,
-            source_draw=np.arange(size) - starts[source_rank],
+            source_fetch=np.arange(size) - starts[source_rank],
             num_ranks=self.num_ranks,
-            num_draws=-(-size // self.num_ranks),
+            num_fetches=-(-size // self.num_ranks),
             capacity=self.capacity,
             cost=self.cost,
             microbatch_multiple=self.microbatch_multiple,

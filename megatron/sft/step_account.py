@@ -211,7 +211,7 @@ class StepAccount:
             stats,
             num_loss_tokens=reduced.num_loss_tokens,
             dropped_samples=reduced.counts.num_dropped + stats.dropped_samples,
-            cut_samples=reduced.counts.num_cut + stats.cut_samples,
+            truncated_samples=reduced.counts.num_cut + stats.truncated_samples,
         )
         return StepMetrics(
             **vars(told),

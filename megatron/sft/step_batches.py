@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
-from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.prefetch import Prefetcher
 from megatron.sft.data.counts import Counts
 from megatron.sft.data.sample_set import SampleSet
@@ -100,11 +100,11 @@ class StepBatches(Iterator[StepBatch]):
         if config.packing.sequence_packing:
             prepare = self._packed
             self._groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
-            reads = is_drawing_rank(self._groups)
-            road = road_groups(
+            reads = is_data_rank(self._groups)
+            groups = data_groups(
                 self._groups
             )  # made by this thread: that is collective over the world
-            for group in (road.drawing, road.replica):
+            for group in (groups.exchange, groups.replica):
                 if group is not None:  # else torch's own 30 minutes
                     _set_pg_timeout(
                         timedelta(minutes=config.parallel.distributed_timeout_minutes), group

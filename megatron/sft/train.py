@@ -356,7 +356,7 @@ class Trainer:
                     loss=reduced.loss,
                     num_tokens=reduced.num_loss_tokens,
                     dropped_samples=reduced.counts.num_dropped,
-                    cut_samples=reduced.counts.num_cut,
+                    truncated_samples=reduced.counts.num_cut,
                     dropped=reduced.dropped_by_source(names),
                     sources=reduced.by_source(names),
                 )

@@ -1,5 +1,4 @@
-"""The faults of the matrix: what goes wrong (kind), where on the road of a step (stage), and on
-which rank.
+"""The faults of the matrix: what goes wrong (kind), in which stage of a step, and on which rank.
 
 A stage is a function of the product, which is wrapped in the process of one rank; the product knows
 nothing of it.
@@ -29,7 +28,7 @@ class Layout(NamedTuple):
 
     world_size: int
     flags: str
-    last_drawing_rank: int = 0
+    last_data_rank: int = 0
 
 
 LAYOUTS = {
@@ -51,18 +50,18 @@ class Stage(NamedTuple):
     name: str
     call: int = 1
     on: str = "any"
-    """Which ranks call it: any, drawing ones, or the one that decides."""
+    """Which ranks call it: any, data ranks, or the scheduling rank."""
 
 
-_ROAD = "megatron.packing.step.global_batch"
+_DATA_PATH = "megatron.packing.step.global_batch"
 STAGES = {
     "start": Stage("megatron.sft.data.datasets", "build_datasets"),
-    "draw": Stage("megatron.sft.data.stream:SampleStream", "__next__", 3, "drawing"),
-    "encode": Stage("megatron.sft.data.chat_encoder:ChatEncoder", "encode", 5, "drawing"),
-    "gather": Stage(_ROAD, "_gather", 2, "drawing"),
-    "decide": Stage(_ROAD, "decide", 2, "deciding"),
-    "move": Stage(_ROAD, "_move", 2, "drawing"),
-    "pack": Stage(_ROAD, "pack", 2),
+    "draw": Stage("megatron.sft.data.stream:SampleStream", "__next__", 3, "data"),
+    "encode": Stage("megatron.sft.data.chat_encoder:ChatEncoder", "encode", 5, "data"),
+    "gather": Stage(_DATA_PATH, "_gather", 2, "data"),
+    "decide": Stage(_DATA_PATH, "decide", 2, "scheduling"),
+    "move": Stage(_DATA_PATH, "_move", 2, "data"),
+    "pack": Stage(_DATA_PATH, "pack", 2),
     "forward": Stage("megatron.sft.train", "forward_step", 2),
     "backward": Stage("megatron.core.pipeline_parallel.schedules", "backward_step", 2),
     "optimizer": Stage("megatron.sft.train:Trainer", "_update", 2),
@@ -70,11 +69,11 @@ STAGES = {
     "evaluate": Stage("megatron.sft.train:Trainer", "_evaluate"),
     "save": Stage("megatron.sft.model.checkpoint_save", "sums_of_own"),
     "load": Stage("megatron.sft.model.checkpoint", "_load_state"),
-    "stream": Stage("megatron.blending.loading.rank_loader:Loader", "__next__", 3, "drawing"),
+    "stream": Stage("megatron.blending.loading.rank_loader:Loader", "__next__", 3, "data"),
     # Where a full disk is found out, beside a file of a checkpoint that is being written.
     "shard": Stage("megatron.core.dist_checkpointing", "save"),
-    "tracker": Stage("megatron.sft.model.checkpoint_save", "track", 1, "deciding"),
-    "metrics": Stage("megatron.sft.report.run_folder:RunLog", "step", 2, "deciding"),
+    "tracker": Stage("megatron.sft.model.checkpoint_save", "track", 1, "scheduling"),
+    "metrics": Stage("megatron.sft.report.run_folder:RunLog", "step", 2, "scheduling"),
 }
 
 
@@ -91,13 +90,9 @@ class Fault(NamedTuple):
         """The last rank that does the stage; for KILL and STOP the first, which writes the logs and
         decides.
         """
-        if self.kind in ("KILL", "STOP") or STAGES[self.stage].on == "deciding":
+        if self.kind in ("KILL", "STOP") or STAGES[self.stage].on == "scheduling":
             return 0
-        return (
-            layout.last_drawing_rank
-            if STAGES[self.stage].on == "drawing"
-            else layout.world_size - 1
-        )
+        return layout.last_data_rank if STAGES[self.stage].on == "data" else layout.world_size - 1
 
     def options(self) -> list[str]:
         """Of all ranks: encoding is done by a process of its own."""

@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.packing.model import head
 from megatron.packing.model.pipeline import PackedPasses
-from megatron.packing.step.groups import is_drawing_rank
+from megatron.packing.step.groups import is_data_rank
 from megatron.sft.model import cpu_support
 from megatron.sft.model.build import (
     build_model,
@@ -329,7 +329,7 @@ def train_by_product(
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
     )
-    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
+    draws_data = is_data_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = PackedPasses(get_forward_backward_func())
     losses: list[float] = []
     first: list[tuple[Tensor, Tensor]] = []

@@ -54,7 +54,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from megatron.packing.model import head
 from megatron.packing.model.pipeline import PackedPasses
-from megatron.packing.step.groups import is_drawing_rank
+from megatron.packing.step.groups import is_data_rank
 from megatron.sft.distributed import make_groups
 from megatron.sft.model import cpu_support, mcore_fixes
 from megatron.sft.model.build import (
@@ -155,11 +155,11 @@ def draws_of(
         else [0] * num_ranks + [size]
     )
     mine = list(batch[starts[rank] : starts[rank + 1]])
-    num_draws = max(max(b - a for a, b in pairwise(starts)), 1)
+    num_fetches = max(max(b - a for a, b in pairwise(starts)), 1)
     if shape == "packed":
-        return [[_joined(mine)] if mine else []] + [[]] * (num_draws - 1)
+        return [[_joined(mine)] if mine else []] + [[]] * (num_fetches - 1)
     dicts = [[_plain(sample) if shape == "plain" else _padded(sample)] for sample in mine]
-    return dicts + [[] for _ in range(num_draws - len(dicts))]
+    return dicts + [[] for _ in range(num_fetches - len(dicts))]
 
 
 def _plain(sample: Sample) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def train_packed(
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
     )
-    draws_data = is_drawing_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
+    draws_data = is_data_rank(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"]))
     forward_backward = PackedPasses(get_forward_backward_func())
     frozen = [
         (p, p.detach().clone())

@@ -24,7 +24,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
-from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.groups import data_groups, is_data_rank
 from tests.functional_tests.forked_runs import ForkedRun, train_forked
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_global_batch import (
@@ -81,8 +81,8 @@ def played(layout: Layout, max_steps: int | None) -> Any:
     config = start(layout)
     groups = ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     queue = None if max_steps is None else DelayQueue(max_steps)
-    iterator: Any = data(groups.dp.rank()) if is_drawing_rank(groups) else None
-    road_groups(groups)  # made once per run
+    iterator: Any = data(groups.dp.rank()) if is_data_rank(groups) else None
+    data_groups(groups)  # made once per run
     calls: list[str] = []
     count_calls(calls)
     steps = []
@@ -167,7 +167,7 @@ def repeated(layout: Layout) -> Any:
 
     def step(iterator: Any, own_queue: DelayQueue) -> list[list[int]]:
         loader = wrap_dataloader(
-            iterator if is_drawing_rank(groups) else None, config, DRAWS, queue=own_queue
+            iterator if is_data_rank(groups) else None, config, DRAWS, queue=own_queue
         )
         assert not isinstance(loader.data_iterator, list)
         return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]

@@ -1,5 +1,5 @@
-"""The road of one global batch over real processes: every token arrives once; whatever goes wrong,
-all ranks agree.
+"""The data path of one global batch over real processes: every token arrives once; whatever goes
+wrong, all ranks agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.packing.data_schedule import wrap_dataloader
 from megatron.packing.model.get_batch import get_batch_on_this_rank_for_sequence_packing
 from megatron.packing.step.decide import GlobalBatchError
 from megatron.packing.step.global_batch import GROUPS, schedule_global_batch
-from megatron.packing.step.groups import is_drawing_rank, road_groups
+from megatron.packing.step.groups import data_groups, is_data_rank
 from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 
@@ -103,7 +103,7 @@ def iterators(layout: Layout, make: Callable[[int], Iterator[Any]]) -> Any:
     None elsewhere.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp"])
-    own = make(groups.dp.rank()) if is_drawing_rank(groups) else None
+    own = make(groups.dp.rank()) if is_data_rank(groups) else None
     return own if layout.virtual is None else [own] * layout.virtual
 
 
@@ -121,8 +121,8 @@ def received(layout: Layout, scheduler: str, lengths_of_ranks: list[list[int]]) 
             drawn += 1
             yield with_extra(1 + before + i, length)
 
-    num_draws = max(len(lengths) for lengths in lengths_of_ranks)
-    loader = wrap_dataloader(iterators(layout, draws), config, num_draws)
+    num_fetches = max(len(lengths) for lengths in lengths_of_ranks)
+    loader = wrap_dataloader(iterators(layout, draws), config, num_fetches)
     chunks = (
         loader.data_iterator if isinstance(loader.data_iterator, list) else [loader.data_iterator]
     )
@@ -282,15 +282,15 @@ def outcome(layout: Layout, case: str) -> str:
         return str(failure)
     except StopIteration:
         return "end"
-    return f"{stats.tokens} tokens, {stats.dropped_samples} dropped, {stats.cut_samples} cut"
+    return f"{stats.tokens} tokens, {stats.dropped_samples} dropped, {stats.truncated_samples} cut"
 
 
 PIPELINED, CONTEXT = Layout(8, tensor=2, pipeline=2), Layout(4, context=2)
 CASES = [
-    (Layout(2), "fails", "data-parallel rank 1 (rank 1), draw 1: OSError: disk gone"),
-    (PIPELINED, "fails", "draw 1: OSError: disk gone"),
-    (CONTEXT, "fails", "draw 1: OSError: disk gone"),
-    (PIPELINED, "bad sample", "draw 1: ValueError: 'labels' must be as long as 'tokens'"),
+    (Layout(2), "fails", "data-parallel rank 1 (rank 1), fetch 1: OSError: disk gone"),
+    (PIPELINED, "fails", "fetch 1: OSError: disk gone"),
+    (CONTEXT, "fails", "fetch 1: OSError: disk gone"),
+    (PIPELINED, "bad sample", "fetch 1: ValueError: 'labels' must be as long as 'tokens'"),
     (Layout(2), "too long", f"a sample of {CAPACITY + 1} tokens does not fit a pack of {CAPACITY}"),
     (Layout(2), "truncate", f"{10 + 10 + 3 * CAPACITY} tokens, 0 dropped, 3 cut"),
     (Layout(2), "drop", "20 tokens, 3 dropped, 0 cut"),
@@ -329,7 +329,7 @@ def with_iterators_everywhere(layout: Layout) -> tuple[int, int, bool]:
             yield sample(10 * groups.dp.rank() + number, number)
 
     loader = wrap_dataloader(draws(), config, 3)
-    return loader.num_total_tokens_this_global_batch, drawn, is_drawing_rank(groups)
+    return loader.num_total_tokens_this_global_batch, drawn, is_data_rank(groups)
 
 
 def test_iterators_of_ranks_that_do_not_draw_are_left_alone() -> None:
@@ -379,7 +379,7 @@ def count_collectives(layout: Layout, lengths: list[int]) -> dict[str, Any]:
     global batch.
     """
     config = start(layout)
-    road_groups(ProcessGroupCollection.use_mpu_process_groups(GROUPS))  # made once per run
+    data_groups(ProcessGroupCollection.use_mpu_process_groups(GROUPS))  # made once per run
     calls: list[str] = []
     payload = 0
     plain_all_to_all = dist.all_to_all_single
@@ -433,7 +433,7 @@ def repeated(layout: Layout) -> Any:
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
 
     def step() -> list[list[int]]:
-        loader = wrap_dataloader(source if is_drawing_rank(groups) else None, config, 4)
+        loader = wrap_dataloader(source if is_data_rank(groups) else None, config, 4)
         assert not isinstance(loader.data_iterator, list)
         return [microbatch["tokens"].tolist() for microbatch in loader.data_iterator]
 
@@ -466,7 +466,7 @@ def with_own_groups(layout: Layout) -> Any:
 
     def step(**arguments: Any) -> list[Any]:
         loader = wrap_dataloader(
-            iter(data) if is_drawing_rank(groups) else None, config, 2, **arguments
+            iter(data) if is_data_rank(groups) else None, config, 2, **arguments
         )
         assert not isinstance(loader.data_iterator, list)
         batches = [

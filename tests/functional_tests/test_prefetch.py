@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.packing.model.pipeline import PackedPasses
 from megatron.packing.step.delay import DelayQueue
 from megatron.packing.step.global_batch import GROUPS
-from megatron.packing.step.groups import is_drawing_rank
+from megatron.packing.step.groups import is_data_rank
 from megatron.packing.step.settings import PackingOptions
 from tests.functional_tests.ranks import run_ranks
 from tests.functional_tests.test_delay import DRAWS, MAX_STEPS, NUM_STEPS, data, numbers_in
@@ -64,7 +64,7 @@ def trained(layout: Layout, ahead: int, case: str) -> Any:
                 raise OSError("disk gone")
             yield item
 
-    source = rerun.RerunDataIterator(draws()) if is_drawing_rank(groups) else None
+    source = rerun.RerunDataIterator(draws()) if is_data_rank(groups) else None
     given = [source] * layout.virtual if layout.virtual else source
     held_out = (
         iter([sample(900 + i, 5) for i in range(NUM_STEPS + 1)]) if source is not None else None

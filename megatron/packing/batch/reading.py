@@ -42,37 +42,38 @@ _HUGGINGFACE = (
 
 
 class SampleError(ValueError):
-    """A sample that cannot be trained on, and the draw that gave it."""
+    """A sample that cannot be trained on, and the number of the `next` call that gave it."""
 
-    def __init__(self, draw: int, text: str) -> None:
+    def __init__(self, fetch: int, text: str) -> None:
         super().__init__(text)
-        self.draw = draw
+        self.fetch = fetch
 
 
 class SampleReader:
-    """Gathers the samples of many draws; `samples` makes one `Samples` of them."""
+    """Gathers the samples of many `next` calls; `samples` makes one `Samples` of them."""
 
     def __init__(self) -> None:
         self._items: list[dict[str, npt.NDArray[Any]]] = []
-        """The fields that each has, by name; it holds a sequence or several."""
+        """Fields of each sample by name; a sample may hold several sequences."""
         self._extra: list[dict[str, Rows]] = []
         self._lengths: list[int] = []
         self._sources: list[int] = []
-        self._draws: list[int] = []
+        self._fetches: list[int] = []
 
-    def add(self, drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]], draw: int) -> None:
-        """Take what one `next` returned: a dict, or any number of them. ValueError for a dict that
-        is no sample.
+    def add(self, given: Mapping[str, Any] | Iterable[Mapping[str, Any]], fetch: int) -> None:
+        """Adds what `next` call number `fetch` returned: a dict, or any number of them.
+
+        Raises ValueError for a dict that is no sample.
         """
-        for item in (drawn,) if isinstance(drawn, Mapping) else drawn:
+        for item in (given,) if isinstance(given, Mapping) else given:
             shape: tuple[int, ...] = getattr(item.get("tokens", item.get("input_ids")), "shape", ())
             if len(shape) == 2 and shape[0] > 1:
                 for row in range(shape[0]):
-                    self._add_item(_row(item, row, shape[0]), draw)
+                    self._add_item(_row(item, row, shape[0]), fetch)
             else:
-                self._add_item(item, draw)
+                self._add_item(item, fetch)
 
-    def _add_item(self, item: Mapping[str, Any], draw: int) -> None:
+    def _add_item(self, item: Mapping[str, Any], fetch: int) -> None:
         if item.get("tokens") is None and item.get("input_ids") is not None:
             item = _from_huggingface(item)
         given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
@@ -110,7 +111,7 @@ class SampleReader:
         self._items.append(given)
         self._lengths += lengths
         self._sources += [source] * len(lengths)
-        self._draws += [draw] * len(lengths)
+        self._fetches += [fetch] * len(lengths)
 
     def samples(self) -> Samples:
         """Return all that was added. SampleError for values that cannot be trained on."""
@@ -131,7 +132,7 @@ class SampleReader:
             self._check_ids("position_ids", position_ids, ends)
         if not np.isfinite(loss_mask.sum(dtype=np.float64)):
             place = int(np.isfinite(loss_mask).argmin())
-            raise SampleError(self._draw_of(place, ends), "'loss_mask' must be finite, but is not")
+            raise SampleError(self._fetch_of(place, ends), "'loss_mask' must be finite, but is not")
         has_labels = ["labels" in item for item in self._items]
         if not all(has_labels):
             unlabelled = ~np.repeat(has_labels, [item["tokens"].size for item in self._items])
@@ -159,12 +160,12 @@ class SampleReader:
                 column_of(name, [item[name] for item in self._extra]) for name in sorted(names)
             )
         except ValueError as error:
-            raise SampleError(self._draws[0], str(error)) from None
+            raise SampleError(self._fetches[0], str(error)) from None
 
     @property
-    def draws(self) -> IntArray:
-        """int64 [n]: which draw gave each sequence."""
-        return np.array(self._draws, np.int64)
+    def fetch(self) -> IntArray:
+        """int64 [n]: number of the `next` call that gave each sequence."""
+        return np.array(self._fetches, np.int64)
 
     def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """The values of all items, which may be written to; those of the default for items that
@@ -180,24 +181,24 @@ class SampleReader:
     def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:
         """The least of them."""
         if ids.dtype.kind not in "iu":
-            raise SampleError(self._draws[0], f"'{name}' must be integers, but are {ids.dtype}")
+            raise SampleError(self._fetches[0], f"'{name}' must be integers, but are {ids.dtype}")
         least = int(ids.min())
         if ids.max() >= _LIMIT or least <= -_LIMIT:
             place = int((np.abs(ids) >= _LIMIT).argmax())
             raise SampleError(
-                self._draw_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}"
+                self._fetch_of(place, ends), f"'{name}' must be below 2**31, but has {ids[place]}"
             )
         return least
 
-    def _draw_of(self, place: int, ends: IntArray) -> int:
-        return self._draws[int(np.searchsorted(ends, place, side="right"))]
+    def _fetch_of(self, place: int, ends: IntArray) -> int:
+        return self._fetches[int(np.searchsorted(ends, place, side="right"))]
 
 
-def read_samples(drawn: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
+def read_samples(given: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
     """Return the sequences of what one `next` returned. ValueError for what cannot be trained
     on."""
     reader = SampleReader()
-    reader.add(drawn, 0)
+    reader.add(given, 0)
     return reader.samples()
 
 

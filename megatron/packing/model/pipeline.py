@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packing.step.global_batch import GROUPS, GlobalBatch, schedule_global_batch
-from megatron.packing.step.groups import device_of, road_groups
+from megatron.packing.step.groups import data_groups, device_of
 from megatron.packing.step.prefetch import Prefetcher
 from megatron.packing.step.settings import PackingOptions
 
@@ -36,7 +36,7 @@ class PackedPasses:
     packing scheduler.
 
     Takes the same arguments. `data_iterator` gives samples (see `data_schedule.wrap_dataloader`)
-    and `num_microbatches` says how often each drawing rank calls `next`; how many microbatches then
+    and `num_microbatches` says how often each data rank calls `next`; how many microbatches then
     run is the scheduler's decision. The model's config must pass `check_config`. In training
     outliers wait for company (see `delay`) where its `PackingOptions` have a queue, and global
     batches are prepared ahead where they say so: then all training steps must give the same
@@ -97,32 +97,32 @@ class _Training:
         self,
         data_iterator: object,
         config: TransformerConfig,
-        num_draws: int,
+        num_fetches: int,
         groups: ProcessGroupCollection,
     ) -> None:
         options = PackingOptions.of(config)
         self._ahead = options.prefetch_global_batches
-        self._iterator, self._num_draws = _only(data_iterator), num_draws
+        self._iterator, self._num_fetches = _only(data_iterator), num_fetches
         self._config, self._groups = config, groups
         self._step, self._queue = options.step, options.delay_queue
         self._working_queue = self._queue
         if self._ahead:
-            road_groups(groups)  # made by this thread: that is collective over the world
+            data_groups(groups)  # made by this thread: that is collective over the world
             self._iterator = getattr(self._iterator, "iterable", self._iterator)
             self._working_queue = None if self._queue is None else self._queue.copy()
         self._given = _only(data_iterator)
         self._last: GlobalBatch | None = None
         self.batches = Prefetcher(self._prepare, self._ahead)
 
-    def next(self, data_iterator: object, num_draws: int) -> GlobalBatch:
+    def next(self, data_iterator: object, num_fetches: int) -> GlobalBatch:
         if not self._ahead:
-            self._iterator, self._num_draws = _only(data_iterator), num_draws
+            self._iterator, self._num_fetches = _only(data_iterator), num_fetches
             self._step -= getattr(self._iterator, "replaying", False)
             return next(self.batches)
-        if _only(data_iterator) is not self._given or num_draws != self._num_draws:
+        if _only(data_iterator) is not self._given or num_fetches != self._num_fetches:
             raise ValueError(
                 "with --prefetch-global-batches every training step must be given the same data "
-                "iterator and number of microbatches, as its batches are drawn ahead; pass "
+                "iterator and number of microbatches, as its batches are loaded ahead; pass "
                 "--prefetch-global-batches 0"
             )
         if (
@@ -139,7 +139,7 @@ class _Training:
         batch = schedule_global_batch(
             self._iterator,
             self._config,
-            self._num_draws,
+            self._num_fetches,
             self._groups,
             queue=self._working_queue,
             step=self._step,
@@ -149,7 +149,7 @@ class _Training:
 
 
 def _only(data_iterator: object) -> Any:
-    """The iterator that is drawn from: with interleaving the first of a list."""
+    """Returns the iterator that is read: with interleaving the first of a list."""
     return data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
 
 

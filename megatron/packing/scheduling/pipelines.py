@@ -148,7 +148,7 @@ def _sample_of(request: ScheduleRequest, limits: PipelineLimits) -> ScheduleRequ
         request,
         lengths=chosen,
         source_rank=nowhere,
-        source_draw=nowhere,
+        source_fetch=nowhere,
         steps_delayed=None,
         loss_tokens=None,
         num_ranks=num_ranks,

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.former_names import with_former_names
 from megatron.packing.scheduling.bounds import fewest_packs, rank_cost_bound, step_bound
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.placement import sorted_order
@@ -42,11 +43,12 @@ class Sorted(NamedTuple):
     """
 
 
+@with_former_names(source_draw="source_fetch", num_draws="num_fetches")
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
     """The sequences of one global batch and the packs they may go to.
 
-    Sequences are numbered 0..N-1 in global order: by source rank, then in the order drawn there.
+    Sequences are numbered 0..N-1 in global order: by source rank, then in the order loaded there.
     ValueError where fields contradict one another, CapacityError where a sequence alone is over
     capacity: what can be built can be scheduled.
     """
@@ -54,20 +56,18 @@ class ScheduleRequest:
     lengths: IntArray
     """int64 [N], tokens that each sequence occupies in a pack, alignment included; at least 1."""
     source_rank: IntArray
-    """int64 [N], data-parallel rank that drew each sequence."""
-    source_draw: IntArray
-    """int64 [N], which `next` of that rank's iterator gave it, from 0."""
+    """int64 [N], data-parallel rank that loaded each sequence."""
+    source_fetch: IntArray
+    """int64 [N], number of the `next` call of that rank's iterator that gave it, from 0."""
     steps_delayed: IntArray | None = None
-    """int64 [N], by how many steps each sequence is later than it was drawn; None where none ever
-    is.
-    """
+    """int64 [N], steps between loading and this step; None where no sequence ever waits."""
     loss_tokens: IntArray | None = None
     """int64 [N], tokens of each sequence that count for the loss; None where only lengths are
     known.
     """
     num_ranks: int
     """Data-parallel ranks."""
-    num_draws: int
+    num_fetches: int
     """`next` calls per rank."""
     capacity: int
     """Tokens that a pack may hold."""
@@ -91,7 +91,7 @@ class ScheduleRequest:
         limits: dict[str, tuple[int, int | None]] = {
             "lengths": (1, None),
             "source_rank": (0, self.num_ranks),
-            "source_draw": (0, self.num_draws),
+            "source_fetch": (0, self.num_fetches),
             "steps_delayed": (0, None),
             "loss_tokens": (0, None),
         }
@@ -111,8 +111,8 @@ class ScheduleRequest:
             )
         for i in np.flatnonzero(self.lengths > self.capacity)[:1]:
             raise CapacityError(
-                f"sequence {i} of the global batch (rank {self.source_rank[i]}, draw "
-                f"{self.source_draw[i]}) has {self.lengths[i]} tokens, but a pack holds "
+                f"sequence {i} of the global batch (rank {self.source_rank[i]}, fetch "
+                f"{self.source_fetch[i]}) has {self.lengths[i]} tokens, but a pack holds "
                 f"{self.capacity}; raise --max-seqlen-per-dp-cp-rank or truncate the sequence"
             )
 
@@ -195,8 +195,8 @@ class Schedule:
 class Scheduler(Protocol):
     """Function from request to schedule that keeps the invariants in this module's docstring.
 
-    One rank calls it, and the others are told. Random choices come from the request's `seed` and
-    `step`, so that a run that is resumed repeats them.
+    One rank calls it, and the others receive the schedule. Random choices come from the request's
+    `seed` and `step`, so that a resumed run repeats them.
     """
 
     def __call__(self, request: ScheduleRequest, /) -> Schedule: ...
@@ -220,7 +220,7 @@ def check_schedule(request: ScheduleRequest, schedule: object) -> None:
             f"microbatches per rank must be a positive multiple of {multiple}, "
             f"but are {num_microbatches}"
         )
-    most = rounded_up(max(request.lengths.size, request.num_draws), multiple)
+    most = rounded_up(max(request.lengths.size, request.num_fetches), multiple)
     if num_microbatches > most:  # memory would end before time does
         raise ValueError(
             f"microbatches per rank must be at most {most}, but are {num_microbatches}"

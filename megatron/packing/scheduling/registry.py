@@ -89,9 +89,9 @@ def empty(request: ScheduleRequest) -> Schedule:
     Packs keep the order of loading. Empty packs at the end make up `microbatch_multiple`. Raises
     CapacityError where a pack is over capacity.
     """
-    num_microbatches = rounded_up(request.num_draws, request.microbatch_multiple)
+    num_microbatches = rounded_up(request.num_fetches, request.microbatch_multiple)
     schedule = Schedule(
-        request.source_rank, request.source_draw, request.num_ranks, num_microbatches
+        request.source_rank, request.source_fetch, request.num_ranks, num_microbatches
     )
     check_capacity(request, schedule)
     return schedule

@@ -22,11 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.former_names import with_former_names
 from megatron.packing.scheduling import compiled
 
 FloatArray = npt.NDArray[np.float64]
 
 
+@with_former_names(ranks_meet="sync_every_microbatch")
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
     """Parallel layout, as far as it makes ranks wait for one another."""
@@ -52,11 +54,6 @@ class StepModel:
                 f"stage_group must be at least num_stages, {self.num_stages}, in an interleaved "
                 f"pipeline, but is {self.stage_group}"
             )
-
-    @property
-    def ranks_meet(self) -> bool:
-        """The former name of `sync_every_microbatch`, for users' schedulers; gone after 0.1."""
-        return self.sync_every_microbatch
 
     @property
     def bubble_packs(self) -> float:

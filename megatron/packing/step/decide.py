@@ -1,15 +1,15 @@
-"""mcore. One rank decides for all: which sequences leave with this step, and where each of them is
-trained.
+"""mcore. Chooses the sequences that leave with this step, and the place where each is trained.
 
-Every drawing rank makes an `RankReport`; the first of them answers with a `Decision`. Both are
-values, so that a scheduler may be anything: what it raises is heard by all ranks, and nobody has to
-find the same answer twice.
+Every data rank makes a `RankReport`. The first of them, the scheduling rank, answers with a
+`Decision`, which all receive. Both are values, so that a scheduler may be anything: its exception
+reaches all ranks, and no two ranks have to find the same answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,50 +20,68 @@ from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
 from megatron.packing.step.delay import Delayed
-from megatron.packing.step.draw import Draw
+from megatron.packing.step.load import Loaded
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats, packing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one drawing rank has at hand for a step; int64 [n] each."""
+    """What a data rank has to schedule in a step; int64 [n] each."""
 
     lengths: IntArray
-    draws: IntArray
-    """Which `next` of this step gave each."""
+    fetch: IntArray
+    """Number of the `next` call of this step that gave each sequence; 0 for those that waited."""
     steps_delayed: IntArray
     num_loss_tokens: IntArray
     form: Form
     num_dropped: int = 0
-    num_cut: int = 0
+    num_truncated: int = 0
     ended: bool = False
     error: str | None = None
 
     @classmethod
-    def of(cls, draw: Draw, delayed: Delayed | None, at_hand: Samples) -> RankReport:
-        """Return what a rank says of the sequences that it has `at_hand`: those that waited, then
-        what it drew.
+    def of(cls, loaded: Loaded, delayed: Delayed | None, local: Samples) -> RankReport:
+        """Returns the report of a rank with `local` sequences: those that waited, then those that
+        it loaded.
         """
         waited = np.empty(0, np.int64) if delayed is None else delayed.steps
         return cls(
-            lengths=at_hand.lengths,
-            draws=np.concatenate((np.zeros_like(waited), draw.draws)),
-            steps_delayed=np.concatenate((waited, np.zeros_like(draw.draws))),
-            num_loss_tokens=at_hand.num_loss_tokens,
-            form=at_hand.form,
-            num_dropped=draw.num_dropped,
-            num_cut=draw.num_cut,
-            ended=draw.ended,
-            error=draw.error,
+            lengths=local.lengths,
+            fetch=np.concatenate((np.zeros_like(waited), loaded.fetch)),
+            steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch))),
+            num_loss_tokens=local.num_loss_tokens,
+            form=local.form,
+            num_dropped=loaded.num_dropped,
+            num_truncated=loaded.num_truncated,
+            ended=loaded.ended,
+            error=loaded.error,
         )
+
+
+class _Reports(NamedTuple):
+    """The reports of all ranks, one after the other: int64 [N] each."""
+
+    source_rank: IntArray
+    lengths: IntArray
+    fetch: IntArray
+    steps_delayed: IntArray
+    num_loss_tokens: IntArray
+
+    @classmethod
+    def of(cls, reports: Sequence[RankReport]) -> _Reports:
+        """Returns them joined."""
+        sizes = [report.lengths.size for report in reports]
+        of_sequences = (
+            np.concatenate([getattr(report, name) for report in reports])
+            for name in cls._fields[1:]
+        )
+        return cls(np.repeat(np.arange(len(reports)), sizes), *of_sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Where the N sequences at hand go, by data-parallel rank that drew them and then as drawn
-    there.
-    """
+    """The place of each of the N sequences of all ranks, in the order of their reports."""
 
     source_rank: npt.NDArray[np.int32]
     lengths: IntArray
@@ -75,7 +93,7 @@ class Decision:
     stats: PackingStats
 
     def pack_lengths(self) -> list[list[list[int]]]:
-        """Return [rank][microbatch] -> real lengths of its sequences."""
+        """Returns [rank][microbatch] -> real lengths of its sequences."""
         num_ranks, num_microbatches = self.stats.num_ranks, self.stats.microbatches
         pack = (self.rank.astype(np.int64) * num_microbatches + self.microbatch)[self.rank >= 0]
         order = np.argsort(pack, kind="stable")
@@ -88,99 +106,114 @@ class Decision:
 
 
 class GlobalBatchError(RuntimeError):
-    """A rank could not draw, schedule or place its part of the global batch. Raised alike on every
-    rank.
+    """A rank could not load, schedule or place its part of the global batch.
+
+    Raised alike on every rank.
     """
 
 
 def decide(
-    offers: Sequence[RankReport], num_draws: int, settings: PackingSettings, max_delay: int | None
+    reports: Sequence[RankReport],
+    num_fetches: int,
+    settings: PackingSettings,
+    max_delay: int | None,
 ) -> Decision | None:
-    """Return what all ranks will do with what they offer; None where the data has ended and nothing
-    is at hand.
+    """Returns the place of each reported sequence; None at the end of the data, where none is left.
 
-    offers: by data-parallel rank. max_delay: steps that a sequence may be delayed by; None without
-    a `DelayQueue`. Raises GlobalBatchError with the reason where a rank could not draw, or no valid
-    schedule was found.
+    Args:
+        reports: by data-parallel rank.
+        max_delay: steps that a sequence may be delayed by; None without a `DelayQueue`.
+
+    Raises:
+        GlobalBatchError: with the reason, where a rank could not load, or no valid schedule was
+            found.
     """
-    errors = [offer.error for offer in offers if offer.error is not None]
-    if errors:
-        raise GlobalBatchError(errors[0])
-    ended = any(offer.ended for offer in offers)
-    lengths, steps_delayed = (
-        np.concatenate([getattr(offer, name) for offer in offers])
-        for name in ("lengths", "steps_delayed")
-    )
-    if ended and not lengths.size:
+    form = _checked_form(reports)
+    ended, batch = any(report.ended for report in reports), _Reports.of(reports)
+    if ended and not batch.lengths.size:
         return None
     try:
-        form = common_form([offer.form for offer in offers if offer.lengths.size])
-    except ValueError as failure:
-        raise GlobalBatchError(str(failure)) from None
-    try:
-        padded = settings.alignment.padded_length(lengths)
-        waits = np.zeros(lengths.size, np.bool_)
-        if max_delay is not None:
-            waits = outliers_to_delay(
-                padded,
-                settings.cost,
-                steps_delayed,
-                num_ranks=len(offers),
-                pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
-                max_steps=0 if ended else max_delay,  # no later step will bring company
-            )
-        request = _request(offers, ~waits, num_draws, settings)
+        waits = np.zeros(batch.lengths.size, np.bool_)
+        if max_delay is not None:  # after the end no later step brings company
+            waits = _outliers(batch, len(reports), settings, 0 if ended else max_delay)
+        request = _request(batch, ~waits, len(reports), num_fetches, settings)
         schedule = get_scheduler(settings.scheduler)(request)
         check_schedule(request, schedule)
-    except (
-        Exception,
-        SystemExit,
-    ) as failure:  # a scheduler may be the user's; the other ranks are waiting
+    # A scheduler may be the user's and raise anything, while the other ranks wait.
+    except (Exception, SystemExit) as failure:
         raise GlobalBatchError(
             f"scheduler '{settings.scheduler}': {type(failure).__name__}: {failure}"
         ) from failure
-    rank, microbatch = (np.full(lengths.size, -1, np.int32) for _ in range(2))
+    rank, microbatch = (np.full(waits.size, -1, np.int32) for _ in range(2))
     rank[~waits], microbatch[~waits] = schedule.rank, schedule.microbatch
     stats = packing_stats(
-        request=request, schedule=schedule, length=lengths[~waits], alignment=settings.alignment
+        request=request,
+        schedule=schedule,
+        length=batch.lengths[~waits],
+        alignment=settings.alignment,
     )
+    delays = batch.steps_delayed[~waits]
     return Decision(
-        source_rank=_source_rank(offers).astype(np.int32),
-        lengths=lengths,
+        source_rank=batch.source_rank.astype(np.int32),
+        lengths=batch.lengths,
         rank=rank,
         microbatch=microbatch,
         form=form,
         stats=replace(
             stats,
-            dropped_samples=sum(offer.num_dropped for offer in offers),
-            cut_samples=sum(offer.num_cut for offer in offers),
-            delays=[]
-            if max_delay is None
-            else np.bincount(steps_delayed[~waits], minlength=1).tolist(),
+            dropped_samples=sum(report.num_dropped for report in reports),
+            truncated_samples=sum(report.num_truncated for report in reports),
+            delays=[] if max_delay is None else np.bincount(delays, minlength=1).tolist(),
             waiting=int(waits.sum()),
         ),
     )
 
 
+def _checked_form(reports: Sequence[RankReport]) -> Form:
+    """Returns the columns of all ranks' sequences together; GlobalBatchError with the first rank's
+    error, or where ranks have other extra columns.
+    """
+    errors = [report.error for report in reports if report.error is not None]
+    if errors:
+        raise GlobalBatchError(errors[0])
+    try:
+        return common_form([report.form for report in reports if report.lengths.size])
+    except ValueError as failure:
+        raise GlobalBatchError(str(failure)) from None
+
+
+def _outliers(
+    batch: _Reports, num_ranks: int, settings: PackingSettings, max_steps: int
+) -> npt.NDArray[np.bool_]:
+    """Returns the sequences that wait for a later step, bool [N]."""
+    padded = settings.alignment.padded_length(batch.lengths)
+    return outliers_to_delay(
+        padded,
+        settings.cost,
+        batch.steps_delayed,
+        num_ranks=num_ranks,
+        pack_capacity=capacity_that_matters(settings.model, settings.capacity, padded),
+        max_steps=max_steps,
+    )
+
+
 def _request(
-    offers: Sequence[RankReport],
+    batch: _Reports,
     is_kept: npt.NDArray[np.bool_],
-    num_draws: int,
+    num_ranks: int,
+    num_fetches: int,
     settings: PackingSettings,
 ) -> ScheduleRequest:
-    """Return what the scheduler is asked, of those offered sequences that are not delayed."""
-    lengths, draws, steps_delayed, loss_tokens = (
-        np.concatenate([getattr(offer, name) for offer in offers])[is_kept]
-        for name in ("lengths", "draws", "steps_delayed", "num_loss_tokens")
-    )
+    """Returns the request to the scheduler, for the sequences that are not delayed."""
+    kept = _Reports(*(values[is_kept] for values in batch))
     return ScheduleRequest(
-        lengths=settings.alignment.padded_length(lengths),
-        source_rank=_source_rank(offers)[is_kept],
-        source_draw=draws,
-        steps_delayed=steps_delayed,
-        loss_tokens=loss_tokens,
-        num_ranks=len(offers),
-        num_draws=num_draws,
+        lengths=settings.alignment.padded_length(kept.lengths),
+        source_rank=kept.source_rank,
+        source_fetch=kept.fetch,
+        steps_delayed=kept.steps_delayed,
+        loss_tokens=kept.num_loss_tokens,
+        num_ranks=num_ranks,
+        num_fetches=num_fetches,
         capacity=settings.capacity,
         microbatch_multiple=settings.microbatch_multiple,
         cost=settings.cost,
@@ -188,8 +221,3 @@ def _request(
         seed=settings.seed,
         step=settings.step,
     )
-
-
-def _source_rank(offers: Sequence[RankReport]) -> npt.NDArray[np.int64]:
-    """Return the data-parallel rank that offers each sequence, [N]."""
-    return np.repeat(np.arange(len(offers)), [offer.lengths.size for offer in offers])

@@ -1,18 +1,18 @@
-"""mcore. The road of one global batch, once per step: draw, gather, decide, move, tell, pack.
+"""mcore. The data path of one global batch: load, gather, decide, move, broadcast, pack.
 
-    draw     the drawing rank of each data-parallel replica draws from its iterator (see `groups`)
-    gather   one drawing rank hears what all of them have at hand: about 50 bytes per sequence
-    decide   it schedules, and all drawing ranks hear the answer: about 20 bytes per sequence
-    move     the drawing ranks exchange samples: one all-to-all, about 5 bytes per token (see
-             `samples`)
-    tell     each sends its replica the plan and the samples: one broadcast of about 5 bytes per
-             token
-    pack     every rank makes the microbatches that its pipeline stage needs, padded
+    load       the data rank of each data-parallel replica reads its iterator (see `groups`)
+    gather     the first data rank, the scheduling rank, receives a report of each: about 50 bytes
+               per sequence
+    decide     it schedules, and all data ranks receive the schedule: about 20 bytes per sequence
+    move       the data ranks exchange samples: one all-to-all, about 5 bytes per token (see
+               `samples`)
+    broadcast  each sends its replica the plan and the samples: one broadcast of about 5 bytes per
+               token
+    pack       every rank makes the microbatches that its pipeline stage needs, padded
 
-All of it is on the host and over gloo; the number of collectives does not depend on that of
-microbatches, and none is left for the microbatches. Whatever fails on a drawing rank (end of data,
-an exception while drawing or scheduling, a batch that no schedule fits) is raised alike on all
-ranks.
+All of it is on the host and over gloo. The number of collectives does not depend on the number of
+microbatches, and none is left for the microbatches. An error on a data rank (end of data, an
+exception while loading or scheduling, a batch that no schedule fits) is raised alike on all ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from megatron.packing.batch.microbatches import (
 from megatron.packing.batch.samples import IntArray, Samples, joined
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
-from megatron.packing.step.draw import Draw, draw_samples
-from megatron.packing.step.groups import DataGroups, road_groups
+from megatron.packing.step.groups import DataGroups, data_groups
+from megatron.packing.step.load import Loaded, load_samples
 from megatron.packing.step.settings import PackingSettings
 from megatron.packing.step.stats import PackingStats
 
@@ -51,16 +51,20 @@ T = TypeVar("T")
 
 
 class PackedIterator(Iterator[Microbatch]):
-    """Over the microbatches of one global batch; a type of its own, so that it is not taken for the
-    user's data.
+    """Iterator over the microbatches of one global batch.
 
-    device: a CUDA device to which tensors of tokens are copied, each microbatch while the one
-    before it is computed, on a stream of their own; None leaves them on the host.
+    It is a type of its own, so that it is not taken for the user's data.
     """
 
     def __init__(
         self, microbatches: Sequence[Microbatch], device: torch.device | None = None
     ) -> None:
+        """Takes the microbatches.
+
+        Args:
+            device: a CUDA device to which tensors of tokens are copied on a stream of their own,
+                each microbatch while the one before it is computed. None leaves them on the host.
+        """
         self._microbatches: Iterator[Microbatch] = iter(microbatches)
         if device is not None and device.type == "cuda":
             self._microbatches = copied_ahead(self._microbatches, device)
@@ -77,19 +81,17 @@ class GlobalBatch:
     stats: PackingStats
     settings: PackingSettings
     decision: Decision | None
-    """Where all sequences went, on the rank that decides (data-parallel rank 0's drawing one); None
-    elsewhere.
-    """
+    """The schedule of all sequences, on the scheduling rank; None elsewhere."""
     delayed: Delayed
-    """Sequences that this rank drew and that wait for a later batch."""
+    """Sequences that this rank loaded and that wait for a later batch."""
 
     def iterators(
         self, num_virtual_stages: int | None, device: torch.device | None = None
     ) -> PackedIterator | list[PackedIterator]:
-        """Return what megatron-core's schedules iterate over: with virtual stages a list, an
-        iterator for each.
+        """Returns the iterator for megatron-core's schedules: with virtual stages a list of them.
 
-        device: see `PackedIterator`.
+        Args:
+            device: see `PackedIterator`.
         """
         if num_virtual_stages is None:
             return PackedIterator(self.microbatches, device)
@@ -97,7 +99,7 @@ class GlobalBatch:
 
 
 class StepPlan(NamedTuple):
-    """What the ranks of a replica are told of a step, beside the samples."""
+    """The part of the schedule that the ranks of a replica receive beside the samples."""
 
     stats: PackingStats
     num_sequences: IntArray
@@ -108,14 +110,14 @@ class StepPlan(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The outcome of a step on a drawing rank: its replica's part, or the error, or None at the end
-    of the data.
+    """The outcome of a step on a data rank: its replica's part, or the error, or None at the end of
+    the data.
     """
 
     plan: StepPlan | str | None
     samples: Samples
     decision: Decision | None = None
-    """On the rank that decides."""
+    """On the scheduling rank."""
 
 
 def schedule_global_batch(
@@ -127,17 +129,20 @@ def schedule_global_batch(
     queue: DelayQueue | None = None,
     step: int | None = None,
 ) -> GlobalBatch:
-    """`data_schedule.wrap_dataloader`, with everything that is known about the batch.
+    """Does what `data_schedule.wrap_dataloader` does, and returns all that is known of the batch.
 
-    step: its number; None takes that of `PackingOptions`. It may run in a thread (see
-    `step.prefetch`), once the first call, or `road_groups`, has made its groups.
+    It may run in a thread (see `step.prefetch`), once the first call, or `data_groups`, has made
+    its groups.
+
+    Args:
+        step: its number; None takes that of `PackingOptions`.
     """
     settings = PackingSettings.of(config, groups, scheduler_type, step)
-    road = road_groups(groups)
+    own = data_groups(groups)
     part = _Part(None, Samples.none())
-    if road.drawing is not None:
-        part = _draw_and_place(data_iterator, num_microbatches, settings, road.drawing, queue)
-    plan, samples = _tell(part, road)
+    if own.exchange is not None:
+        part = _load_and_place(data_iterator, num_microbatches, settings, own.exchange, queue)
+    plan, samples = _broadcast_part(part, own)
     if plan is None:
         raise StopIteration
     if isinstance(plan, str):
@@ -155,74 +160,86 @@ def schedule_global_batch(
     )
 
 
-def _draw_and_place(
+def _load_and_place(
     data_iterator: Any,
-    num_draws: int,
+    num_fetches: int,
     settings: PackingSettings,
-    drawing: dist.ProcessGroup,
+    exchange: dist.ProcessGroup,
     queue: DelayQueue | None,
 ) -> _Part:
-    """What a drawing rank does, alike on all of them: draw, gather, decide, move."""
+    """Runs load, gather, decide and move on a data rank; collective over the data ranks."""
     iterator = data_iterator[0] if isinstance(data_iterator, (list, tuple)) else data_iterator
-    name = f"data-parallel rank {drawing.rank()} (rank {dist.get_rank()})"
-    draw = draw_samples(iterator, num_draws, settings.capacity, settings.over_length_policy, name)
-    # megatron-core's RerunDataIterator says whether it gives the samples of the step before once
-    # more.
-    delayed = (
-        None if queue is None else queue.begin(is_repeated=getattr(iterator, "replaying", False))
+    name = f"data-parallel rank {exchange.rank()} (rank {dist.get_rank()})"
+    loaded = load_samples(
+        iterator, num_fetches, settings.capacity, settings.over_length_policy, name
     )
-    at_hand = draw.samples
-    if delayed is not None:
+    delayed, local = None, loaded.samples
+    if queue is not None:
+        # megatron-core's RerunDataIterator gives the samples of the step before once more while
+        # `replaying`. The queue then begins where that step began.
+        delayed = queue.begin(is_repeated=getattr(iterator, "replaying", False))
         try:
-            at_hand = joined([delayed.samples, draw.samples])
+            local = joined([delayed.samples, loaded.samples])
         except ValueError as failure:
-            draw = Draw.failed(f"{name}: {failure}")
-    offers = _gather(RankReport.of(draw, delayed, at_hand), drawing)
-    decision: Decision | str | None = None
-    if offers is not None:
-        try:
-            decision = decide(
-                offers, num_draws, settings, None if queue is None else queue.max_steps
-            )
-        except GlobalBatchError as failure:
-            decision = str(failure)
-    decision = _broadcast(decision, 0, drawing)
+            loaded = Loaded.failed(f"{name}: {failure}")
+    decision = _decide(
+        RankReport.of(loaded, delayed, local), num_fetches, settings, exchange, queue
+    )
     if not isinstance(decision, Decision):
         return _Part(decision, Samples.none())
     if queue is not None and delayed is not None:
-        queue.finish(_left_behind(decision, delayed, at_hand, drawing.rank()))
-    samples, microbatch = _move(at_hand.in_form(decision.form), decision, drawing)
+        queue.finish(_left_behind(decision, delayed, local, exchange.rank()))
+    samples, microbatch = _move(local.in_form(decision.form), decision, exchange)
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
     plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form)
-    return _Part(plan, samples, None if offers is None else decision)
+    return _Part(plan, samples, decision if exchange.rank() == 0 else None)
 
 
-def _gather(offer: RankReport, drawing: dist.ProcessGroup) -> list[RankReport] | None:
-    """All offers on the first drawing rank, which decides; None on the others."""
-    if drawing.size() == 1:
-        return [offer]
-    # gather_object would tell all ranks all sizes first, in a ring, and pad each offer to the
-    # largest
-    mine = torch.frombuffer(bytearray(pickle.dumps(offer)), dtype=torch.uint8)
-    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(drawing, 0)
-    if drawing.rank() != 0:
-        dist.gather(size, dst=first, group=drawing)
-        dist.send(mine, first, group=drawing)
+def _decide(
+    report: RankReport,
+    num_fetches: int,
+    settings: PackingSettings,
+    exchange: dist.ProcessGroup,
+    queue: DelayQueue | None,
+) -> Decision | str | None:
+    """Returns the scheduling rank's decision, or its error, on all data ranks."""
+    reports = _gather(report, exchange)
+    decision: Decision | str | None = None
+    if reports is not None:
+        max_delay = None if queue is None else queue.max_steps
+        try:
+            decision = decide(reports, num_fetches, settings, max_delay)
+        except GlobalBatchError as failure:  # the other data ranks wait for an answer
+            decision = str(failure)
+    return _broadcast(decision, 0, exchange)
+
+
+def _gather(report: RankReport, exchange: dist.ProcessGroup) -> list[RankReport] | None:
+    """Returns all reports on the first data rank, which schedules; None on the others."""
+    if exchange.size() == 1:
+        return [report]
+    # gather_object would send all ranks all sizes first, in a ring, and pad each report to the
+    # largest.
+    mine = torch.frombuffer(bytearray(pickle.dumps(report)), dtype=torch.uint8)
+    size, first = torch.tensor([mine.numel()]), dist.get_global_rank(exchange, 0)
+    if exchange.rank() != 0:
+        dist.gather(size, dst=first, group=exchange)
+        dist.send(mine, first, group=exchange)
         return None
-    sizes = [torch.empty_like(size) for _ in range(drawing.size())]
-    dist.gather(size, sizes, dst=first, group=drawing)
-    offers = [offer]
-    for rank in range(1, drawing.size()):
+    sizes = [torch.empty_like(size) for _ in range(exchange.size())]
+    dist.gather(size, sizes, dst=first, group=exchange)
+    reports = [report]
+    for rank in range(1, exchange.size()):
         other = torch.empty(int(sizes[rank]), dtype=torch.uint8)
-        dist.recv(other, dist.get_global_rank(drawing, rank), group=drawing)
-        offers.append(pickle.loads(other.numpy().tobytes()))
-    return offers
+        dist.recv(other, dist.get_global_rank(exchange, rank), group=exchange)
+        reports.append(pickle.loads(other.numpy().tobytes()))
+    return reports
 
 
 def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """`value` of group rank `source`, on every rank of the group."""
+    """Returns `value` of group rank `source` on every rank of the group."""
     if group.size() == 1:
         return value
     values = [value]
@@ -230,20 +247,26 @@ def _broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
     return values[0]
 
 
-def _left_behind(decision: Decision, delayed: Delayed, at_hand: Samples, rank: int) -> Delayed:
+def _left_behind(decision: Decision, delayed: Delayed, local: Samples, rank: int) -> Delayed:
+    """Returns the local sequences that wait for a later step, one step later than before."""
     stays = np.flatnonzero(decision.rank[decision.source_rank == rank] < 0)
-    steps = np.zeros(at_hand.lengths.size, np.int64)
-    steps[: delayed.steps.size] = delayed.steps
-    return Delayed(at_hand.take(stays), steps[stays] + 1)
+    steps = np.zeros(local.lengths.size, np.int64)
+    steps[: delayed.steps.size] = delayed.steps  # those that waited come first in `local`
+    return Delayed(local.take(stays), steps[stays] + 1)
 
 
 def _move(
-    samples: Samples, decision: Decision, drawing: dist.ProcessGroup
+    samples: Samples, decision: Decision, exchange: dist.ProcessGroup
 ) -> tuple[Samples, npt.NDArray[np.int32]]:
-    """Send each sample to the rank that trains it; what is this rank's then, and its
-    microbatches."""
-    rank, size = drawing.rank(), drawing.size()
+    """Sends each sample to the data rank of the replica that trains it; returns those that this
+    replica trains, and the microbatch of each.
+
+        rank 0 holds a b c with targets 1 0 1, rank 1 holds d e with targets 0 1
+        ->    rank 0 receives b d, rank 1 receives a c e: by source, then in the order held there
+    """
+    rank, size = exchange.rank(), exchange.size()
     target = decision.rank[decision.source_rank == rank]
+    # Sequences that wait have target -1, and are sorted before all others.
     order = np.argsort(target, kind="stable")[int((target < 0).sum()) :]
     outgoing = samples.take(order)
     mine = decision.rank == rank
@@ -262,29 +285,27 @@ def _move(
         torch.from_numpy(np.concatenate(words)),
         receive,
         [part.size for part in words],
-        group=drawing,
+        group=exchange,
     )
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
     arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, lengths)]
     return joined(arrived), decision.microbatch[mine]
 
 
-def _tell(part: _Part, road: DataGroups) -> tuple[StepPlan | str | None, Samples]:
-    """The plan and the samples of this replica, on each of its ranks."""
-    group = road.replica
+def _broadcast_part(part: _Part, own: DataGroups) -> tuple[StepPlan | str | None, Samples]:
+    """Returns the plan and the samples of this replica on each of its ranks."""
+    group = own.replica
     if group.size() == 1:
         return part.plan, part.samples
-    source = dist.get_group_rank(group, road.drawing_rank)
-    plan = _broadcast(part.plan, source, group)
+    plan = _broadcast(part.plan, dist.get_group_rank(group, own.data_rank), group)
     if not isinstance(plan, StepPlan):
         return plan, part.samples
-    if road.drawing is not None:
+    if own.exchange is not None:
         words = torch.from_numpy(part.samples.to_words())
     else:
-        words = torch.empty(
-            num_words(len(plan.lengths), int(plan.lengths.sum()), plan.form), dtype=torch.int32
-        )
-    dist.broadcast(words, src=road.drawing_rank, group=group)
-    if road.drawing is not None:
+        num_tokens = int(plan.lengths.sum())
+        words = torch.empty(num_words(len(plan.lengths), num_tokens, plan.form), dtype=torch.int32)
+    dist.broadcast(words, src=own.data_rank, group=group)
+    if own.exchange is not None:
         return plan, part.samples
     return plan, Samples.from_words(words.numpy(), plan.lengths, plan.form)

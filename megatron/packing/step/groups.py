@@ -1,8 +1,13 @@
-"""collective. Who draws, and the two kinds of process group that carry a global batch.
+"""collective. The data ranks, and the two kinds of process group that carry a global batch.
 
-Of each data-parallel replica one rank draws: tensor-, context- and pipeline-parallel rank 0. The
-drawing ranks are one group, each replica is another. Both are gloo groups of their own, as all that
-travels is on the host, and as a road in the background must not share groups with the model.
+One rank of each data-parallel replica loads data: its *data rank*, tensor-, context- and
+pipeline-parallel rank 0. It is a rank of the world, not a data-parallel rank, although there are as
+many. The data ranks make up one group, and each replica is another. Both are gloo groups of their
+own: all that travels is on the host, and a thread that prepares batches must not share groups with
+the model.
+
+    2 replicas of 4 ranks (tensor parallel 2, pipeline 2), ranks 0 1 4 5 and 2 3 6 7:
+    data ranks 0 and 2    ->    exchange [0, 2], replicas [0, 1, 4, 5] and [2, 3, 6, 7]
 """
 
 from __future__ import annotations
@@ -19,29 +24,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """The groups of this rank."""
+    """The groups of this rank that carry global batches."""
 
-    drawing: dist.ProcessGroup | None
-    """All drawing ranks, by data-parallel rank; None on ranks that do not draw."""
+    exchange: dist.ProcessGroup | None
+    """All data ranks, in the order of data-parallel ranks; None on other ranks."""
     replica: dist.ProcessGroup
     """The ranks of this data-parallel replica."""
-    drawing_rank: int
-    """Global rank of the one of this replica that draws."""
+    data_rank: int
+    """Global rank of this replica's data rank."""
 
 
-def is_drawing_rank(groups: Any) -> bool:
-    """Return whether this rank draws for its replica; `groups` has megatron-core's `tp`, `cp` and
-    `pp`.
+def is_data_rank(groups: Any) -> bool:
+    """Returns whether this rank loads data for its replica.
+
+    Args:
+        groups: megatron-core's `tp`, `cp` and `pp`.
     """
     return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
-def road_groups(groups: Any) -> DataGroups:
-    """Return the groups that go with megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`; made at the
-    first call.
+is_drawing_rank = is_data_rank
+"""The former name, for users' scripts; gone after 0.1."""
 
-    The first call is collective over the world. Their collectives have torch's own timeout for
-    gloo.
+
+def data_groups(groups: Any) -> DataGroups:
+    """Returns the groups beside megatron-core's `tp`, `cp`, `pp`, `dp` and `mp`.
+
+    They are made by the first call, which is collective over the world. Their collectives have
+    torch's own timeout for gloo.
     """
     return _made(groups.tp, groups.cp, groups.pp, groups.dp, groups.mp)
 
@@ -54,35 +64,38 @@ def _made(
     dp: dist.ProcessGroup,
     mp: dist.ProcessGroup,
 ) -> DataGroups:
-    draws = tp.rank() == cp.rank() == pp.rank() == 0
-    stages = _all_gathered((dist.get_rank(), draws), mp)
-    members = dict(member for shard in _all_gathered(stages, cp) for member in shard)
-    (drawing_rank,) = (rank for rank, its_draws in members.items() if its_draws)
-    drawing_ranks = tuple(dist.get_process_group_ranks(dp)) if draws else ()
-    if list(drawing_ranks) != sorted(drawing_ranks):
+    loads = tp.rank() == cp.rank() == pp.rank() == 0
+    # mp holds a replica's tensor and pipeline ranks of one context rank; cp joins them over context
+    # ranks. So two gathers list the replica's members, each with whether it loads data.
+    stages = _gather_all((dist.get_rank(), loads), mp)
+    members = dict(member for shard in _gather_all(stages, cp) for member in shard)
+    (data_rank,) = (rank for rank, its_loads in members.items() if its_loads)
+    data_ranks = tuple(dist.get_process_group_ranks(dp)) if loads else ()
+    if list(data_ranks) != sorted(data_ranks):
         raise ValueError("the data-parallel group must list its ranks in ascending order")
-    everyone = _all_gathered((drawing_ranks, tuple(sorted(members))), dist.group.WORLD)
+    everyone = _gather_all((data_ranks, tuple(sorted(members))), dist.group.WORLD)
     mine: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
-    for kind in (0, 1):  # all ranks take part in making each group, in one order
+    for kind in (0, 1):  # `new_group` is collective: all ranks make all groups in one order
         for ranks in sorted({each[kind] for each in everyone} - {()}):
             group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
                 mine[kind, ranks] = group
-    drawing = mine[0, drawing_ranks] if draws else None
     return DataGroups(
-        drawing=drawing, replica=mine[1, tuple(sorted(members))], drawing_rank=drawing_rank
+        exchange=mine[0, data_ranks] if loads else None,
+        replica=mine[1, tuple(sorted(members))],
+        data_rank=data_rank,
     )
 
 
-def _all_gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def _gather_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where tensors for this group's collectives must live."""
-    # A group of several backends, or of the default ones, has a name of its own; only gloo alone
+    """Returns where tensors for this group's collectives must live."""
+    # A group of several backends, or of the default ones, has a name of its own. Only gloo alone
     # stays on the CPU.
     if not torch.cuda.is_available() or dist.get_backend(group) in ("gloo", "cpu:gloo"):
         return torch.device("cpu")

@@ -1,5 +1,5 @@
-"""pure. What a global batch held and how well it was packed: exact counts, padding, fill, balance
-against the lower bound.
+"""pure. Account of a packed global batch: exact counts, padding, fill, balance against the lower
+bound.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.packing.former_names import with_former_names
+
 if TYPE_CHECKING:  # a report of a run needs no arrays
     from megatron.packing.batch.layout import Alignment
     from megatron.packing.scheduling.problem import IntArray, Schedule, ScheduleRequest
 
 
+@with_former_names(cut_samples="truncated_samples")
 @dataclass(frozen=True, kw_only=True)
 class PackingStats:
     """One global batch over all data-parallel ranks, in columns of `metrics.jsonl`. Counts of
@@ -26,17 +29,16 @@ class PackingStats:
     square_sum: int
     """Sum of the squared lengths, which attention's cost follows."""
     num_loss_tokens: int
-    """Of the sequences, those that count for the loss; all of them where that is not known."""
+    """Tokens that count for the loss; all tokens where that is not known."""
     padded_tokens: int
     """Tokens computed: sequences, their padding, tails and dummy packs."""
     row_tokens: int = 0
-    """Tokens that would be computed without packing, see `padded_rows`; 0 in files from before it
-    was told.
+    """Tokens that would be computed without packing (`padded_rows`); 0 in files of older versions.
     """
     capacity_tokens: int
     """Tokens that the packs could hold: microbatches * capacity * data-parallel size."""
     microbatches: int
-    """Of each data-parallel rank."""
+    """Microbatches of each data-parallel rank."""
     num_ranks: int
     """Data-parallel size."""
     step_cost: float
@@ -46,17 +48,17 @@ class PackingStats:
     bubble: float
     """Share of the modelled time, over all ranks and stages, in which nothing is computed."""
     moved_tokens: int
-    """Of sequences that another data-parallel rank computes than the one that drew them; without
-    padding, which doesn't travel.
+    """Tokens of sequences that are trained on another data-parallel rank than loaded, without
+    padding, which does not travel.
     """
     dropped_samples: int = 0
-    """Samples that were left out: too long, broken, or without a token that counts."""
-    cut_samples: int = 0
-    """Samples that were cut."""
+    """Samples that were skipped: too long, broken, or without a token that counts."""
+    truncated_samples: int = 0
+    """Samples that were truncated."""
     delays: list[int] = field(default_factory=list)
     """Sequences of this step that were delayed by 0, 1, 2 ... steps; empty where none may be."""
     waiting: int = 0
-    """Sequences drawn, on any rank, that are delayed to a later step."""
+    """Sequences of any rank that are delayed to a later step."""
 
     @property
     def fill(self) -> float:
@@ -70,9 +72,7 @@ class PackingStats:
 
     @property
     def balance(self) -> float:
-        """Modelled time over its bound: 1 cannot be beaten, but in pipelines by packs of uneven
-        size.
-        """
+        """Modelled time over its bound. Only uneven packs of pipelines can be below 1."""
         return self.step_cost / self.step_cost_bound if self.step_cost_bound else 1.0
 
     @property
@@ -82,9 +82,12 @@ class PackingStats:
 
 
 def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """The microbatches of a rank without packing, (longest, number of rows): sequences in the order
-    drawn, each padded to the longest of its microbatch, as many as fit into `capacity` tokens. (3,
-    5, 9, 2) in 12: (5, 2), (9, 1), (2, 1).
+    """Returns the microbatches of a rank without packing, as (longest, number of rows).
+
+    Sequences come in the order loaded, each padded to the longest of its microbatch, as many as fit
+    into `capacity` tokens.
+
+        lengths 3 5 9 2, capacity 12    ->    (5, 2), (9, 1), (2, 1)
     """
     rows: list[tuple[int, int]] = []
     longest, count = 0, 0
@@ -99,8 +102,10 @@ def padded_rows(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
 def packing_stats(
     *, request: ScheduleRequest, schedule: Schedule, length: IntArray, alignment: Alignment
 ) -> PackingStats:
-    """Account for a scheduled global batch, but for samples that are not in it; `length` int64 [N]
-    are the real lengths of the request's sequences.
+    """Returns the account of a scheduled global batch, without samples that are not in it.
+
+    Args:
+        length: int64 [N], real lengths of the request's sequences.
     """
     num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
     computed = (-(-request.pack_lengths(schedule) // alignment.pack)).clip(min=1) * alignment.pack

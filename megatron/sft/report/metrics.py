@@ -109,8 +109,8 @@ class StepMetrics(PackingStats):
                 f"{self.dropped_samples} dropped"
                 + (f": {dropped_line(self.dropped)}" if self.dropped else "")
             )
-        if self.cut_samples:
-            parts.append(f"{self.cut_samples} cut")
+        if self.truncated_samples:
+            parts.append(f"{self.truncated_samples} cut")
         if self.delays:
             parts.append(f"{sum(self.delays[1:])} delayed, {self.waiting} waiting")
         if self.skipped:
@@ -129,6 +129,8 @@ class StepMetrics(PackingStats):
         return f"loss {self.loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, fill {self.fill:.0%}"
 
 
+FORMER_NAMES = {"cut_samples": "truncated_samples"}
+"""Former names of columns of `metrics.jsonl`: written and read for one more release."""
 DERIVED = ("fill", "padding", "balance", "moved", "prediction_error")
 """Properties of a step that are columns of `metrics.jsonl`, too; they are not read back."""
 DRAWN = (
@@ -159,7 +161,7 @@ class Evaluation:
     num_tokens: int
     """Tokens that the loss is taken on."""
     dropped_samples: int = 0
-    cut_samples: int = 0
+    truncated_samples: int = 0
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """As in a step."""
     sources: Mapping[str, SourceMetrics] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class Evaluation:
     def to_line(self) -> str:
         """Returns the evaluation as one line of a log."""
         left_out = f", {self.dropped_samples} dropped" * bool(self.dropped_samples)
-        left_out += f", {self.cut_samples} cut" * bool(self.cut_samples)
+        left_out += f", {self.truncated_samples} cut" * bool(self.truncated_samples)
         line = (
             f"{self.split} loss {self.loss:.4f} after step {self.iteration} "
             f"({self.num_tokens:,} loss tokens{left_out})"

@@ -26,7 +26,14 @@ from typing import Any, NamedTuple, TypeVar
 from megatron.packing.user_files import parse_json
 from megatron.sft.report.boards import Board
 from megatron.sft.report.line_file import LineFile
-from megatron.sft.report.metrics import DERIVED, DRAWN, Evaluation, SourceMetrics, StepMetrics
+from megatron.sft.report.metrics import (
+    DERIVED,
+    DRAWN,
+    FORMER_NAMES,
+    Evaluation,
+    SourceMetrics,
+    StepMetrics,
+)
 
 METRICS_FILE = "metrics.jsonl"
 PACKS_FILE = "packs.jsonl"
@@ -77,7 +84,7 @@ class MetricsWriter:
         )  # those of its packs come last
         if not metrics.delays:
             del values["delays"], values["waiting"]
-        self._file.write(json_line("train", **values))
+        self._file.write(json_line("train", **_with_former_names(values)))
         drawn = {f"train/{name}": getattr(metrics, name) for name in DRAWN}
         drawn |= {f"train/loss of {name}": source.loss for name, source in metrics.sources.items()}
         self._add_to_boards(drawn, metrics.iteration)
@@ -89,7 +96,7 @@ class MetricsWriter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Writes and shows the loss over held-out data."""
-        self._file.write(json_line("evaluation", **asdict(evaluation)))
+        self._file.write(json_line("evaluation", **_with_former_names(asdict(evaluation))))
         self._add_to_boards({f"{evaluation.split}/loss": evaluation.loss}, evaluation.iteration)
         if self._bar is not None:
             self._bar.write(evaluation.to_line())
@@ -124,6 +131,10 @@ class MetricsWriter:
                 print(f"note: {_failed(board, error)}", flush=True)
         if self._bar is not None:
             self._bar.close()
+
+
+def _with_former_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**values, **{old: values[new] for old, new in FORMER_NAMES.items()}}
 
 
 def _failed(board: Board, error: Exception) -> str:
@@ -225,6 +236,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def from_record(kind: type[T], record: dict[str, Any]) -> T:
     """Returns the dataclass instance that a line was written from, null as NaN."""
+    record = {FORMER_NAMES.get(name, name): value for name, value in record.items()}
 
     def read(cls: type, values: dict[str, Any]) -> dict[str, Any]:
         known = [one.name for one in fields(cls) if one.name in values]

@@ -216,7 +216,7 @@ def sample_rows(steps: Sequence[StepMetrics]) -> Rows:
             reasons.setdefault(name, Counter()).update(numbers)
     dropped, cut = (
         sum(step.dropped_samples for step in steps),
-        sum(step.cut_samples for step in steps),
+        sum(step.truncated_samples for step in steps),
     )
     rows = [
         (

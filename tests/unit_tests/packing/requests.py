@@ -57,10 +57,10 @@ def request(
     return ScheduleRequest(
         lengths=np.array(lengths, np.int64),
         source_rank=np.arange(n) // max(per_rank, 1),
-        source_draw=position // per_draw,
+        source_fetch=position // per_draw,
         loss_tokens=None if loss_tokens is None else np.array(loss_tokens, np.int64),
         num_ranks=num_ranks,
-        num_draws=-(-per_rank // per_draw),
+        num_fetches=-(-per_rank // per_draw),
         capacity=capacity,
         cost=cost,
         microbatch_multiple=microbatch_multiple,

@@ -146,9 +146,9 @@ def test_a_scheduler_of_megatron_lms_kind(monkeypatch: pytest.MonkeyPatch) -> No
     request = ScheduleRequest(
         lengths=array(8, 24, 16),
         source_rank=array(0, 0, 1),
-        source_draw=array(0, 1, 0),
+        source_fetch=array(0, 1, 0),
         num_ranks=2,
-        num_draws=2,
+        num_fetches=2,
         capacity=64,
         microbatch_multiple=2,
         cost=PackCost(linear=1.0, quadratic=0.0),
@@ -175,7 +175,7 @@ def test_the_plug_in_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them the names that a script imports have other contracts; they must go, too, when it
     is taken back.
     """
-    monkeypatch.setattr(conventions, "heard_from_first", lambda value, groups: value)
+    monkeypatch.setattr(conventions, "from_first_rank", lambda value, groups: value)
     stats = SimpleNamespace(microbatches=1, tokens=7, square_sum=25)
     batch = SimpleNamespace(iterators=lambda num_virtual_stages, device: iter([]), stats=stats)
     monkeypatch.setattr(pipeline, "schedule_global_batch", lambda *arguments, **options: batch)

@@ -47,7 +47,7 @@ def test_a_former_name_is_read():
     del values["model"]["sync_every_microbatch"]
     former = StepRecord.from_dict({**values, "model": {**values["model"], "ranks_meet": True}})
     assert former == now
-    assert former.layout.model.ranks_meet
+    assert former.layout.model.sync_every_microbatch
 
 
 def test_record_of_a_schedule():
@@ -69,7 +69,7 @@ def test_ranks_draw_equal_parts():
     """As training deals a global batch to ranks: `empty` is nothing else."""
     request = LAYOUT.request(np.array([1, 2, 3, 4, 5]))
     assert request.source_rank.tolist() == [0, 0, 1, 1, 1]
-    assert request.source_draw.tolist() == [0, 1, 0, 1, 2]
+    assert request.source_fetch.tolist() == [0, 1, 0, 1, 2]
     assert request.lengths.tolist() == [4, 4, 4, 4, 8]
 
 

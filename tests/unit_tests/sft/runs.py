@@ -36,7 +36,7 @@ STEP = StepMetrics(
     tokens_per_second=12_000.0,
     tflops_per_device=0.0312,
     dropped_samples=0,
-    cut_samples=0,
+    truncated_samples=0,
 )
 
 SOURCE = SourceMetrics(sequences=3, tokens=40, num_loss_tokens=30, loss=1.25)
@@ -74,7 +74,7 @@ def write_run(folder: Path) -> None:
     writer.event("run", iteration=0, seq_length=1000, global_batch_size=8)
     writer.evaluation(Evaluation(iteration=0, split="valid", loss=9.5, num_tokens=100))
     writer.step(step(1, tokens_per_second=10.0, dropped_samples=2))
-    writer.step(step(2, step_cost=12.0, cut_samples=1))
+    writer.step(step(2, step_cost=12.0, truncated_samples=1))
     writer.evaluation(Evaluation(iteration=2, split="valid", loss=8.5, num_tokens=100))
     writer.step(step(3, loss=float("nan"), skipped=True))
     writer.step(step(4))

@@ -76,7 +76,8 @@ def test_a_padded_step_is_told_by_what_was_drawn(monkeypatch):
     assert (step.padded_tokens, step.capacity_tokens, step.microbatches) == (1500, 2048, 8)
     assert step.tokens_per_second == 500
     assert step.tflops_per_device == pytest.approx((1000 * 1e9 + 100_000 * 1e6) / (2 * 4 * 1e12))
-    assert (step.dropped_samples, step.cut_samples, step.delays, step.waiting) == (3, 1, [], 0)
+    assert (step.dropped_samples, step.truncated_samples) == (3, 1)
+    assert (step.delays, step.waiting) == ([], 0)
     assert math.isnan(step.predicted_seconds)
     assert [source.loss for source in step.sources.values()] == [2.0, 2.0]
     assert [sum(reasons.values()) for reasons in step.dropped.values()] == [3]

@@ -13,12 +13,12 @@ from megatron.packing.batch.reading import SampleError, SampleReader, read_sampl
 from tests.unit_tests.packing.batch.test_samples import Sequence, parts_of
 
 
-def read(drawn: Any) -> list[Sequence]:
-    return parts_of(read_samples(drawn))
+def read(given: Any) -> list[Sequence]:
+    return parts_of(read_samples(given))
 
 
-def tokens_of(drawn: Any) -> list[list[int]]:
-    return [part[0] for part in read(drawn)]
+def tokens_of(given: Any) -> list[list[int]]:
+    return [part[0] for part in read(given)]
 
 
 DERIVED = ([5, 6, 7], [6, 7, 7], [1.0, 1.0, 0.0], [0, 1, 2])
@@ -180,17 +180,17 @@ def test_huggingface_samples_without_padding_between_them(ends: dict[str, Any]) 
     ]
 
 
-def test_a_reader_knows_which_draw_gave_each() -> None:
-    """Schedulers keep together what was drawn together, and errors name the draw."""
+def test_a_reader_knows_which_fetch_gave_each() -> None:
+    """Schedulers keep together what was loaded together, and errors name the fetch."""
     reader = SampleReader()
     reader.add([{"tokens": [1, 2]}, {"tokens": [3, 4, 5], "cu_seqlens": [0, 1, 3]}], 0)
     reader.add([], 1)
     reader.add({"tokens": [6]}, 2)
-    assert reader.draws.tolist() == [0, 0, 0, 2]
+    assert reader.fetch.tolist() == [0, 0, 0, 2]
     reader.add({"tokens": [2**31]}, 4)
     with pytest.raises(SampleError) as error:
         reader.samples()
-    assert error.value.draw == 4
+    assert error.value.fetch == 4
 
 
 @pytest.mark.parametrize(
@@ -252,17 +252,17 @@ def test_a_reader_knows_which_draw_gave_each() -> None:
 )
 def test_malformed_samples_are_refused(item: dict[str, Any], message: str) -> None:
     """Each would be cut or stretched by slicing without an error, and train on something else."""
-    for drawn in (item, [{"tokens": [1]}, item]):
+    for given in (item, [{"tokens": [1]}, item]):
         with pytest.raises(ValueError) as error:  # noqa: PT011  the text is compared below, it holds brackets
-            read(drawn)
+            read(given)
         assert message in str(error.value)
 
 
-def extra_of_read(drawn: Any) -> dict[str, tuple[str, Any]]:
+def extra_of_read(given: Any) -> dict[str, tuple[str, Any]]:
     """Type and rows of each extra column by name."""
     return {
         column.name: (column.dtype, values.tolist())
-        for column, values in read_samples(drawn).extra().items()
+        for column, values in read_samples(given).extra().items()
     }
 
 

@@ -126,9 +126,9 @@ class Played:
         request = ScheduleRequest(
             lengths=lengths,
             source_rank=zeros,
-            source_draw=zeros,
+            source_fetch=zeros,
             num_ranks=num_ranks,
-            num_draws=1,
+            num_fetches=1,
             capacity=capacity,
             cost=QUADRATIC,
             model=model,

@@ -34,9 +34,9 @@ def asked_of(
     return ScheduleRequest(
         lengths=lengths,
         source_rank=source,
-        source_draw=np.zeros(len(lengths), np.int64),
+        source_fetch=np.zeros(len(lengths), np.int64),
         num_ranks=packs.num_ranks,
-        num_draws=1,
+        num_fetches=1,
         capacity=packs.capacity,
         cost=PackCost(1.0, 0.01, fixed),
         model=model,

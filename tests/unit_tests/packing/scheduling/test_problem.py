@@ -23,7 +23,7 @@ def test_sequence_over_capacity_is_named():
     """The user must learn which sequence, how long, and what to do."""
     with pytest.raises(
         CapacityError,
-        match=r"sequence 3 .*rank 1, draw 1.* 11 tokens.*10; raise --max-seqlen-per-dp-cp-rank",
+        match=r"sequence 3 .*rank 1, fetch 1.* 11 tokens.*10; raise --max-seqlen-per-dp-cp-rank",
     ):
         request([5, 5, 6, 11], 2, 10)
 
@@ -35,7 +35,7 @@ def test_contradictory_requests_are_refused():
         ({"lengths": np.array([3, 0])}, "lengths must be at least 1, but spans 0 to 3"),
         ({"lengths": np.array([3.0, 4.0])}, r"lengths must be int64 \[2\], but is float64"),
         ({"source_rank": np.array([0, 2])}, "source_rank must be at least 0 and below 2"),
-        ({"source_draw": np.array([0])}, r"source_draw must be int64 \[2\]"),
+        ({"source_fetch": np.array([0])}, r"source_fetch must be int64 \[2\]"),
         (
             {"steps_delayed": np.array([0, -1])},
             "steps_delayed must be at least 0, but spans -1 to 0",
@@ -143,7 +143,7 @@ def test_a_scheduler_can_not_change_what_it_is_asked():
     """
     lengths = array(3, 1, 2)
     asked = request(lengths, 1, 10)
-    for values in (asked.lengths, asked.source_rank, asked.source_draw):
+    for values in (asked.lengths, asked.source_rank, asked.source_fetch):
         with pytest.raises(ValueError, match="read-only"):
             values.sort()
     lengths.sort()  # the caller's own stays as it was

@@ -50,8 +50,8 @@ def test_empty_packs_as_drawn(asked):
     schedule = SCHEDULERS["empty"](asked)
     check_schedule(asked, schedule)
     assert (schedule.rank == asked.source_rank).all()
-    assert (schedule.microbatch == asked.source_draw).all()
-    fewest = max(asked.num_draws, 1)
+    assert (schedule.microbatch == asked.source_fetch).all()
+    fewest = max(asked.num_fetches, 1)
     assert fewest <= schedule.num_microbatches < fewest + asked.microbatch_multiple
 
 

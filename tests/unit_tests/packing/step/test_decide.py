@@ -30,7 +30,7 @@ SETTINGS = PackingSettings(
 )
 
 
-def offer(*lengths: int, **others: Any) -> RankReport:
+def report(*lengths: int, **others: Any) -> RankReport:
     zeros = np.zeros(len(lengths), np.int64)
     columns: dict[str, Any] = {
         field.name: zeros for field in fields(RankReport) if field.type == "IntArray"
@@ -40,18 +40,18 @@ def offer(*lengths: int, **others: Any) -> RankReport:
 
 def test_every_sequence_has_a_place() -> None:
     """A sequence without one would be lost, with a loss that looks right."""
-    offers = [
-        offer(30, 1, 64),
-        offer(num_dropped=3),
-        offer(9, 40, form=(LABELS,), num_cut=2, num_dropped=4),
+    reports = [
+        report(30, 1, 64),
+        report(num_dropped=3),
+        report(9, 40, form=(LABELS,), num_truncated=2, num_dropped=4),
     ]
-    decision = decide(offers, 3, SETTINGS, None)
+    decision = decide(reports, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
     assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
     assert decision.form == (LABELS,)
     assert (decision.stats.sequences, decision.stats.tokens) == (5, 144)
-    assert (decision.stats.cut_samples, decision.stats.dropped_samples) == (2, 7)
+    assert (decision.stats.truncated_samples, decision.stats.dropped_samples) == (2, 7)
     packs = decision.pack_lengths()
     assert len(packs) == 3
     assert {len(rank) for rank in packs} == {decision.stats.microbatches}
@@ -62,12 +62,12 @@ def test_every_sequence_has_a_place() -> None:
     assert decision.stats.delays == []
 
 
-def test_a_scheduler_hears_all_that_is_known() -> None:
+def test_a_scheduler_receives_all_that_is_known() -> None:
     """A scheduler that draws at random repeats a resumed run's choices by seed and step only."""
-    heard: list[ScheduleRequest] = []
+    received: list[ScheduleRequest] = []
 
     def scheduler(request: ScheduleRequest) -> Schedule:
-        heard.append(request)
+        received.append(request)
         return Schedule(
             request.source_rank.copy(), np.zeros_like(request.source_rank), request.num_ranks, 1
         )
@@ -75,9 +75,9 @@ def test_a_scheduler_hears_all_that_is_known() -> None:
     with mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler):
         counts = {"num_loss_tokens": np.array([3, 1]), "steps_delayed": np.array([2, 0])}
         decide(
-            [offer(5, 2, **counts), offer(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2
+            [report(5, 2, **counts), report(7)], 1, replace(SETTINGS, seed=8, step=31), max_delay=2
         )
-    (request,) = heard
+    (request,) = received
     assert (request.seed, request.step) == (8, 31)
     assert request.loss_tokens is not None
     assert request.steps_delayed is not None
@@ -86,43 +86,43 @@ def test_a_scheduler_hears_all_that_is_known() -> None:
 
 def test_an_outlier_without_company_waits() -> None:
     """It would make all ranks wait for it; and at the end of the data nothing may be left."""
-    offers = [offer(60, 2, 2), offer(3, 2, 2)]
-    decision = decide(offers, 3, SETTINGS, max_delay=2)
+    reports = [report(60, 2, 2), report(3, 2, 2)]
+    decision = decide(reports, 3, SETTINGS, max_delay=2)
     assert decision is not None
     assert decision.rank[0] == decision.microbatch[0] == -1
     assert min(decision.rank[1:]) >= 0
     assert (decision.stats.waiting, decision.stats.delays, decision.stats.sequences) == (1, [5], 5)
     assert sum(length for rank in decision.pack_lengths() for pack in rank for length in pack) == 11
-    at_end = decide([offers[0], offer(3, ended=True)], 3, SETTINGS, max_delay=2)
+    at_end = decide([reports[0], report(3, ended=True)], 3, SETTINGS, max_delay=2)
     assert at_end is not None
     assert (at_end.stats.waiting, min(at_end.rank)) == (0, 0)
 
 
 def test_the_end_of_the_data() -> None:
     """Ranks that go on with nothing at hand would train on empty batches for ever."""
-    assert decide([offer(ended=True), offer(ended=True)], 3, SETTINGS, None) is None
-    assert decide([offer(ended=True), offer(5)], 3, SETTINGS, None) is not None
+    assert decide([report(ended=True), report(ended=True)], 3, SETTINGS, None) is None
+    assert decide([report(ended=True), report(5)], 3, SETTINGS, None) is not None
     assert (
-        decide([offer(), offer()], 3, SETTINGS, None) is not None
+        decide([report(), report()], 3, SETTINGS, None) is not None
     )  # all were left out: an empty step
 
 
 def test_the_first_error_of_a_rank_is_everyones() -> None:
     """Ranks that raise different errors, or of which one goes on, hang or confuse."""
     with pytest.raises(GlobalBatchError, match="disk gone"):
-        decide([offer(5), offer(error="disk gone"), offer(error="other")], 3, SETTINGS, None)
+        decide([report(5), report(error="disk gone"), report(error="other")], 3, SETTINGS, None)
 
 
 def test_extra_columns_that_only_some_ranks_have() -> None:
     """The ranks that lack them would cut the words that they receive at the wrong places."""
     extra = Column("advantages", "float32", per_token=True, extra=True)
-    decision = decide([offer(5, form=(extra,)), offer()], 3, SETTINGS, None)
+    decision = decide([report(5, form=(extra,)), report()], 3, SETTINGS, None)
     assert decision is not None
     assert decision.form == (extra,)
     with pytest.raises(
         GlobalBatchError, match="'advantages' must be in all samples of a global batch or in none"
     ):
-        decide([offer(5, form=(extra,)), offer(7)], 3, SETTINGS, None)
+        decide([report(5, form=(extra,)), report(7)], 3, SETTINGS, None)
 
 
 def raising(error: BaseException) -> Callable[[ScheduleRequest], Schedule]:
@@ -168,5 +168,5 @@ def test_a_scheduler_that_fails_is_one_error(scheduler: Any, words: str) -> None
         mock.patch("megatron.packing.step.decide.get_scheduler", return_value=scheduler),
         pytest.raises(GlobalBatchError) as error,
     ):
-        decide([offer(64), offer(64)], 1, replace(SETTINGS, scheduler="mine"), None)
+        decide([report(64), report(64)], 1, replace(SETTINGS, scheduler="mine"), None)
     assert words in str(error.value)

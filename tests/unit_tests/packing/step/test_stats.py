@@ -27,9 +27,9 @@ def account(
     request = ScheduleRequest(
         lengths=alignment.padded_length(length),
         source_rank=np.zeros_like(length),
-        source_draw=np.zeros_like(length),
+        source_fetch=np.zeros_like(length),
         num_ranks=num_ranks,
-        num_draws=1,
+        num_fetches=1,
         capacity=capacity,
         cost=cost or PackCost(linear=1.0, quadratic=0.5, fixed=2.0),
         model=model or StepModel(),

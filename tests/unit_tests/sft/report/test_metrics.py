@@ -71,9 +71,8 @@ def test_log_line_tells_sources_apart():
 def test_log_line_tells_what_went_wrong():
     """Without it dropped samples and skipped steps would pass unseen."""
     dropped = {"chats": {"bad sample": 2}}
-    line = replace(STEP, dropped_samples=2, dropped=dropped, cut_samples=1, skipped=True).to_line(
-        200
-    )
+    step = replace(STEP, dropped_samples=2, dropped=dropped, truncated_samples=1, skipped=True)
+    line = step.to_line(200)
     assert " | 2 dropped: 2 bad sample of chats | 1 cut | optimizer step skipped" in line
 
 
