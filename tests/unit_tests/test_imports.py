@@ -137,7 +137,7 @@ KNOWS = {
 }
 FOLDERS = {
     "blending": ("arguments", "formats", "metadatasets", "order", "streams", "encoding", "loading"),
-    "packing": ("user_files", "flags", "batch", "scheduling", "step", "model"),
+    "packing": ("user_files", "former_names", "flags", "batch", "scheduling", "step", "model"),
 }
 
 
