@@ -27,6 +27,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron.packing.model.multipliers import PLAIN, LogitRule
+
 MASKED_LABEL = -100
 """The label of a token that has no loss, as HuggingFace's."""
 _CHUNK_LOGITS = 1 << 28
@@ -35,15 +37,18 @@ added up from chunk to chunk, which for fewer tokens at a time would cost as muc
 """
 
 
-def skip_masked_tokens(gpt: GPTModel, num_words: int | None = None) -> bool:
+def skip_masked_tokens(
+    gpt: GPTModel, num_words: int | None = None, rule: LogitRule = PLAIN
+) -> bool:
     """Lets `gpt` compute logits and losses of unmasked tokens alone, wherever it is given labels;
-    False where it can't.
+    returns False where it can't.
 
-    Its forward pass must be told `loss_mask` beside `labels`, by name; the losses that it returns,
+    Its forward pass must be given `loss_mask` beside `labels`, by name; the losses that it returns,
     [b, s], are zero where tokens are masked. Layers that predict further tokens still have logits
     for all. num_words: logits from that one on are minus infinity (padding of the vocabulary); None
-    for no such rows. It can't where loss or output layer are not megatron-core's plain ones: fused
-    losses, weights whose gradients are deferred, classes of your own.
+    for no such rows. rule: see `multipliers`. It can't where loss or output layer are not
+    megatron-core's plain ones: fused losses, weights whose gradients are deferred, classes of your
+    own.
     """
     if not gpt.post_process or hasattr(gpt, "masked_tokens_head"):
         return gpt.post_process
@@ -56,7 +61,7 @@ def skip_masked_tokens(gpt: GPTModel, num_words: int | None = None) -> bool:
         and not gpt.config.defer_embedding_wgrad_compute
     )
     if is_plain:
-        gpt.masked_tokens_head = _Head(gpt, num_words)
+        gpt.masked_tokens_head = _Head(gpt, num_words, rule)
     return is_plain
 
 
@@ -69,11 +74,19 @@ class Hidden(NamedTuple):
     """[v / tensor-parallel size, h]."""
 
 
+class Words(NamedTuple):
+    """How products of hidden states and weights become logits of words."""
+
+    num_words: int | None
+    """Rows of the weight from that one on are no words; None where all are."""
+    rule: LogitRule
+
+
 class _Head:
     """Takes the place of a model's output layer and loss, in calls with labels."""
 
-    def __init__(self, gpt: GPTModel, num_words: int | None) -> None:
-        self._layer, self._num_words = gpt.output_layer, num_words
+    def __init__(self, gpt: GPTModel, num_words: int | None, rule: LogitRule) -> None:
+        self._layer, self._words = gpt.output_layer, Words(num_words, rule)
         self._plain_layer, self._plain_loss = (
             gpt.output_layer.forward,
             gpt.compute_language_model_loss,
@@ -119,7 +132,7 @@ class _Head:
         states = states.flatten(0, 1).index_select(0, rows)
         if not self._layer.sequence_parallel:
             states = copy_to_tensor_model_parallel_region(states, group=group)
-        losses = _CrossEntropy.apply(states, logits.weight, of_tokens[rows], self._num_words, group)
+        losses = _CrossEntropy.apply(states, logits.weight, of_tokens[rows], self._words, group)
         whole = losses.new_zeros(of_tokens.shape).index_copy(0, rows, losses)
         return whole.view(labels.shape[1], labels.shape[0]).t().contiguous()
 
@@ -138,18 +151,18 @@ class _CrossEntropy(torch.autograd.Function):
         states: Tensor,
         weight: Tensor,
         labels: Tensor,
-        num_words: int | None,
+        words: Words,
         group: dist.ProcessGroup,
     ) -> Tensor:
         first = group.rank() * weight.shape[0]
         num_here = (
             weight.shape[0]
-            if num_words is None
-            else min(max(num_words - first, 0), weight.shape[0])
+            if words.num_words is None
+            else min(max(words.num_words - first, 0), weight.shape[0])
         )
         is_here = (labels >= first) & (labels < first + num_here)
         labels_here = (labels - first).where(is_here, 0).unsqueeze(1)
-        ctx.chunks = chunks = _Chunks(states, weight, num_here)
+        ctx.chunks = chunks = _Chunks(states, weight, num_here, words.rule)
         log_sum, largest, of_label = torch.empty(
             3, len(labels), dtype=chunks.dtype, device=states.device
         )
@@ -162,7 +175,9 @@ class _CrossEntropy(torch.autograd.Function):
             log_sum[part] = (
                 logits.sub_(largest[part].unsqueeze(1)).exp_().sum(1).log_() + largest[part]
             )
-        ctx.kept = logits if len(chunks.parts) == 1 else None
+        # exponentials, of which the slope of a cap is not to be had
+        is_kept = len(chunks.parts) == 1 and words.rule.softcap is None
+        ctx.kept = logits if is_kept else None
         of_label = of_label.where(is_here, 0.0)
         if group.size() > 1 and len(labels):
             of_all = log_sum.clone()
@@ -186,14 +201,17 @@ class _CrossEntropy(torch.autograd.Function):
         for part in chunks.parts:
             # The gradient of a logit is its probability, less one for the label, times that of the
             # loss.
+            capped = None
             if kept is not None:
                 of_logits = kept.mul_((gradient * (largest - log_sum).exp()).unsqueeze(1))
             else:
-                of_logits = (
-                    chunks.logits(states, weight, part).sub_(log_sum[part].unsqueeze(1)).exp_()
-                )
+                of_logits = chunks.logits(states, weight, part)
+                capped = of_logits.clone() if chunks.rule.softcap is not None else None
+                of_logits.sub_(log_sum[part].unsqueeze(1)).exp_()
                 of_logits.mul_(gradient[part].unsqueeze(1))
             of_logits.scatter_add_(1, labels_here[part], -(gradient * is_here)[part].unsqueeze(1))
+            if not chunks.rule.is_plain:
+                chunks.rule.chain_(of_logits, of_logits if capped is None else capped)
             of_logits = of_logits.to(weight.dtype)
             torch.mm(of_logits, weight, out=of_states[part])
             if of_weight is not None and of_weight.dtype == weight.dtype:
@@ -212,16 +230,16 @@ class _CrossEntropy(torch.autograd.Function):
 class _Chunks:
     """The rows of each chunk, and how their logits are computed."""
 
-    def __init__(self, states: Tensor, weight: Tensor, num_here: int) -> None:
+    def __init__(self, states: Tensor, weight: Tensor, num_here: int, rule: LogitRule) -> None:
         size = max(1, _CHUNK_LOGITS // weight.shape[0])
         self.parts = [slice(start, start + size) for start in range(0, len(states), size)]
         self.dtype = torch.promote_types(states.dtype, torch.float32)
-        self._num_here = num_here
+        self.rule, self._num_here = rule, num_here
 
     def logits(self, states: Tensor, weight: Tensor, part: slice) -> Tensor:
         """[rows of the chunk, words of this rank] in at least float32; those that are no words are
         minus infinity.
         """
-        logits = (states[part] @ weight.t()).to(self.dtype)
+        logits = self.rule.apply_((states[part] @ weight.t()).to(self.dtype))
         logits[:, self._num_here :] = -torch.inf
         return logits

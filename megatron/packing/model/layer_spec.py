@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.model.attention import PackedDotProductAttention
 from megatron.packing.model.get_batch import transformer_engine_installed
+from megatron.packing.model.norms import TorchNorm
 from megatron.packing.model.rotary import PackedSelfAttention
 
 
@@ -93,40 +93,3 @@ def _turns_packs(layer: ModuleSpec) -> ModuleSpec:
         return layer
     turning = replace(attention, module=PackedSelfAttention)
     return replace(layer, submodules=replace(layer.submodules, self_attention=turning))
-
-
-class TorchNorm:
-    """torch's LayerNorm or RMSNorm, as `config.normalization` says, also under sequence parallel.
-
-    There each tensor-parallel rank sees only its share of the tokens, so the weights are marked for
-    megatron-core to sum their gradients.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
-    ) -> torch.nn.Module:
-        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.layernorm_zero_centered_gamma:
-            kinds = {"RMSNorm": ZeroCenteredRMSNorm}
-        if config.normalization not in kinds:
-            raise ValueError(
-                f"--normalization must be {' or '.join(kinds)} without Transformer "
-                f"Engine{' and with --apply-layernorm-1p' * config.layernorm_zero_centered_gamma}, "
-                f"but is {config.normalization}"
-            )
-        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
-        for weight in norm.parameters():
-            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """An RMSNorm that multiplies by one plus its weight, at least in float32, and rounds once."""
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.zeros_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, eps=self.eps)
-        return (normed * (1 + self.weight.to(wide))).to(x.dtype)

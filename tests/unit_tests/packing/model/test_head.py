@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron.packing.model import head
-from megatron.packing.model.head import skip_masked_tokens
+from megatron.packing.model.head import Words, skip_masked_tokens
+from megatron.packing.model.multipliers import LogitRule
 from megatron.sft.model import cpu_support
 from tests.unit_tests.packing.stubs import Ranks
 
 NUM_TOKENS, WIDTH, NUM_WORDS = 21, 8, 16
+PLAIN = Words(None, LogitRule())
 LOSS_MASK = torch.tensor([0.0, 1.0, 0.5, 0.0, 0.0, 2.0, 1.0]).repeat(3)
 
 
@@ -46,19 +48,29 @@ def gradients(losses: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("num_words", [None, 12])
+@pytest.mark.parametrize(
+    ("num_words", "rule"),
+    [
+        (None, LogitRule()),
+        (12, LogitRule()),
+        (12, LogitRule(scale=0.25)),
+        (12, LogitRule(scale=0.5, softcap=2.0)),
+    ],
+)
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, NUM_TOKENS - 1, NUM_TOKENS, 1000])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 5e-2)]
 )
 def test_chunks_have_the_losses_and_gradients_of_the_whole(
-    num_words, rows_at_a_time, dtype, limit, monkeypatch
+    num_words, rule, rows_at_a_time, dtype, limit, monkeypatch
 ):
     monkeypatch.setattr(head, "_CHUNK_LOGITS", rows_at_a_time * NUM_WORDS)
     states, weight, labels = rows_and_weight(dtype)
-    logits = (states.double() @ weight.double().t())[:, :num_words]
+    logits = (states.double() @ weight.double().t())[:, :num_words] * rule.scale
+    if rule.softcap is not None:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
     expected = cross_entropy(logits, labels, reduction="none")
-    losses = head._CrossEntropy.apply(states, weight, labels, num_words, Ranks())
+    losses = head._CrossEntropy.apply(states, weight, labels, Words(num_words, rule), Ranks())
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(losses.double(), expected, rtol=0, atol=10 * limit)
     found = gradients(losses, states, weight)
@@ -72,15 +84,17 @@ def test_large_logits_neither_overflow_nor_lose_the_label():
         torch.full((2, 1), 300.0, requires_grad=True),
         torch.tensor([[-300.0], [300.0]]),
     )
-    losses = head._CrossEntropy.apply(states, weight, torch.tensor([0, 1]), None, Ranks())
+    losses = head._CrossEntropy.apply(states, weight, torch.tensor([0, 1]), PLAIN, Ranks())
     assert losses.tolist() == [180_000.0, 0.0]
 
 
 def test_weights_that_are_not_trained_get_no_gradient():
     states, weight, labels = rows_and_weight(torch.float64)
-    losses = head._CrossEntropy.apply(states, weight.detach(), labels, None, Ranks())
+    losses = head._CrossEntropy.apply(states, weight.detach(), labels, PLAIN, Ranks())
     (found,) = gradients(losses, states)
-    (expected,) = gradients(head._CrossEntropy.apply(states, weight, labels, None, Ranks()), states)
+    (expected,) = gradients(
+        head._CrossEntropy.apply(states, weight, labels, PLAIN, Ranks()), states
+    )
     assert torch.equal(found, expected)
 
 
