@@ -42,7 +42,7 @@ from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec, packed_mtp_block_spec
-from megatron.packing.model.shape import Architecture
+from megatron.packing.model.options import Architecture
 from megatron.packing.scheduling.fitted_cost import Point, fit_pack_cost, write_fitted_cost
 from megatron.packing.step.settings import model_of
 
@@ -277,10 +277,10 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
             "calibrate measures the whole model in one process; start it with python -m, without "
             "torchrun: training divides by its tensor and context parallel sizes"
         )
-    if options.num_dense_layers:
+    if len(set(options.layer_kinds())) > 1:
         raise ValueError(
-            "--moe-layer-freq must be alike for all layers, as one stands for all; leave "
-            "--pack-cost out"
+            "--moe-layer-freq, --window-attn-skip-freq and --linear-attention-freq must be alike "
+            "for all layers, as one stands for all; leave --pack-cost out"
         )
     if device.type == "cpu" and (options.num_experts or options.recompute_granularity) is not None:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.flags import check_range, flag_of
 from megatron.packing.model.shape import ModelShape, Split, check_splits
-from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.scheduling.cost import PackCost, layers_pack_cost
 from megatron.packing.scheduling.problem import Scheduler
 from megatron.packing.scheduling.registry import SCHEDULERS, get_scheduler
 from megatron.packing.scheduling.step_time import StepModel
@@ -125,9 +125,16 @@ class ModelOptions(ModelShape):
         if self.pack_cost is not None:
             return read_pack_cost(self.pack_cost)[0]
         vocab_size = self.vocab_size or (DEFAULT_VOCABULARY if self.num_layers is None else 0)
-        return gpt_pack_cost(**self.shape().resolved(), vocab_size=vocab_size).at_loss_share(
-            self.loss_share
+        shape = self.shape()
+        assert shape.hidden_size is not None
+        cost = layers_pack_cost(
+            shape.layer_kinds(),
+            hidden_size=shape.hidden_size,
+            vocab_size=vocab_size,
+            is_gated=shape.is_gated,
+            mtp_num_layers=shape.mtp_num_layers or 0,
         )
+        return cost.at_loss_share(self.loss_share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,11 @@ def _model_of(options: Mapping[str, Any]) -> ModelOptions:
     if measured is not None and _is_readable(measured):
         return ModelOptions(pack_cost=measured)
     named = {field.name for field in fields(ModelOptions)}
-    shape = {name: value for name, value in options["model"].items() if name in named}
-    shape["moe_layer_freq"] = tuple(shape.get("moe_layer_freq", ()))  # JSON has lists
+    shape = {
+        name: tuple(value) if isinstance(value, list) else value  # JSON has lists for tuples
+        for name, value in options["model"].items()
+        if name in named
+    }
     vocabulary, unit = (
         options["data"]["vocab_size"],
         options["model"]["make_vocab_size_divisible_by"],

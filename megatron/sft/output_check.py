@@ -27,7 +27,7 @@ from megatron.sft.model.checkpoint_folder import (
     unfinished_path,
 )
 from megatron.sft.model.huggingface.companions import COMPANIONS, Companions
-from megatron.sft.model.huggingface.weights import Tensors
+from megatron.sft.model.huggingface.tensors import Tensors
 from megatron.sft.model.huggingface.write import target_of, unfinished_folder
 from megatron.sft.model.lora.names import AdapterWeights
 from megatron.sft.options.config import SFTConfig

@@ -4,15 +4,18 @@ measures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from megatron.packing.model.get_batch import transformer_engine_installed
-from megatron.packing.model.shape import Architecture
+from megatron.packing.model.options import Architecture
 
 
 def architecture(options: Architecture) -> dict[str, Any]:
@@ -31,16 +34,17 @@ def architecture(options: Architecture) -> dict[str, Any]:
         },
         "ffn_hidden_size": options.resolved_ffn_hidden_size,
         "gated_linear_unit": options.is_gated,
-        "activation_func": silu
-        if options.swiglu
-        else partial(gelu, approximate="tanh")
-        if options.geglu
-        else gelu,
+        "activation_func": _activation_func(options),
         "bias_activation_fusion": False,
         "add_bias_linear": not options.disable_bias_linear,
         "layernorm_zero_centered_gamma": options.apply_layernorm_1p,
         "num_moe_experts": options.num_experts,
-        "moe_layer_freq": list(options.moe_layer_freq) if options.num_dense_layers else 1,
+        "moe_layer_freq": list(options.moe_layer_freq) if 0 in options.moe_layer_freq else 1,
+        "window_size": options.window_size or None,
+        "window_attn_skip_freq": list(options.window_attn_skip_freq) or None,
+        "linear_attention_freq": list(options.linear_attention_freq) or None,
+        "no_rope_freq": list(options.no_rope_freq) or None,
+        "moe_router_bias_update_rate": 0.0,  # transformers never moves it; 1e-3 would, every step
         # megatron-core demands it of variable lengths, of dense models too
         "moe_token_dispatcher_type": "alltoall",
         "recompute_method": "uniform" if recomputes_layers else None,
@@ -49,5 +53,14 @@ def architecture(options: Architecture) -> dict[str, Any]:
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": transformer_engine_installed()
-        and options.position_embedding_type == "rope",
+        and options.position_embedding_type == "rope"
+        and not options.rotary_interleaved,
     }
+
+
+def _activation_func(options: Architecture) -> Callable[[Tensor], Tensor]:
+    if options.geglu:
+        return partial(gelu, approximate="tanh")
+    if options.quick_geglu:
+        return quick_gelu
+    return silu if options.swiglu else gelu

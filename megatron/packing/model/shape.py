@@ -1,16 +1,22 @@
-"""pure. The model as options, under Megatron's names: declared here once for trainer, calibration
-and planner.
-
-An option of `Architecture` that megatron-core's TransformerConfig has under the same name needs
-nothing else (see `architecture`).
+"""pure. A model's shape as options, under Megatron's names: declared here once for trainer,
+calibration and planner. See `options` for what else decides what is computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.packing.flags import check_range, flag_of
+from megatron.packing.layers import DeltaNetShape, ExpertsShape, LayerKind, flags_of_layers
+
+_DELTA_NET = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+"""Options without which there is no gated delta net."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,8 @@ class ModelShape:
     """SwiGLU instead of GeLU."""
     geglu: bool = False
     """Gated GeLU, in its tanh approximation, instead of GeLU."""
+    quick_geglu: bool = False
+    """Gated x sigmoid(1.702 x) instead of GeLU."""
     num_experts: int | None = None
     """Experts of each MoE layer."""
     moe_layer_freq: tuple[int, ...] = ()
@@ -44,9 +52,30 @@ class ModelShape:
     moe_ffn_hidden_size: int | None = None
     """Width of an expert's MLP (default: --ffn-hidden-size)."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Width of an MLP beside the experts that all tokens go through."""
+    """FFN width of the shared expert."""
     mtp_num_layers: int | None = None
     """Layers of multi-token prediction."""
+    window_size: tuple[int, ...] = ()
+    """Sliding attention window: tokens to the left, and 0 to the right. `1023 0` lets a token
+    attend to itself and the 1,023 before it (default: no window).
+    """
+    window_attn_skip_freq: tuple[int, ...] = ()
+    """For each layer 1 if it has the window of --window-size, else 0 (default: all have)."""
+    attention_output_gate: bool = False
+    """Multiply the attention's output by a sigmoid gate."""
+    linear_attention_freq: tuple[int, ...] = ()
+    """For each layer 1 if a gated delta net takes the place of attention, else 0 (default: none).
+    """
+    linear_num_key_heads: int | None = None
+    """Key heads of the gated delta net."""
+    linear_num_value_heads: int | None = None
+    """Value heads of the gated delta net."""
+    linear_key_head_dim: int | None = None
+    """Width of a key head of the gated delta net."""
+    linear_value_head_dim: int | None = None
+    """Width of a value head of the gated delta net."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that the gated delta net's convolution sees."""
 
     def __post_init__(self) -> None:
         check_range(
@@ -66,9 +95,48 @@ class ModelShape:
                 f"--num-attention-heads {heads} must be a multiple of --num-query-groups "
                 f"{self.num_query_groups}"
             )
-        if self.swiglu and self.geglu:
-            raise ValueError("--swiglu and --geglu exclude one another; drop one")
+        gates = [name for name in ("swiglu", "geglu", "quick_geglu") if getattr(self, name)]
+        if len(gates) > 1:
+            raise ValueError(
+                f"{flag_of(gates[0])} and {flag_of(gates[1])} exclude one another; drop one"
+            )
         self._check_expert_shape()
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Checks the options that have a number for each layer, and what they need."""
+        if self.window_size and (len(self.window_size) != 2 or self.window_size[1] != 0):
+            raise ValueError(
+                f"--window-size {' '.join(map(str, self.window_size))} must be tokens to the left "
+                "and 0 to the right, such as 1023 0"
+            )
+        if self.window_size and self.window_size[0] < 0:
+            raise ValueError(
+                f"--window-size {self.window_size[0]} 0 must be at least 0 tokens to the left"
+            )
+        if self.window_attn_skip_freq and not self.window_size:
+            raise ValueError("--window-attn-skip-freq needs --window-size; pass it")
+        check_range(self, 1, None, *_DELTA_NET)
+        missing = [name for name in _DELTA_NET if getattr(self, name) is None]
+        if self.linear_attention_freq and missing:
+            raise ValueError(f"--linear-attention-freq needs {flag_of(missing[0])}; pass it")
+        if not missing and self.linear_num_value_heads % self.linear_num_key_heads:  # type: ignore[operator]
+            raise ValueError(
+                f"--linear-num-value-heads {self.linear_num_value_heads} must be a multiple of "
+                f"--linear-num-key-heads {self.linear_num_key_heads}"
+            )
+        for name in ("window_attn_skip_freq", "linear_attention_freq"):
+            self.check_per_layer(name)
+
+    def check_per_layer(self, name: str) -> None:
+        """Checks an option that has a 0 or 1 for each layer."""
+        flags = getattr(self, name)
+        if not flags or self.num_layers is None:
+            return
+        if len(flags) != self.num_layers or not set(flags) <= {0, 1}:
+            raise ValueError(
+                f"{flag_of(name)} must be a 0 or 1 for each of --num-layers {self.num_layers}"
+            )
 
     def _check_expert_shape(self) -> None:
         if self.num_experts is None and (
@@ -97,12 +165,7 @@ class ModelShape:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate beside its first layer."""
-        return self.swiglu or self.geglu
-
-    @property
-    def num_dense_layers(self) -> int:
-        """Layers without experts, of a model of experts."""
-        return self.moe_layer_freq.count(0)
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def resolved_kv_channels(self) -> int:
@@ -117,62 +180,51 @@ class ModelShape:
         assert self.hidden_size is not None
         return self.ffn_hidden_size or ffn_hidden_size(self.hidden_size, self.is_gated)
 
-    def resolved(self) -> dict[str, Any]:
-        """Returns a shape that is known with its defaults, as arguments of `gpt_pack_cost`."""
-        written_out = {"geglu", "moe_layer_freq"}
-        return {
-            **{
-                field.name: getattr(self, field.name)
-                for field in fields(ModelShape)
-                if field.name not in written_out
-            },
-            "swiglu": self.is_gated,
-            "num_dense_layers": self.num_dense_layers,
-            "num_query_groups": self.num_query_groups or self.num_attention_heads,
-            "kv_channels": self.resolved_kv_channels,
-            "ffn_hidden_size": self.resolved_ffn_hidden_size,
-        }
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Returns the layers of a shape that is known, from first to last."""
+        assert self.num_layers is not None
+        assert self.num_attention_heads is not None
+        num_layers = self.num_layers
+        has_experts = flags_of_layers(
+            self.moe_layer_freq, num_layers, default=self.num_experts is not None
+        )
+        has_window = flags_of_layers(
+            self.window_attn_skip_freq, num_layers, default=bool(self.window_size)
+        )
+        is_linear = flags_of_layers(self.linear_attention_freq, num_layers, default=False)
+        dense = LayerKind(
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups or self.num_attention_heads,
+            kv_channels=self.resolved_kv_channels,
+            ffn_hidden_size=self.resolved_ffn_hidden_size,
+            has_output_gate=self.attention_output_gate,
+        )
+        with_experts = replace(dense, experts=self._experts_shape())
+        kinds = []
+        for layer in range(num_layers):
+            kind = with_experts if has_experts[layer] else dense
+            if is_linear[layer]:
+                kind = replace(kind, delta_net=self._delta_net_shape(), has_output_gate=False)
+            elif has_window[layer]:
+                kind = replace(kind, window=self.window_size[0] + 1)
+            kinds.append(kind)
+        return tuple(kinds)
 
+    def _experts_shape(self) -> ExpertsShape | None:
+        if self.num_experts is None:
+            return None
+        return ExpertsShape(
+            num_experts=self.num_experts,
+            topk=self.moe_router_topk,
+            width=self.moe_ffn_hidden_size or self.resolved_ffn_hidden_size,
+            shared_width=self.moe_shared_expert_intermediate_size or 0,
+        )
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture(ModelShape):
-    """Model: all that decides what is computed for a token, and how."""
-
-    num_layers: int = field()
-    hidden_size: int = field()
-    num_attention_heads: int = field()
-    group_query_attention: bool = False
-    """Share keys and values between heads; see --num-query-groups."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of norm."""
-    apply_layernorm_1p: bool = False
-    """Norms multiply by one plus their weight, which starts at zero."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """Kind of position embedding."""
-    disable_bias_linear: bool = False
-    """No biases in linear layers."""
-    add_qkv_bias: bool = False
-    """Biases in the QKV projection all the same."""
-    qk_layernorm: bool = False
-    """Norms of queries and keys."""
-    make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this; the same for every layout whose
-    tensor-parallel size divides it.
-    """
-    moe_router_pre_softmax: bool = False
-    """Softmax over all experts, before the choice of the best, instead of over the chosen ones."""
-    moe_shared_expert_gate: bool = False
-    """Let each token weigh what comes from it."""
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass: whole layers, or the core attention only."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, 1, None, "make_vocab_size_divisible_by")
-        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            raise ValueError(
-                "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; pass it"
-            )
+    def _delta_net_shape(self) -> DeltaNetShape:
+        return DeltaNetShape(
+            linear_conv_kernel_dim=self.linear_conv_kernel_dim,
+            **{name: getattr(self, name) for name in _DELTA_NET},
+        )
 
 
 class Split(NamedTuple):
@@ -215,7 +267,7 @@ def check_splits(
         shape.num_query_groups or 1
     ):  # ranks may share a group, if it is the same number for each
         widths["num_query_groups"] = shape.num_query_groups
-    if shape.num_experts is None or shape.num_dense_layers:
+    if shape.num_experts is None or 0 in shape.moe_layer_freq:
         is_known = shape.hidden_size is not None
         widths["ffn_hidden_size"] = (
             shape.resolved_ffn_hidden_size if is_known else shape.ffn_hidden_size

@@ -10,10 +10,13 @@ give its FLOPs exactly. A microbatch costs `fixed` besides, whatever it holds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.packing.layers import ExpertsShape, LayerKind
 
 # A matrix product of n multiply-adds is 2n FLOPs forward; its backward is two products of that
 # size.
@@ -111,36 +114,57 @@ def gpt_pack_cost(
     two hidden states by a projection, and has an output layer of its own for all tokens, masked
     ones too.
     """
-    query_size = num_attention_heads * kv_channels
-    key_value_size = 2 * num_query_groups * kv_channels
-    attention = hidden_size * (query_size + key_value_size) + query_size * hidden_size
-
-    matrices_per_mlp = 3 if swiglu else 2
-    dense = mlp = weights_of_mlp = matrices_per_mlp * hidden_size * ffn_hidden_size
+    dense = LayerKind(
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        kv_channels=kv_channels,
+        ffn_hidden_size=ffn_hidden_size,
+    )
+    layers = [dense] * num_layers
     if num_experts is not None:
-        routed = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size)
-        shared = moe_shared_expert_intermediate_size or 0
-        mlp = matrices_per_mlp * hidden_size * (routed + shared) + hidden_size * num_experts
-        idle = (num_experts - moe_router_topk) * (moe_ffn_hidden_size or ffn_hidden_size)
-        weights_of_mlp = mlp + matrices_per_mlp * hidden_size * idle
+        experts = ExpertsShape(
+            num_experts=num_experts,
+            topk=moe_router_topk,
+            width=moe_ffn_hidden_size or ffn_hidden_size,
+            shared_width=moe_shared_expert_intermediate_size or 0,
+        )
+        num_mixtures = num_layers - num_dense_layers
+        layers[num_dense_layers:] = [replace(dense, experts=experts)] * num_mixtures
+    return layers_pack_cost(
+        layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        is_gated=swiglu,
+        mtp_num_layers=mtp_num_layers or 0,
+    )
 
-    num_further = mtp_num_layers or 0
-    layers = num_layers + num_further
+
+def layers_pack_cost(
+    layers: Sequence[LayerKind],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    is_gated: bool,
+    mtp_num_layers: int = 0,
+) -> PackCost:
+    """FLOPs of a pack through a model of `layers`; see `gpt_pack_cost`.
+
+    Each of `mtp_num_layers` is one more layer like the last.
+    """
+    further = [layers[-1]] * mtp_num_layers
     head = hidden_size * vocab_size
-    beside_experts = (
-        layers * attention + num_dense_layers * dense + num_further * 2 * hidden_size**2 + head
-    )
-    multiply_adds_per_token = (
-        beside_experts + (layers - num_dense_layers) * mlp + num_further * head
-    )
-    num_weights = (
-        beside_experts + (layers - num_dense_layers) * weights_of_mlp
-    )  # one output layer, used several times
-    # Scores and their product with the values: two products over half of the L^2 pairs.
-    multiply_adds_per_square = layers * 2 * query_size / 2
+    per_token = num_weights = len(further) * 2 * hidden_size**2 + head
+    per_square = 0
+    for kind in (*layers, *further):
+        used, all_weights = kind.mlp_weights(hidden_size, is_gated)
+        mixer = kind.mixer_weights(hidden_size)
+        per_token += mixer + kind.recurrence() + used
+        num_weights += mixer + all_weights  # one output layer, used several times
+        per_square += kind.per_square()
+    per_token += len(further) * head
     return PackCost(
-        linear=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token),
-        quadratic=float(_FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_square),
+        linear=float(_FLOPS_PER_MULTIPLY_ADD * per_token),
+        quadratic=float(_FLOPS_PER_MULTIPLY_ADD * per_square),
         fixed=float(_BYTES_PER_WEIGHT * _FLOPS_PER_BYTE * num_weights),
         head=float(_FLOPS_PER_MULTIPLY_ADD * head),
     )

@@ -4,6 +4,7 @@ Megatron-LM's names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, OverLengthPolicy
-from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
+from megatron.packing.layers import LayerKind
+from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost, layers_pack_cost
 from megatron.packing.scheduling.fitted_cost import FittedCost
 from megatron.packing.scheduling.step_time import StepModel
 from megatron.packing.step.delay import DelayQueue
@@ -142,7 +144,17 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
     Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for
     each of them.
     """
-    cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+    kinds: Sequence[LayerKind] | None = getattr(config, "layer_kinds", None)
+    if kinds is None:
+        cost = gpt_pack_cost(**_shape_of(config), vocab_size=vocab_size)
+    else:
+        cost = layers_pack_cost(
+            kinds,
+            hidden_size=config.hidden_size,
+            vocab_size=vocab_size,
+            is_gated=config.gated_linear_unit,
+            mtp_num_layers=config.mtp_num_layers or 0,
+        )
     return replace(cost, fixed=cost.fixed * config.context_parallel_size)
 
 

@@ -159,6 +159,7 @@ def build_transformer_config(
         max_seqlen_per_dp_cp_rank=config.capacity_per_rank if packing.sequence_packing else None,
     )
     prepare_config(transformer_config, model)
+    transformer_config.layer_kinds = model.layer_kinds()  # type: ignore[attr-defined]  # what `cost_of` reads
     if packing.sequence_packing:
         # Not fields of megatron-core's dataclass; the first is one of later Megatron-LM's.
         transformer_config.sequence_packing_scheduler = (

@@ -9,7 +9,6 @@ parameters.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.packing.model.names import layer_prefix
 from megatron.sft.model.checkpoint_files import CheckpointError, found_faults
 from megatron.sft.model.unpickling import only_weights
 
@@ -39,9 +39,12 @@ class CheckpointWeights:
         self._reader = FileSystemReader(str(checkpoint))
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._parameters = dict(gpt.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(gpt.named_parameters())
+        self._parameters |= {  # such as a router's bias
+            name: buffer for name, buffer in gpt.named_buffers() if name in gpt.state_dict()
+        }
         has_numbers = any(
-            re.match(r"decoder\.layers\.\d+\.", key) for key in self._metadata.state_dict_metadata
+            layer_prefix(key) is not None for key in self._metadata.state_dict_metadata
         )
         state = dict(gpt.sharded_state_dict(metadata={"non_homogeneous_layers": has_numbers}))
         apply_factories(state)
@@ -103,9 +106,9 @@ class CheckpointWeights:
     def _hold(self, name: str) -> None:
         for old in self._held:
             self._parameters[old].untyped_storage().resize_(0)
-        match = re.match(r"decoder\.layers\.\d+\.", name)
+        prefix = layer_prefix(name)
         self._held = (
-            [other for other in self._parameters if other.startswith(match[0])] if match else [name]
+            [other for other in self._parameters if other.startswith(prefix)] if prefix else [name]
         )
         self._read([block for held in self._held for block in self._blocks[held]])
 

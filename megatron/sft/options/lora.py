@@ -11,13 +11,13 @@ from typing import Any
 from megatron.packing.flags import check_range, flag_of
 
 LINEARS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "proj": ("o_proj",),
+    "fc1": ("gate_proj", "up_proj"),
+    "fc2": ("down_proj",),
 }
-"""megatron-core's linear layers -> the layers of HuggingFace models that each of them is made of,
-in order.
+"""Linear layers, as `packing.model.names.linear_of` calls them -> the layers of HuggingFace models
+that each of them is made of, in order.
 """
 _EVERY = tuple(module for modules in LINEARS.values() for module in modules)
 _ALL = "all-linear"
@@ -100,7 +100,7 @@ class LoraConfig:
 
     def check_layout(self, tensor_parallel_size: int, num_query_groups: int) -> None:
         """Raise ValueError where ranks would hold unequal shares of an adapter."""
-        if tensor_parallel_size > num_query_groups and len(self.targets_in("linear_qkv")) in (1, 2):
+        if tensor_parallel_size > num_query_groups and len(self.targets_in("qkv")) in (1, 2):
             raise ValueError(
                 "--lora-target-modules must have q_proj, k_proj and v_proj, or none of them, with "
                 f"a --tensor-model-parallel-size {tensor_parallel_size} above the "

@@ -164,7 +164,6 @@ ACCEPTED = {
     "--dist-ckpt-format": Accepted(True, ("torch_dist",)),
     "--distributed-backend": Accepted(False, ("nccl", "gloo")),
     "--expert-tensor-parallel-size": Accepted(True, ("1",)),
-    "--moe-router-score-function": Accepted(True, ("softmax",)),
     "--moe-router-load-balancing-type": Accepted(True, ("aux_loss",)),
     "--num-distributed-optimizer-instances": Accepted(True, ("1",)),
     "--moe-token-dispatcher-type": Accepted(True, ("alltoall",)),
@@ -186,12 +185,11 @@ _REFUSED = {
         --pipeline-model-parallel-layout
     """,
     "models of this kind are not computed; use another": """
-        --activation-func* --apply-residual-connection-post-layernorm --attention-output-gate
-        --fp32-residual-connection --glu-linear-offset --layernorm-zero-centered-gamma
-        --moe-mlp-glu-* --mrope-section --mtp-detach-heads --mtp-grad-scale-func --mtp-h*
-        --mtp-standalone --mtp-use-repeated-layer --no-rope-freq --openai-gelu --qk-clip*
-        --qk-l2-norm --quick-geglu --relative-attention-* --rotary-scaling-factor --rotary-seq-len-*
-        --softmax-* --window-* --yarn-*
+        --activation-func-fp8-* --apply-residual-connection-post-layernorm
+        --fp32-residual-connection --layernorm-zero-centered-gamma --moe-mlp-glu-* --mrope-section
+        --mtp-detach-heads --mtp-grad-scale-func --mtp-h* --mtp-standalone --mtp-use-repeated-layer
+        --openai-gelu --qk-clip* --qk-l2-norm --relative-attention-* --rotary-scaling-factor
+        --rotary-seq-len-* --yarn-*
     """,
     "pass --recompute-granularity": """
         --activation-offload-fraction --checkpoint-activations --cpu-offloading*
@@ -234,7 +232,7 @@ _REFUSED = {
     """,
     "only attention and MLP layers are computed; use another model": """
         --dsa-* --enable-mhc-* --experimental-attention-variant* --gdp-* --hetero* --hybrid-*
-        --is-hybrid-model --linear-* --mamba-* --mhc-* --spec --use-mamba-*
+        --is-hybrid-model --linear-attention-type --mamba-* --mhc-* --spec --use-mamba-*
     """,
     "pass --context-parallel-size; packs are balanced without it": """
         --dynamic-context-parallel --hybrid-context-parallel --min-dynamic-context-parallel-size
@@ -291,9 +289,8 @@ _REFUSED = {
         --moe-token-dropping
     """,
     "routers of this kind are not computed; use another model": """
-        --moe-input-jitter-eps --moe-latent-size --moe-router-bias-* --moe-router-enable-*
-        --moe-router-group-* --moe-router-num-groups --moe-router-padding-* --moe-router-quantile-*
-        --moe-router-topk-*
+        --moe-input-jitter-eps --moe-latent-size --moe-router-bias-* --moe-router-padding-*
+        --moe-router-quantile-* --moe-router-topk-limited-*
     """,
     "experts are chosen by the router; drop it": "--moe-router-force-*",
     "experts are balanced by --moe-aux-loss-coeff alone; drop it": "--moe-z-loss-coeff",
@@ -315,8 +312,6 @@ _REFUSED = {
     "pass --rope-scaling with the JSON of a HuggingFace config.json": "--rope-scaling-factor "
     "--use-rope-scaling",
     "pass --position-embedding-type rope": "--rope-type",
-    "rotary embeddings turn halves of a head; drop it, or use another "
-    "model": "--rotary-interleaved",
     "pass --chat-template FILE, unless the tokenizer's own template is meant": """
         --sft-tokenizer-prompt-format --tokenizer-prompt-format
     """,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.packing.flags import check_range, flag_of
-from megatron.packing.model.shape import Architecture
+from megatron.packing.model.options import Architecture
 from megatron.sft.options.rope_scaling import parse_rope_scaling
 
 

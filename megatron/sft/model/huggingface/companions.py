@@ -17,6 +17,7 @@ from megatron.sft.data.messages import Message
 from megatron.sft.data.tokenizer import BYTE_LEVEL_SPECIAL_TOKENS
 from megatron.sft.model.huggingface.config import config_of
 from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.families.registry import language_model
 from megatron.sft.model.huggingface.folder import DTYPES
 from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.model.lora.names import AdapterWeights
@@ -130,9 +131,8 @@ def copy_companions(source: Path, target: Path) -> str:
 
 def weights_of(model: ModelConfig, model_config: Mapping[str, Any]) -> Weights:
     """The tensors of a model whose config.json is `model_config`."""
-    return Weights(
-        model, model_config["vocab_size"], is_mixtral=model_config["model_type"] == "mixtral"
-    )
+    family, text, prefix = language_model(model_config)
+    return Weights(model, text.number("vocab_size"), family, prefix)
 
 
 def dtype_of(model_config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.packing.user_files import parse_json, read_json
-from megatron.sft.model.huggingface.weights import Tensors
+from megatron.sft.model.huggingface.tensors import Tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,7 +65,7 @@ def open_folder(folder: str | Path) -> Folder:
             tensors[name] = Stored(
                 file, name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
             )
-    if not any(name.startswith("model.") for name in tensors):
+    if not any(name.startswith(("model.", "language_model.")) for name in tensors):
         # Files of the bare model, without a head.
         tensors = {
             name if name.startswith("lm_head.") else f"model.{name}": found
@@ -158,8 +158,9 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
     """Raise ValueError, with names, unless the files hold exactly the tensors that `config` says,
     in types that can be read.
     """
-    expected = {part.name: part.shape for weight in weights.all() for part in weight.parts}
-    tensors = folder.tensors
+    expected = {part.name: part.stored_shape for weight in weights.all() for part in weight.parts}
+    carried = carried_tensors(folder, weights)
+    tensors = {name: found for name, found in folder.tensors.items() if name not in carried}
     other_types = sorted(name for name, found in tensors.items() if found.dtype not in DTYPES)
     if other_types:
         kinds = ", ".join(sorted({tensors[name].dtype for name in other_types}))
@@ -190,6 +191,11 @@ def check_folder(folder: Folder, weights: Tensors, config: str = "config.json") 
             "config.json of the model has tie_word_embeddings; set that to false there, as "
             "transformers takes it"
         )
+
+
+def carried_tensors(folder: Folder, weights: Tensors) -> dict[str, Stored]:
+    """Returns the tensors that are no part of the model and exported as they are."""
+    return {name: found for name, found in folder.tensors.items() if weights.is_carried(name)}
 
 
 def fingerprint(folder: Folder) -> str:

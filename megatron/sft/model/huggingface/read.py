@@ -15,10 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron.sft.model.huggingface.folder import Folder
-from megatron.sft.model.huggingface.weights import Copy, Tensors, Weight, Weights, copies
+from megatron.sft.model.huggingface.tensors import Copy, Part, Tensors, Weight, copies
+from megatron.sft.model.huggingface.weights import Weights
 
 
 class PretrainedAdapter(NamedTuple):
@@ -52,7 +54,8 @@ class Placed(NamedTuple):
 
     name: str
     """As the chunk's `named_parameters` has it."""
-    parameter: torch.nn.Parameter
+    parameter: Tensor
+    """A parameter, or a buffer that is in the table of weights."""
     weight: Weight
     copies: tuple[Copy, ...]
     is_repeated: bool
@@ -69,7 +72,7 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    for local_name, parameter in gpt.named_parameters():
+    for local_name, parameter in (*gpt.named_parameters(), *_buffers(gpt, weights)):
         if not weights.concerns(local_name):
             continue
         name = global_name(local_name, gpt)
@@ -83,14 +86,22 @@ def placed_parameters(gpt: GPTModel, weights: Tensors) -> Iterator[Placed]:
                 f"{name} has no place in a HuggingFace model of its family"
             ) from None
         rank, size = (0, 1) if weight.is_expert else tensor_parallel  # experts are never cut
-        if getattr(
-            parameter, "allreduce", True
-        ):  # by the same mark megatron-core tells how to broadcast it
+        if not isinstance(parameter, torch.nn.Parameter) or getattr(parameter, "allreduce", True):
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         else:
             replica = parallel_state.get_expert_data_parallel_rank()
         held = tuple(copies(weight, rank, size, len(parameter)))
         yield Placed(local_name, parameter, weight, held, is_repeated, replica == 0)
+
+
+def _buffers(gpt: GPTModel, weights: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that a HuggingFace tensor stands for, such as a router's bias."""
+    for name, buffer in gpt.named_buffers():
+        try:
+            weights.of_parameter(global_name(name, gpt))
+        except KeyError:
+            continue
+        yield name, buffer
 
 
 def global_name(name: str, gpt: GPTModel) -> str:
@@ -133,7 +144,11 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
     """
     all_placed = [placed for chunk in chunks for placed in placed_parameters(chunk, weights)]
     todo = [
-        (placed, copy) for placed in all_placed if placed.is_first_replica for copy in placed.copies
+        (placed, copy)
+        for placed in all_placed
+        # a broadcast over data parallel has no buffers
+        if placed.is_first_replica or not isinstance(placed.parameter, torch.nn.Parameter)
+        for copy in placed.copies
     ]
     open_files: dict[Path, Any] = {}
     total = sum(placed.parameter.numel() // len(placed.copies) for placed, _ in todo)
@@ -142,10 +157,32 @@ def read_weights(chunks: Sequence[GPTModel], weights: Tensors, folder: Folder) -
             if placed.weight.layout == "vocabulary":
                 placed.parameter.zero_()
         for placed, copy in todo:
-            stored = folder.tensors[placed.weight.parts[copy.part].name]
+            part = placed.weight.parts[copy.part]
+            stored = folder.tensors[part.name]
             if stored.path not in open_files:
                 open_files[stored.path] = safe_open(stored.path, framework="pt")
-            held = open_files[stored.path].get_slice(stored.name)
-            block = held[copy.rows] if len(stored.shape) == 1 else held[copy.rows, copy.columns]
+            block = _block(open_files[stored.path].get_slice(stored.name), part, copy)
             placed.parameter[copy.row : copy.row + len(block)].copy_(block)
             bar.update(placed.parameter.numel() // len(placed.copies))
+
+
+def _block(held: Any, part: Part, copy: Copy) -> Tensor:
+    """Returns the rows that `copy` names from a slice of a safetensors file; where they do not
+    stand together, from the whole matrix that they are in.
+    """
+    view = part.view
+    if view.index is None and not view.run and not view.is_transposed:
+        rows = view.rows(copy.rows)
+        return held[rows] if len(part.shape) == 1 else held[rows, copy.columns]
+    matrix = held[:] if view.index is None else held[view.index : view.index + 1][0]
+    return block_of(matrix, part, copy)
+
+
+def block_of(matrix: Tensor, part: Part, copy: Copy) -> Tensor:
+    """Returns the rows that `copy` names of the matrix that a part is in; a view where they stand
+    together.
+    """
+    if part.view.is_transposed:
+        matrix = matrix.t()
+    rows = matrix[part.view.rows(copy.rows)]
+    return rows if rows.dim() == 1 else rows[:, copy.columns]

@@ -1,353 +1,175 @@
-"""pure. Which tensors of a HuggingFace model make up which parameter of megatron-core: one table,
-for both directions.
+"""pure. The tensors of a HuggingFace model by the parameters of ours: one table, for both
+directions.
 
-Each parameter is a stack of blocks of rows of HuggingFace tensors, of which a tensor-parallel rank
-holds a part. That is said once, by `copies`: reading copies each piece one way, writing the other.
+The table is `rows`, with the differences of the model's family.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
+from megatron.packing.layers import LayerKind
+from megatron.packing.model.names import LogicalName, is_of_adapter, logical_name
+from megatron.sft.model.huggingface.families.family import Family, Prefix
+from megatron.sft.model.huggingface.rows import LAYER_ROWS, MODEL_ROWS, Row, Source
+from megatron.sft.model.huggingface.tensors import Part, Weight
 from megatron.sft.options.model import ModelConfig
-
-Layout = Literal["whole", "columns", "rows", "halves", "heads", "vocabulary"]
-"""How tensor-parallel ranks share a parameter: each has all of it; columns; rows; rows of each of
-two halves; rows of heads in groups, [queries, key, value] for each group; rows of the vocabulary,
-padded at its end.
-"""
-
-
-class Row(NamedTuple):
-    """One parameter of megatron-core, and the HuggingFace tensors that it is made of."""
-
-    core: str
-    """Of megatron-core's local layers; see `_ALIASES` for those of Transformer Engine."""
-    layout: Layout
-    shape: tuple[str, ...]
-    """Of each HuggingFace tensor; names of `Weights._sizes`, the first of which may differ between
-    them.
-    """
-    tensors: tuple[str, ...]
-    when: str = "always"
-    """Which models and layers have it: see `Weights._conditions`."""
-
-
-_WHOLE_MODEL: tuple[Row, ...] = (
-    Row(
-        "embedding.word_embeddings.weight",
-        "vocabulary",
-        ("vocab", "hidden"),
-        ("model.embed_tokens.weight",),
-    ),
-    Row("output_layer.weight", "vocabulary", ("vocab", "hidden"), ("lm_head.weight",), "untied"),
-    Row("decoder.final_layernorm.weight", "whole", ("hidden",), ("model.norm.weight",)),
-)
-_QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
-_LAYER: tuple[Row, ...] = (
-    Row("input_layernorm.weight", "whole", ("hidden",), ("input_layernorm.weight",)),
-    Row(
-        "self_attention.linear_qkv.weight",
-        "heads",
-        ("heads", "hidden"),
-        tuple(f"{name}.weight" for name in _QKV),
-    ),
-    Row(
-        "self_attention.linear_qkv.bias",
-        "heads",
-        ("heads",),
-        tuple(f"{name}.bias" for name in _QKV),
-        "qkv_bias",
-    ),
-    Row(
-        "self_attention.q_layernorm.weight",
-        "whole",
-        ("head",),
-        ("self_attn.q_norm.weight",),
-        "norms",
-    ),
-    Row(
-        "self_attention.k_layernorm.weight",
-        "whole",
-        ("head",),
-        ("self_attn.k_norm.weight",),
-        "norms",
-    ),
-    Row(
-        "self_attention.linear_proj.weight",
-        "columns",
-        ("hidden", "query"),
-        ("self_attn.o_proj.weight",),
-    ),
-    Row(
-        "self_attention.linear_proj.bias",
-        "whole",
-        ("hidden",),
-        ("self_attn.o_proj.bias",),
-        "biases",
-    ),
-    Row("pre_mlp_layernorm.weight", "whole", ("hidden",), ("post_attention_layernorm.weight",)),
-    Row(
-        "mlp.linear_fc1.weight",
-        "halves",
-        ("ffn", "hidden"),
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "dense",
-    ),
-    Row(
-        "mlp.linear_fc1.bias",
-        "halves",
-        ("ffn",),
-        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-        "dense_bias",
-    ),
-    Row("mlp.linear_fc2.weight", "columns", ("hidden", "ffn"), ("mlp.down_proj.weight",), "dense"),
-    Row("mlp.linear_fc2.bias", "whole", ("hidden",), ("mlp.down_proj.bias",), "dense_bias"),
-    Row("mlp.router.weight", "whole", ("experts", "hidden"), ("mlp.gate.weight",), "experts"),
-    Row(
-        "mlp.shared_experts.linear_fc1.weight",
-        "halves",
-        ("shared_ffn", "hidden"),
-        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-        "shared",
-    ),
-    Row(
-        "mlp.shared_experts.linear_fc2.weight",
-        "columns",
-        ("hidden", "shared_ffn"),
-        ("mlp.shared_expert.down_proj.weight",),
-        "shared",
-    ),
-    Row(
-        "mlp.shared_experts.gate_weight",
-        "whole",
-        ("one", "hidden"),
-        ("mlp.shared_expert_gate.weight",),
-        "shared_gate",
-    ),
-)
-_EXPERT: tuple[Row, ...] = (
-    Row(
-        "linear_fc1.weight",
-        "halves",
-        ("expert_ffn", "hidden"),
-        ("gate_proj.weight", "up_proj.weight"),
-    ),
-    Row("linear_fc2.weight", "columns", ("hidden", "expert_ffn"), ("down_proj.weight",)),
-)
-# Norms that Transformer Engine has inside the linear layer behind them, and its grouped experts.
-_ALIASES = (
-    (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
-    (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
-    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\2.\1.weight"),
-)
-# What Mixtral's files call the parts of an MoE layer.
-_MIXTRAL = (
-    ("mlp.gate.", "block_sparse_moe.gate."),
-    ("mlp.experts.", "block_sparse_moe.experts."),
-    (".gate_proj.", ".w1."),
-    (".up_proj.", ".w3."),
-    (".down_proj.", ".w2."),
-)
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
-
-
-class Part(NamedTuple):
-    """One HuggingFace tensor of a parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class Weight(NamedTuple):
-    """One parameter of the whole model, as megatron-core would have it on a single rank."""
-
-    layout: Layout
-    parts: tuple[Part, ...]
-    is_expert: bool = False
-    num_groups: int = 1
-    """Of layout "heads"."""
-    core: str = ""
-    """The end of the parameter's name, as its `Row` has it."""
-
-
-class Copy(NamedTuple):
-    """A block of a HuggingFace tensor, and the row of a rank's parameter where it begins."""
-
-    part: int
-    rows: slice
-    columns: slice
-    row: int
-    """Columns of the parameter are always all of its own."""
-
-
-class Tensors(Protocol):
-    """Which tensors of a folder make up which parameters: those of a model, or those of an
-    adapter."""
-
-    tied: tuple[str, str] | None
-    """Two names that stand for the same tensor; a folder may lack the first."""
-
-    def concerns(self, name: str) -> bool:
-        """Whether a parameter's values are in such a folder at all."""
-
-    def of_parameter(self, name: str) -> Weight:
-        """The weight behind the name of a parameter that it concerns; KeyError where there is
-        none."""
-
-    def all(self) -> Iterator[Weight]:
-        """Every weight of the folder."""
-
-
-def is_of_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's, beside the layer that it belongs to."""
-    return ".adapter." in name
 
 
 class Weights:
-    """The tensors of one model, `is_mixtral` for the names that its experts have in Mixtral's
-    files.
-    """
+    """The tensors of one model of a family."""
 
-    def __init__(self, model: ModelConfig, vocab_size: int, is_mixtral: bool = False) -> None:
+    def __init__(
+        self, model: ModelConfig, vocab_size: int, family: Family, prefix: Prefix | None = None
+    ) -> None:
         self._model = model
-        self._is_mixtral = is_mixtral
-        head = model.resolved_kv_channels
-        self._groups = model.num_query_groups or model.num_attention_heads
-        query = model.num_attention_heads * head
-        self._heads = (query, self._groups * head, self._groups * head)
-        self._sizes = {
-            "one": 1,
-            "vocab": vocab_size,
-            "hidden": model.hidden_size,
-            "head": head,
-            "query": query,
-            "ffn": model.resolved_ffn_hidden_size,
-            "experts": model.num_experts or 0,
-            "expert_ffn": model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size,
-            "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
-        }
+        self._vocab_size = vocab_size
+        self._family = family
+        self._prefix = prefix or Prefix()
+        self._kinds = model.layer_kinds()
+        replaced = {row.part: row for row in family.rows}
+        known = {row.part for row in LAYER_ROWS}
+        added = tuple(row for row in family.rows if row.part not in known)
+        self._rows = tuple(replaced.get(row.part, row) for row in LAYER_ROWS) + added
+        head, embedding = (self._weight(row, LogicalName(row.part)) for row in MODEL_ROWS[1::-1])
         is_tied = not model.untie_embeddings_and_output_weights
-        self.tied = ("lm_head.weight", "model.embed_tokens.weight") if is_tied else None
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether it is an MoE layer."""
-        return self._model.num_experts is not None and bool(
-            (self._model.moe_layer_freq or {layer: 1})[layer]
-        )
+        self.tied = (head.parts[0].name, embedding.parts[0].name) if is_tied else None
 
     def of_parameter(self, name: str) -> Weight:
-        """The weight behind a parameter's name, in which layers and experts are numbered over the
-        whole model.
+        """Returns the weight behind a parameter's name, in which layers and experts are numbered
+        over the whole model.
 
         KeyError for a parameter that no HuggingFace tensor stands for.
         """
-        if match := _LAYER_NAME.fullmatch(name):
-            layer, rest = int(match[1]), match[2]
-            for alias, local in _ALIASES:
-                rest = re.sub(f"^{alias}$", local, rest)
-            if expert := _EXPERT_NAME.fullmatch(rest):
-                row = next(row for row in _EXPERT if row.core == expert[2])
-                return self._weight(
-                    row, f"model.layers.{layer}.mlp.experts.{expert[1]}.", is_expert=True
-                )
-            rows, prefix, conditions = _LAYER, f"model.layers.{layer}.", self._conditions(layer)
-        else:
-            rest, rows, prefix, conditions = name, _WHOLE_MODEL, "", self._conditions(0)
+        place = logical_name(name)
+        rows = MODEL_ROWS if place.layer is None else self._rows
+        conditions = self._conditions(place.layer)
         for row in rows:
-            if row.core == rest and row.when in conditions:
-                return self._weight(row, prefix)
+            if row.part == place.part and row.when in conditions:
+                return self._weight(row, place)
         raise KeyError(name)
 
     def concerns(self, name: str) -> bool:
         """Whether a parameter is the model's own, and none of an adapter."""
         return not is_of_adapter(name)
 
+    def is_carried(self, name: str) -> bool:
+        """Whether a tensor is no part of the language model: of a vision tower, of layers that
+        predict further tokens.
+        """
+        if not name.startswith((self._prefix.body, self._prefix.head)):
+            return self._prefix != Prefix() or name.startswith(self._family.carried)
+        layer = name.removeprefix(f"{self._prefix.body}layers.").split(".")[0]
+        is_beyond = layer.isdecimal() and int(layer) >= self._model.num_layers
+        return is_beyond and self._family.carries_further_layers
+
     def all(self) -> Iterator[Weight]:
-        """Every weight of the model."""
-        conditions = self._conditions(0)
-        yield from (self._weight(row, "") for row in _WHOLE_MODEL if row.when in conditions)
-        for layer in range(self._model.num_layers):
-            conditions, prefix = self._conditions(layer), f"model.layers.{layer}."
-            yield from (self._weight(row, prefix) for row in _LAYER if row.when in conditions)
-            for expert in range(self._sizes["experts"] if self.has_experts(layer) else 0):
+        """Yields every weight of the model."""
+        conditions = self._conditions(None)
+        for row in MODEL_ROWS:
+            if row.when in conditions:
+                yield self._weight(row, LogicalName(row.part))
+        for layer, kind in enumerate(self._kinds):
+            conditions = self._conditions(layer)
+            rows = [row for row in self._rows if row.when in conditions]
+            yield from (
+                self._weight(row, LogicalName(row.part, layer))
+                for row in rows
+                if not row.part.startswith("experts.")
+            )
+            for expert in range(0 if kind.experts is None else kind.experts.num_experts):
                 yield from (
-                    self._weight(row, f"{prefix}mlp.experts.{expert}.", is_expert=True)
-                    for row in _EXPERT
+                    self._weight(row, LogicalName(row.part, layer, expert))
+                    for row in rows
+                    if row.part.startswith("experts.")
                 )
 
-    def _conditions(self, layer: int) -> set[str]:
-        model, has_experts = self._model, self.has_experts(layer)
-        biases = not model.disable_bias_linear
-        holds = {
-            "always": True,
-            "untied": self.tied is None,
-            "norms": model.qk_layernorm,
-            "qkv_bias": model.add_qkv_bias or biases,
-            "biases": biases,
-            "dense": not has_experts,
-            "dense_bias": biases and not has_experts,
-            "experts": has_experts,
-            "shared": has_experts and model.moe_shared_expert_intermediate_size is not None,
-            "shared_gate": has_experts and model.moe_shared_expert_gate,
-        }
-        return {name for name, it_does in holds.items() if it_does}
+    def _conditions(self, layer: int | None) -> frozenset[str]:
+        if layer is None:
+            return frozenset(("always", *(["untied"] if self.tied is None else [])))
+        return self._conditions_of_kinds[self._kinds[layer]]
 
-    def _weight(self, row: Row, prefix: str, is_expert: bool = False) -> Weight:
+    @cached_property
+    def _conditions_of_kinds(self) -> dict[LayerKind, frozenset[str]]:
+        return {kind: conditions_of(self._model, kind) for kind in set(self._kinds)}
+
+    @cached_property
+    def _sizes_of_kinds(self) -> dict[LayerKind, Mapping[str, int]]:
+        return {kind: sizes_of(self._model, kind) for kind in set(self._kinds)}
+
+    def _weight(self, row: Row, place: LogicalName) -> Weight:
+        if place.layer is None:
+            sizes: Mapping[str, int] = {
+                "vocab": self._vocab_size,
+                "hidden": self._model.hidden_size,
+            }
+            prefix = self._prefix.head if row.tensors[0].startswith("lm_head") else ""
+            prefix = prefix.removesuffix("lm_head.") if prefix else self._prefix.body
+            groups = 1
+        else:
+            kind = self._kinds[place.layer]
+            sizes, groups = self._sizes_of_kinds[kind], kind.num_query_groups
+            prefix = f"{self._prefix.body}layers.{place.layer}."
+        sources = row.sources(sizes) if row.sources else (Source(),) * len(row.tensors)
         parts = []
-        for number, tensor in enumerate(row.tensors):
-            name = prefix + tensor
-            if self._is_mixtral and "mlp." in name:
-                for ours, theirs in _MIXTRAL:
-                    name = name.replace(ours, theirs)
-            sizes = [
-                self._heads[number] if size == "heads" else self._sizes[size] for size in row.shape
-            ]
-            parts.append(Part(name, tuple(sizes)))
-        groups = self._groups if row.layout == "heads" else 1
-        return Weight(row.layout, tuple(parts), is_expert, groups, row.core)
+        for number, (tensor, source) in enumerate(zip(row.tensors, sources, strict=True)):
+            shape = tuple(sizes[_of_part(size, number)] for size in row.shape)
+            view = source.view
+            if place.expert is not None and "{e}" not in tensor:
+                view = view._replace(index=place.expert)
+            name = prefix + self._family.renamed(tensor.replace("{e}", str(place.expert)))
+            parts.append(Part(name, shape, view, source.stored))
+        return Weight(
+            row.layout,
+            tuple(parts),
+            place.expert is not None,
+            groups if row.layout == "heads" else 1,
+            row.part,
+        )
 
 
-def copies(weight: Weight, rank: int, size: int, num_rows: int) -> Iterator[Copy]:
-    """What number `rank` of `size` tensor-parallel ranks holds of a weight, as a parameter of
-    `num_rows` rows.
-
-    Rows that no copy fills are padding of the vocabulary.
-    """
-    everything = slice(None)
-    if weight.layout == "columns":
-        width = weight.parts[0].shape[1] // size
-        yield Copy(0, slice(0, num_rows), slice(rank * width, (rank + 1) * width), 0)
-        return
-    if weight.layout == "halves":
-        half = num_rows // len(weight.parts)
-        for part in range(len(weight.parts)):
-            yield Copy(part, slice(rank * half, (rank + 1) * half), everything, part * half)
-        return
-    begin = 0 if weight.layout == "whole" else rank * num_rows
-    blocks = _blocks(weight)
-    ends = [0]
-    for _, _, length in blocks:
-        ends.append(ends[-1] + length)
-    for (part, start, _), (first, last) in zip(blocks, pairwise(ends)):
-        low, high = max(first, begin), min(last, begin + num_rows)
-        if low < high:
-            yield Copy(
-                part, slice(start + low - first, start + high - first), everything, low - begin
-            )
+def _of_part(sizes: str, number: int) -> str:
+    """`query,key,key` -> `query` for part 0."""
+    return sizes.split(",")[number] if "," in sizes else sizes
 
 
-def _blocks(weight: Weight) -> list[tuple[int, int, int]]:
-    """Rows of a fused parameter in order, such as queries, keys and values by group: (part, first
-    row in it, number of rows).
-    """
-    per_group = [part.shape[0] // weight.num_groups for part in weight.parts]
-    return [
-        (part, g * rows, rows)
-        for g in range(weight.num_groups)
-        for part, rows in enumerate(per_group)
-    ]
+def conditions_of(model: ModelConfig, kind: LayerKind) -> frozenset[str]:
+    """Returns the conditions of `Row.when` that hold for a layer."""
+    is_attention, has_experts = kind.mixer == "attention", kind.experts is not None
+    biases = not model.disable_bias_linear
+    holds = {
+        "always": True,
+        "norms_before": True,
+        "attention": is_attention,
+        "qk_norms": model.qk_layernorm and is_attention,
+        "qkv_bias": (model.add_qkv_bias or biases) and is_attention,
+        "proj_bias": biases and is_attention,
+        "dense": not has_experts,
+        "dense_bias": biases and not has_experts,
+        "experts": has_experts,
+        "expert_bias": has_experts and model.moe_router_enable_expert_bias,
+        "shared": kind.experts is not None and kind.experts.shared_width > 0,
+        "shared_gate": has_experts and model.moe_shared_expert_gate,
+    }
+    return frozenset(name for name, it_does in holds.items() if it_does)
+
+
+def sizes_of(model: ModelConfig, kind: LayerKind) -> Mapping[str, int]:
+    """Returns the sizes of a layer's tensors, by the names that rows have for them."""
+    sizes = {
+        "one": 1,
+        "hidden": model.hidden_size,
+        "head": kind.kv_channels,
+        "query": kind.num_attention_heads * kind.kv_channels,
+        "key": kind.num_query_groups * kind.kv_channels,
+        "query_heads": kind.num_attention_heads,
+        "ffn": kind.ffn_hidden_size,
+    }
+    if kind.experts is not None:
+        sizes |= {
+            "experts": kind.experts.num_experts,
+            "expert_ffn": kind.experts.width,
+            "shared_ffn": kind.experts.shared_width,
+        }
+    return sizes

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.sft.distributed import gathered
 from megatron.sft.model.huggingface.folder import DTYPES, INDEX, SINGLE
 from megatron.sft.model.huggingface.read import Placed, placed_parameters, weights_bar
-from megatron.sft.model.huggingface.weights import Part, Tensors, copies
+from megatron.sft.model.huggingface.tensors import Part, Tensors, copies
 
 MAX_BYTES_PER_FILE = 5 * 10**9
 

@@ -35,8 +35,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
+from megatron.packing.model.names import linear_of
 from megatron.sft.model.huggingface.read import global_name
-from megatron.sft.model.huggingface.weights import Part, Weight, copies
+from megatron.sft.model.huggingface.tensors import Part, Weight, copies
 from megatron.sft.options.lora import LINEARS, LoraConfig
 
 
@@ -92,8 +93,8 @@ def _thaw(gpt: GPTModel, lora: LoraConfig) -> None:
 def _targeted(gpt: GPTModel, lora: LoraConfig) -> Iterator[tuple[str, Any]]:
     """The layers that get an adapter, with their names in the whole model."""
     for name, module in gpt.named_modules():
-        linear_name = name.rsplit(".", 1)[-1]
-        if not name.startswith("decoder.layers.") or not lora.targets_in(linear_name):
+        linear_name = linear_of(name)
+        if linear_name is None or not lora.targets_in(linear_name):
             continue
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             raise ValueError(
@@ -110,7 +111,7 @@ def _parts_of(linear_name: str, config: TransformerConfig, lora: LoraConfig) -> 
     found = lora.targets_in(linear_name)
     return (
         found
-        if linear_name != "linear_fc1" or config.gated_linear_unit
+        if linear_name != "fc1" or config.gated_linear_unit
         else tuple(n for n in found if n == 1)
     )
 
@@ -129,7 +130,8 @@ class Adapter(torch.nn.Module):
     ) -> None:
         """`name`: the layer's, in the whole model."""
         super().__init__()
-        linear_name = name.rsplit(".", 1)[-1]
+        linear_name = linear_of(name)
+        assert linear_name is not None
         self.is_row_parallel = isinstance(layer, RowParallelLinear)
         self.group = layer.tp_group
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1
@@ -138,7 +140,7 @@ class Adapter(torch.nn.Module):
         targets = _parts_of(linear_name, config, lora)
         self.num_modules = len(targets)
         weight = _weight_of(linear_name, layer.output_size, config)
-        self.is_gated = weight.layout == "halves" and len(targets) == 2
+        self.is_gated = weight.layout == "sections" and len(targets) == 2
         num_rows = layer.output_size if self.is_row_parallel else layer.output_size_per_partition
         found = [
             (copy.part, copy.rows)
@@ -243,17 +245,17 @@ class Adapter(torch.nn.Module):
 
 
 def _weight_of(linear_name: str, output_size: int, config: TransformerConfig) -> Weight:
-    """The rows of a layer as `huggingface.weights` describes them; a row-parallel rank has them
+    """The rows of a layer as `huggingface.tensors` describes them; a row-parallel rank has them
     all.
     """
-    if linear_name == "linear_qkv":
+    if linear_name == "qkv":
         head, groups = config.kv_channels, config.num_query_groups
         sizes = (config.num_attention_heads * head, groups * head, groups * head)
         return Weight("heads", tuple(Part("", (size,)) for size in sizes), num_groups=groups)
     if len(LINEARS[linear_name]) == 1:
         return Weight("whole", (Part("", (output_size,)),))
     if config.gated_linear_unit:
-        return Weight("halves", (Part("", (output_size // 2,)),) * 2)
+        return Weight("sections", (Part("", (output_size // 2,)),) * 2)
     return Weight("rows", (Part("", (0,)), Part("", (output_size,))))
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.sft.model.huggingface.weights import Layout, Part, Weight, Weights, is_of_adapter
+from megatron.packing.model.names import ADAPTER, EMBEDDING, OUTPUT, is_of_adapter, logical_name
+from megatron.sft.model.huggingface.tensors import Layout, Part, Weight
+from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.options.lora import LoraConfig
 
 _PREFIX = "base_model.model."
-_WHOLE = {"embed_tokens": "embedding.word_embeddings.weight", "lm_head": "output_layer.weight"}
+_WHOLE = {"embed_tokens": EMBEDDING, "lm_head": OUTPUT}
 
 
 class AdapterWeights:
@@ -30,26 +32,38 @@ class AdapterWeights:
 
     def concerns(self, name: str) -> bool:
         """Whether a parameter is an adapter's, or trained as a whole."""
-        return is_of_adapter(name) or name in self._whole
+        return is_of_adapter(name) or self._is_whole(name)
 
     def of_parameter(self, name: str) -> Weight:
         """The weight behind a parameter's name; KeyError where no tensor stands for it."""
-        if name in self._whole:
+        if self._is_whole(name):
             return _renamed(self._weights.of_parameter(name))
-        layer, which = name.split(".adapter.")
+        layer, which = name.split(ADAPTER)
         return self._of_layer(self._weights.of_parameter(f"{layer}.weight"), which)
 
     def all(self) -> Iterator[Weight]:
         """Every weight of the adapter."""
         for weight in self._weights.all():
-            if weight.core in self._whole:
+            if weight.part in self._whole:
                 renamed = _renamed(weight)
                 yield renamed._replace(
                     parts=tuple(one for part in renamed.parts for one in self.written_as(part))
                 )
-            elif weight.core.endswith(".weight") and self._lora.targets_in(_linear(weight)):
+            elif self._lora.targets_in(_linear(weight)):
                 yield self._of_layer(weight, "lora_A")
                 yield self._of_layer(weight, "lora_B")
+
+    def is_carried(self, name: str) -> bool:
+        """Whether a tensor is kept as it is: none of an adapter's."""
+        return False
+
+    def _is_whole(self, name: str) -> bool:
+        if is_of_adapter(name):
+            return False
+        try:
+            return logical_name(name).part in self._whole
+        except KeyError:
+            return False
 
     def written_as(self, part: Part) -> tuple[Part, ...]:
         """The names that a tensor of `of_parameter` is written by: two for embeddings that are
@@ -87,12 +101,12 @@ class AdapterWeights:
             shape = (rank, columns) if which == "lora_A" else (rows, rank)
             parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))
         num_groups = weight.num_groups if layout == "heads" else 1
-        return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.core)
+        return Weight(layout, tuple(parts), weight.is_expert, num_groups, weight.part)
 
 
 def _linear(weight: Weight) -> str:
-    """`self_attention.linear_qkv.weight` -> `linear_qkv`."""
-    return weight.core.removesuffix(".weight").rsplit(".", 1)[-1]
+    """`attention.qkv.weight` -> `qkv`; empty for what is no linear layer's weight."""
+    return weight.part.rsplit(".", 2)[-2] if weight.part.endswith(".weight") else ""
 
 
 def _renamed(weight: Weight) -> Weight:

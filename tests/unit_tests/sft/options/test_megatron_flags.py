@@ -71,10 +71,10 @@ def test_no_option_of_ours_is_hidden() -> None:
     ("arguments", "message"),
     [
         (
-            "--rl-profile --bf16 --no-rope-freq",
+            "--rl-profile --bf16 --openai-gelu",
             "--rl-profile (the model learns from given answers only; use Megatron-LM), ",
         ),
-        ("--no-rope-freq 1", "--no-rope-freq (models of this kind are not computed; use another)"),
+        ("--qk-clip 1", "--qk-clip (models of this kind are not computed; use another)"),
         ("--fp8-recipe=delayed", "--fp8-recipe (pass --bf16)"),
         ("--no-save-optim", "--no-save-optim (checkpoints are whole; drop it)"),
     ],

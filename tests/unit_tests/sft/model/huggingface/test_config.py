@@ -6,13 +6,8 @@ from itertools import product
 import pytest
 
 from megatron.packing.flags import FlagError
-from megatron.sft.model.huggingface.config import (
-    FAMILIES,
-    config_of,
-    identity_of,
-    options_of,
-    window_of,
-)
+from megatron.sft.model.huggingface.config import config_of, identity_of, options_of, window_of
+from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.options.model import ModelConfig
 from tests.unit_tests.sft.command_line import parse
 
@@ -148,7 +143,7 @@ def test_the_same_again_is_no_contradiction(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "phi3"}, ["model_type 'phi3'", "llama"]),
+        ({"model_type": "falcon"}, ["model_type 'falcon'", "llama"]),
         ({"model_type": None}, ["model_type None"]),
         (
             {"quantization_config": {"quant_method": "gptq"}},

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.sft.model.huggingface.families.registry import FAMILIES
 from megatron.sft.model.huggingface.folder import (
     INDEX,
     SINGLE,
@@ -34,7 +35,7 @@ def weights(**changes):
         "untie_embeddings_and_output_weights": True,
         "seq_length": 8,
     }
-    return Weights(ModelConfig(**{**options, **changes}), VOCAB_SIZE)
+    return Weights(ModelConfig(**{**options, **changes}), VOCAB_SIZE, FAMILIES["llama"])
 
 
 def tensors_of(expected):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron.sft.model.huggingface.weights import Weights, copies
+from megatron.sft.model.huggingface.families.registry import FAMILIES
+from megatron.sft.model.huggingface.tensors import copies
+from megatron.sft.model.huggingface.weights import Weights
 from megatron.sft.options.model import ModelConfig
 
 VOCAB_SIZE = 37
@@ -41,12 +43,12 @@ def model(**changes):
 @pytest.mark.parametrize("changes", [{}, BIASES, EXPERTS], ids=["plain", "biases", "experts"])
 def test_ranks_hold_everything_once(changes, size):
     """A row that two ranks hold, or none, would be trained twice or not be written."""
-    weights = Weights(model(**changes), VOCAB_SIZE)
+    weights = Weights(model(**changes), VOCAB_SIZE, FAMILIES["qwen2_moe"])
     for weight in weights.all():
         counts = [torch.zeros(part.shape) for part in weight.parts]
         ranks = 1 if weight.is_expert else size
         rows = sum(part.shape[0] for part in weight.parts)
-        if weight.layout in ("heads", "halves"):
+        if weight.layout in ("heads", "sections"):
             rows //= ranks
         if weight.layout == "vocabulary":
             rows = 40 // ranks
@@ -67,7 +69,7 @@ def test_heads_are_ordered_by_group():
     """[queries of a group, its key, its value], one group after the other, as megatron-core splits
     them.
     """
-    weights = Weights(model(), VOCAB_SIZE)
+    weights = Weights(model(), VOCAB_SIZE, FAMILIES["qwen2_moe"])
     weight = weights.of_parameter("decoder.layers.1.self_attention.linear_qkv.bias")
     assert [part.name for part in weight.parts] == [
         f"model.layers.1.self_attn.{p}_proj.bias" for p in "qkv"
@@ -89,7 +91,7 @@ def test_heads_are_ordered_by_group():
 
 def test_gate_and_up_are_cut_apart():
     """A plain cut gives one rank all gates; shapes would fit all the same."""
-    weights = Weights(model(), VOCAB_SIZE)
+    weights = Weights(model(), VOCAB_SIZE, FAMILIES["qwen2_moe"])
     weight = weights.of_parameter("decoder.layers.0.mlp.linear_fc1.weight")
     assert [part.name for part in weight.parts] == [
         f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")
@@ -130,12 +132,18 @@ def test_gate_and_up_are_cut_apart():
 )
 def test_names_of_both_kinds_of_layers(name, expected):
     """Transformer Engine has norms inside the layers behind them, and experts as one module."""
-    assert Weights(model(**EXPERTS), VOCAB_SIZE).of_parameter(name).parts[0].name == expected
+    assert (
+        Weights(model(**EXPERTS), VOCAB_SIZE, FAMILIES["qwen2_moe"])
+        .of_parameter(name)
+        .parts[0]
+        .name
+        == expected
+    )
 
 
 def test_mixtral_calls_them_otherwise():
     """Its files are older than the names of the others."""
-    weights = Weights(model(**EXPERTS), VOCAB_SIZE, is_mixtral=True)
+    weights = Weights(model(**EXPERTS), VOCAB_SIZE, FAMILIES["mixtral"])
     fc1 = weights.of_parameter("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight")
     prefix = "model.layers.1.block_sparse_moe."
     assert [part.name for part in fc1.parts] == [
@@ -160,4 +168,4 @@ def test_mixtral_calls_them_otherwise():
 def test_what_the_model_lacks_has_no_place(name):
     """A parameter that is not in the table would stay as it was initialised."""
     with pytest.raises(KeyError):
-        Weights(model(**EXPERTS), VOCAB_SIZE).of_parameter(name)
+        Weights(model(**EXPERTS), VOCAB_SIZE, FAMILIES["qwen2_moe"]).of_parameter(name)

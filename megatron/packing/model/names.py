@@ -1,0 +1,103 @@
+"""pure. One table of what megatron-core calls the parameters of a GPTModel, for all who ask:
+weights in and out, LoRA, checkpoints.
+
+Others speak of *logical names*, which say what a parameter is. Where GPTModel's layers name it
+otherwise (Transformer Engine has norms inside the linear layer behind them, and grouped experts),
+the other name leads to the same logical one:
+
+    decoder.layers.3.self_attention.linear_qkv.weight             -> layer 3, attention.qkv.weight
+    decoder.layers.3.self_attention.linear_qkv.layer_norm_weight  -> layer 3, mixer_norm.weight
+    decoder.layers.3.mlp.experts.linear_fc1.weight7   -> layer 3, expert 7, experts.fc1.weight
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+EMBEDDING = "embedding.weight"
+OUTPUT = "output.weight"
+FINAL_NORM = "final_norm.weight"
+_OF_MODEL = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "output_layer.weight": OUTPUT,
+    "decoder.final_layernorm.weight": FINAL_NORM,
+}
+# megatron-core's modules in a layer, longest first -> logical names.
+_MODULES = {
+    "mlp.shared_experts.linear_fc1": "shared.fc1",
+    "mlp.shared_experts.linear_fc2": "shared.fc2",
+    "mlp.shared_experts": "shared",
+    "mlp.experts.linear_fc1": "experts.fc1",
+    "mlp.experts.linear_fc2": "experts.fc2",
+    "mlp.router": "router",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.proj",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.core_attention": "attention",
+    "input_layernorm": "mixer_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+}
+_ALIASES = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+ADAPTER = ".adapter."
+"""In the name of each parameter of an adapter, behind that of the layer which it stands beside."""
+
+
+class LogicalName(NamedTuple):
+    """A parameter of a whole model."""
+
+    part: str
+    """What it is, such as attention.qkv.weight."""
+    layer: int | None = None
+    """Number over the whole model, from 0; None outside layers."""
+    expert: int | None = None
+    """Number over all expert-parallel ranks, from 0; None outside experts."""
+
+
+def logical_name(name: str) -> LogicalName:
+    """Returns the logical name of a parameter, in which layers and experts are numbered over the
+    whole model; KeyError where the table has none.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return LogicalName(_OF_MODEL[name])
+    layer, rest = int(match[1]), match[2]
+    for alias, local in _ALIASES:
+        rest = re.sub(f"^{alias}$", local, rest)
+    expert = None
+    if found := _EXPERT.fullmatch(rest):
+        expert, rest = int(found[1]), f"mlp.experts.{found[2]}"
+    for module, logical in _MODULES.items():
+        if rest.startswith(f"{module}."):
+            return LogicalName(logical + rest[len(module) :], layer, expert)
+    raise KeyError(name)
+
+
+def linear_of(name: str) -> str | None:
+    """Returns the kind of a linear layer that adapters may stand beside, by its module's name: qkv,
+    proj, fc1 or fc2; None for other modules.
+    """
+    last = name.rsplit(".", 1)[-1]
+    is_one = name.startswith("decoder.layers.") and last.startswith("linear_")
+    kind = last.removeprefix("linear_")
+    return kind if is_one and kind in ("qkv", "proj", "fc1", "fc2") else None
+
+
+def layer_prefix(name: str) -> str | None:
+    """Returns `decoder.layers.N.` of a parameter's name; None outside layers."""
+    match = re.match(r"decoder\.layers\.\d+\.", name)
+    return None if match is None else match[0]
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's, beside the layer that it belongs to."""
+    return ADAPTER in name

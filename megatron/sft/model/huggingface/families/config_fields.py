@@ -1,0 +1,123 @@
+"""pure. A config.json, read with defaults and checks that name the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.packing.user_files import shown
+from megatron.sft.options.rope_scaling import is_positive, rope_scaling_of
+
+_MOST = 1 << 24
+_MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """The config.json of a language model."""
+
+    values: Mapping[str, Any]
+    where: str
+    """The file's path, for messages."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a value; `default` where it is missing or null."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Returns a whole number of at least 1; ValueError for anything else."""
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        most = _MAX_LAYERS if name == "num_hidden_layers" else _MOST
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(
+                f"{self.where} must have {name}, a whole number of at least 1, but has "
+                f"{shown(value)}"
+            )
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        """Returns a number above 0; ValueError for anything else."""
+        value = self.get(name, default)
+        if not is_positive(value):
+            raise ValueError(
+                f"{self.where} has {name} {shown(value)}, but it must be a number above 0"
+            )
+        return float(value)
+
+    def refuse(self, *names: str) -> None:
+        """Raises ValueError where one of these is there and not off."""
+        for name in names:
+            if self.values.get(name):
+                raise ValueError(
+                    f"{self.where} has {name} {shown(self.values[name])}, which is not supported"
+                )
+
+    def require(self, name: str, *allowed: object, default: object = None) -> None:
+        """Raises ValueError unless a value is one of `allowed`."""
+        if self.get(name, default) not in allowed:
+            raise ValueError(
+                f"{self.where} has {name} {shown(self.values.get(name))}, but only "
+                f"{' or '.join(map(repr, allowed))} is supported for this model_type"
+            )
+
+    def layers(self, name: str, kind: str) -> tuple[int, ...] | None:
+        """Returns for each layer 1 if a list such as `layer_types` says `kind`, else 0; None where
+        there is no list.
+        """
+        found = self.get(name)
+        if found is None:
+            return None
+        num_layers = self.number("num_hidden_layers")
+        if len(found) < num_layers:
+            raise ValueError(
+                f"{self.where} has {name} of {len(found)} layers, but num_hidden_layers is "
+                f"{num_layers}"
+            )
+        return tuple(int(one == kind) for one in found[:num_layers])
+
+    def rope(self, kind: str | None = None) -> dict[str, Any]:
+        """Returns `rope_parameters` of transformers 5, or `rope_scaling` of 4; of layers of `kind`,
+        where they differ.
+        """
+        found = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
+        if kind is not None and isinstance(found.get(kind), dict):
+            found = dict(found[kind])
+        return found
+
+    def rope_options(self, rope_theta: float, kind: str | None = None) -> dict[str, Any]:
+        """Returns base and scaling of rotary embeddings.
+
+        rope_theta: the base where none is written. kind: of `layer_types`.
+        """
+        fields = self.rope(kind)
+        base = fields.pop("rope_theta", None) or self.get("rope_theta") or rope_theta
+        if not is_positive(base):
+            raise ValueError(
+                f"{self.where} has rope_theta {shown(base)}, but it must be a number above 0"
+            )
+        if fields.get("rope_type", fields.get("type")) in ("llama3", "yarn"):
+            # As transformers fills it in.
+            fields.setdefault(
+                "original_max_position_embeddings", self.get("max_position_embeddings")
+            )
+        scaling = rope_scaling_of(fields, f"{self.where}: rope_scaling")
+        return {
+            "rotary_base": float(base),
+            "rope_scaling": None if scaling is None else scaling.to_json(),
+        }
+
+    def rotary_percent(self, default: float | None) -> float:
+        """Returns the share of a head's channels that are rotated; ValueError for families that
+        rotate all (`default` None) and say otherwise.
+        """
+        found = self.rope().get("partial_rotary_factor") or self.get("partial_rotary_factor")
+        if default is None and (found or 1) != 1:
+            raise ValueError(
+                f"{self.where} has a partial_rotary_factor, which is not supported for this "
+                "model_type"
+            )
+        return float(found or default or 1.0)

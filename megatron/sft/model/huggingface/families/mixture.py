@@ -1,0 +1,64 @@
+"""pure. Options that families with mixtures of experts share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.sft.model.huggingface.families.config_fields import ConfigFields
+from megatron.sft.options.model import ModelConfig
+
+BLOCK_SPARSE_NAMES = (
+    ("mlp.gate.e_score", "block_sparse_moe.e_score"),
+    ("mlp.gate.", "block_sparse_moe.gate."),
+    ("mlp.experts.", "block_sparse_moe.experts."),
+    (".gate_proj.", ".w1."),
+    (".up_proj.", ".w3."),
+    (".down_proj.", ".w2."),
+)
+"""Names of Mixtral's files, and of MiniMax's."""
+
+
+def num_experts(config: ConfigFields, default: str) -> dict[str, Any]:
+    """Returns experts, and how many of them a token goes to.
+
+    transformers 5 writes `num_experts` for what it reads as `num_local_experts`, and the other way.
+    """
+    names = ("num_experts", "num_local_experts")
+    key = next((name for name in names if name in config.values), default)
+    return {
+        "num_experts": config.number(key),
+        "moe_router_topk": config.number("num_experts_per_tok"),
+    }
+
+
+def qwen_experts(config: ConfigFields) -> dict[str, Any]:
+    """Returns the options of Qwen's experts."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers = range(config.number("num_hidden_layers"))
+    has_experts = tuple(int(i not in dense and (i + 1) % step == 0) for i in layers)
+    if not any(has_experts):
+        raise ValueError(
+            f"{config.where} leaves no layer with experts; check decoder_sparse_step and "
+            "mlp_only_layers"
+        )
+    return {
+        **num_experts(config, "num_experts"),
+        # Renormalised, the chosen shares of a softmax over all are a softmax over the chosen.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_ffn_hidden_size": config.number("moe_intermediate_size"),
+        "moe_layer_freq": () if all(has_experts) else has_experts,
+    }
+
+
+def qwen_experts_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of config.json that say the same."""
+    return {
+        "num_experts": model.num_experts or 1,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.moe_ffn_hidden_size or model.resolved_ffn_hidden_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "mlp_only_layers": [
+            i for i, has_experts in enumerate(model.moe_layer_freq) if not has_experts
+        ],
+        "decoder_sparse_step": 1,
+    }
