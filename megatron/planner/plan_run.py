@@ -70,7 +70,7 @@ def _model_of(options: Mapping[str, Any]) -> ModelOptions:
     if measured is not None and _is_readable(measured):
         return ModelOptions(pack_cost=measured)
     named = {field.name for field in fields(ModelOptions)}
-    shape = {
+    shape: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value  # JSON has lists for tuples
         for name, value in options["model"].items()
         if name in named

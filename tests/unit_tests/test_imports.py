@@ -137,7 +137,16 @@ KNOWS = {
 }
 FOLDERS = {
     "blending": ("arguments", "formats", "metadatasets", "order", "streams", "encoding", "loading"),
-    "packing": ("user_files", "former_names", "flags", "batch", "scheduling", "step", "model"),
+    "packing": (
+        "user_files",
+        "former_names",
+        "flags",
+        "layers",
+        "batch",
+        "scheduling",
+        "step",
+        "model",
+    ),
 }
 
 

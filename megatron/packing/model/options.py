@@ -23,6 +23,17 @@ _ABOVE_ZERO = (
     "activation_func_clamp_value",
     "moe_router_topk_scaling_factor",
 )
+_NOT_BUILT = (
+    "qk_layernorm_over_heads",
+    "norm_position",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_scale_beta",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "linear_attention_freq",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,9 @@ class Architecture(ModelShape):
         check_range(self, 1, None, "make_vocab_size_divisible_by")
         check_range(self, 1, None, "moe_router_num_groups", "moe_router_group_topk")
         self.check_per_layer("no_rope_freq")
+        for name in _NOT_BUILT:
+            if getattr(self, name) not in (None, (), 1.0, False, "before"):
+                raise ValueError(f"{flag_of(name)} is not supported yet; drop it")
         for name in _ABOVE_ZERO:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{flag_of(name)} must be above 0, but is {getattr(self, name)}")

@@ -171,10 +171,10 @@ def _block(held: Any, part: Part, copy: Copy) -> Tensor:
     stand together, from the whole matrix that they are in.
     """
     view = part.view
-    if view.index is None and not view.run and not view.is_transposed:
+    if view.expert is None and not view.run and not view.is_transposed:
         rows = view.rows(copy.rows)
         return held[rows] if len(part.shape) == 1 else held[rows, copy.columns]
-    matrix = held[:] if view.index is None else held[view.index : view.index + 1][0]
+    matrix = held[:] if view.expert is None else held[view.expert : view.expert + 1][0]
     return block_of(matrix, part, copy)
 
 

@@ -30,7 +30,7 @@ class View(NamedTuple):
     """0: all rows stand together."""
     stride: int = 0
     is_transposed: bool = False
-    index: int | None = None
+    expert: int | None = None
     """Number of the matrix (or row) in a stack of experts; None for a tensor that is no stack."""
 
     def rows(self, rows: slice) -> slice | list[int]:

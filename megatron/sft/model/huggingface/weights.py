@@ -117,7 +117,7 @@ class Weights:
             shape = tuple(sizes[_of_part(size, number)] for size in row.shape)
             view = source.view
             if place.expert is not None and "{e}" not in tensor:
-                view = view._replace(index=place.expert)
+                view = view._replace(expert=place.expert)
             name = prefix + self._family.renamed(tensor.replace("{e}", str(place.expert)))
             parts.append(Part(name, shape, view, source.stored))
         return Weight(

@@ -97,7 +97,7 @@ class AdapterWeights:
             layout = "whole" if is_cut_by_columns else weight.layout
         parts = []
         for number in self._lora.targets_in(_linear(weight)):
-            name, (rows, columns) = weight.parts[number]
+            name, (rows, columns) = weight.parts[number].name, weight.parts[number].shape
             shape = (rank, columns) if which == "lora_A" else (rows, rank)
             parts.append(Part(f"{_PREFIX}{name.removesuffix('weight')}{which}.weight", shape))
         num_groups = weight.num_groups if layout == "heads" else 1

@@ -63,7 +63,7 @@ def test_all_layers_by_default(given):
         "up_proj",
         "down_proj",
     )
-    assert [lora.targets_in(name) for name in ("linear_qkv", "linear_fc1", "router")] == [
+    assert [lora.targets_in(name) for name in ("qkv", "fc1", "router")] == [
         (0, 1, 2),
         (0, 1),
         (),
@@ -74,8 +74,8 @@ def test_names_of_mixtral_are_the_same_layers():
     """Its files call gate, down and up w1, w2 and w3."""
     lora = LoraConfig(lora=True, lora_target_modules=("w3", "v_proj", "w2"))
     assert lora.targets == ("v_proj", "up_proj", "down_proj")
-    assert lora.targets_in("linear_qkv") == (2,)
-    assert lora.targets_in("linear_fc1") == (1,)
+    assert lora.targets_in("qkv") == (2,)
+    assert lora.targets_in("fc1") == (1,)
 
 
 def test_scale():
