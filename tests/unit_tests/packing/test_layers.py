@@ -1,12 +1,19 @@
 """Layers as data: one kind per layer, from options that have a number for each."""
 
+from typing import Any
+
 import pytest
 
 from megatron.packing.layers import DeltaNetShape, ExpertsShape, LayerKind
 from megatron.packing.model.shape import ModelShape
 
-SHAPE = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
-DELTA_NET = {
+SHAPE: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 24,
+}
+DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 3,
