@@ -9,7 +9,7 @@
 # make gpu-test   what has to be seen on a GPU, in less than 8 minutes on one; GPU_DEVICE=cpu is a dry run without one
 # make gpu-bench  speed on one GPU, in less than 9 minutes, into examples/benchmarks/results/throughput.md
 # make check  format, lint, types
-# make test-core VERSION=0.19.2  a part of the tests with that megatron-core, in an environment of its own
+# make test-core VERSION=0.19.2 TORCH=2.15.0  a part of the tests with that megatron-core and torch, in an environment of its own
 
 # The newest of these versions of Python that is found and works, on the path or as pyenv keeps them.
 newest = $(shell for v in $(1); do \
@@ -18,6 +18,10 @@ newest = $(shell for v in $(1); do \
 	done; done)
 PYTHON ?= $(call newest,3.13 3.12 3.11 3.10)
 VENV ?= .venv
+# The torch of a new environment: a release (TORCH=2.13.0), or else the newest that pyproject.toml admits.
+TORCH ?=
+TORCH_ASKED = torch$(if $(TORCH),==$(TORCH),>=2.13$(comma)<2.16)
+comma = ,
 # As many GPUs as there are, two at most; two CPU processes where there is none.
 NPROC ?= $(shell test "$$(nvidia-smi -L 2>/dev/null | grep -c GPU)" = 1 && echo 1 || echo 2)
 # The fast attention kernels of a GPU take no float32.
@@ -106,12 +110,14 @@ test-cpus: $(addprefix test-cpu-,$(CPUS))
 
 test-cpu-%: $(VENV)/.dev
 	$(foreach tests,$(CPU_TESTS),env $(CPU_$*) $(VENV)/bin/pytest $(CPU_$(tests)) &&) true
-# Whether a megatron-core does what packing needs: docs/reference/megatron-core.md. 0.17 and later are for Python 3.12 and later.
+# Tests that a megatron-core and a torch do what packing needs: docs/reference/megatron-core.md. 0.17 and later are for Python 3.12 and later.
 CORE_PYTHON ?= $(call newest,$(if $(filter 0.16.%,$(VERSION)),3.11 3.10,3.13 3.12))
+# With a torch of its own (TORCH=2.13.0) an environment of its own.
+CORE_VENV = .venv-core-$(VERSION)$(if $(TORCH),-torch-$(TORCH))
 test-core:
 	@test -n "$(VERSION)" || { echo "which megatron-core? make test-core VERSION=0.19.2"; exit 1; }
-	$(MAKE) .venv-core-$(VERSION)/.core VENV=.venv-core-$(VERSION) PYTHON=$(CORE_PYTHON)
-	LAYOUTS=few .venv-core-$(VERSION)/bin/pytest $(SPREAD) $(CORE_TESTS)
+	$(MAKE) $(CORE_VENV)/.core VENV=$(CORE_VENV) PYTHON=$(CORE_PYTHON)
+	LAYOUTS=few $(CORE_VENV)/bin/pytest $(SPREAD) $(CORE_TESTS)
 
 core-python:
 	@echo $(CORE_PYTHON)
@@ -134,7 +140,9 @@ $(TINY_FINETUNE)/chats.jsonl: examples/tiny_finetune/make_data.py | $(VENV)/.fin
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 to 3.13 is needed; pass one: make run PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "Installing $(TORCH_ASKED). PyPI's build for Linux (x86-64) brings CUDA: 2.8 to 3.5 GB to download, 5 GB on disk."
+	@echo "Without a GPU torch's own index of CPU builds is enough, 0.3 GB and 1.1 GB: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+	$(VENV)/bin/pip install --disable-pip-version-check "$(TORCH_ASKED)"
 	touch $@
 
 $(VENV)/.run: $(BUILT_FROM) | $(VENV)/.torch
