@@ -21,9 +21,11 @@ from megatron.blending.formats.prepared.prepare import (
 _LISTED_PARTS = 10
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m megatron.blending"
+) -> int:
     """Run the command; 0 if it went well, else 1 and one line on stderr."""
-    options = _parser().parse_args(arguments)
+    options = _parser(program).parse_args(arguments)
     try:
         print(_prepare(options))
     except (ValueError, OSError) as error:
@@ -32,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron.blending")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program)
     prepare = parser.add_subparsers(dest="command", required=True).add_parser(
         "prepare", help="index a folder of tar shards, or a JSONL file, for reading in any order"
     )

@@ -1,16 +1,13 @@
-"""pure. Runs `megatron.planner.calibrate` under the name where users look for it:
-
-python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output pack_cost.json
-"""
+"""pure. The old place of `megatron-sft calibrate`, which works for one release."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """Measure packs of a model on the device at hand and fit the pack cost to them."""
-    from megatron.planner.calibrate import main as calibrate
+    """Measures packs of a model on the device at hand and fits the pack cost to them."""
+    from megatron.sft.commands.moved import run_moved
 
-    calibrate()
+    run_moved("megatron.packing.calibrate", "calibrate")
 
 
 if __name__ == "__main__":

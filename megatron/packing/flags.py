@@ -25,10 +25,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.packing.flag_help import Command, short_help
 from megatron.packing.user_files import read_yaml, shortened, shown
 
 _type_hints = cache(typing.get_type_hints)
-_NOT_IN_YAML = ("help", "version", "config")
+_NOT_IN_YAML = ("help", "help_all", "version", "config")
+_HELP = ("-h", "--help", "--help-all")
 
 
 class FlagError(ValueError):
@@ -46,29 +48,32 @@ class _Parser(argparse.ArgumentParser):
 def parse_flags(
     groups: Sequence[type],
     arguments: Sequence[str],
-    description: str,
-    program: str | None = None,
+    command: Command,
     *,
     passes_over_unknown: bool = False,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> list[Any]:
     """Returns one instance of each dataclass in `groups`, from command-line `arguments` of
-    `program`.
+    `command`.
 
     passes_over_unknown: whether the YAML file may have other options, as that of another program
-    does; imply: is told the options that the user gave, by field name, and returns values for
-    others, in place of their defaults.
+    does; imply: receives the options that the user gave, by field name (also the unknown ones of
+    the YAML file), and returns values for others, in place of their defaults.
 
     Raises FlagError for unknown options (with the nearest right one), wrong values, missing ones,
     and what the dataclasses' own `__post_init__` refuse.
     """
-    parser = _build_parser(
-        groups, description, program, tells_help=not {"-h", "--help"}.isdisjoint(arguments)
-    )
+    parser = build_parser(groups, command, shows_help=not set(_HELP).isdisjoint(arguments))
+    if command.is_short and not {"-h", "--help"}.isdisjoint(arguments):
+        print(short_help(parser, command), end="")
+        parser.exit()
     config_file, rest = _take_config(arguments)
     given: set[str] = set()
+    of_others: dict[str, Any] = {}
     if config_file is not None:
-        for action, value in _values_of_yaml(config_file, parser, passes_over_unknown):
+        for action, value in _values_of_yaml(
+            config_file, parser, of_others if passes_over_unknown else None
+        ):
             action.default, action.required = value, False
             given.add(action.dest)
     for argument in rest:
@@ -79,7 +84,7 @@ def parse_flags(
             given.add(parser._option_string_actions[flag].dest)
     try:
         if imply is not None:
-            _take_implied(parser, imply, given, rest)
+            _take_implied(parser, imply, (given, of_others), rest)
         values = _values(parser, rest)
         return [
             group(**{field.name: values[field.name] for field in fields(group)}) for group in groups
@@ -102,15 +107,19 @@ def _values(parser: _Parser, arguments: Sequence[str]) -> dict[str, Any]:
 def _take_implied(
     parser: _Parser,
     imply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    given: set[str],
+    given_by_user: tuple[set[str], Mapping[str, Any]],
     rest: Sequence[str],
 ) -> None:
-    """Make what `imply` answers the defaults; what the user gave stays."""
+    """Makes what `imply` answers the defaults; what the user gave stays.
+
+    given_by_user: names of fields, and the YAML file's options that are no fields.
+    """
+    given, of_others = given_by_user
     required = [action for action in parser._actions if action.required]
     for action in required:
         action.required = False
     values = _values(parser, rest)
-    implied = imply({name: values[name] for name in given if name in values})
+    implied = imply({**of_others, **{name: values[name] for name in given if name in values}})
     for action in required:
         action.required = action.dest not in implied
     parser.set_defaults(**{name: value for name, value in implied.items() if name not in given})
@@ -143,10 +152,13 @@ class _Extend(argparse.Action):
         setattr(namespace, self.dest, list(values) if given is self.default else [*given, *values])
 
 
-def _build_parser(
-    groups: Sequence[type], description: str, program: str | None, tells_help: bool
-) -> _Parser:
-    parser = _Parser(prog=program, description=description, allow_abbrev=False)
+def build_parser(groups: Sequence[type], command: Command, *, shows_help: bool) -> _Parser:
+    """Returns argparse's parser of the fields; without `shows_help` it knows no help texts, which
+    take 0.1 s to read.
+    """
+    parser = _Parser(prog=command.program, description=command.about, allow_abbrev=False)
+    if command.is_short:
+        parser.add_argument("--help-all", action="help", help="show all options and exit")
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="show the installed versions and exit"
     )
@@ -156,9 +168,9 @@ def _build_parser(
     for group in groups:
         section = parser.add_argument_group((inspect.getdoc(group) or group.__name__).rstrip("."))
         helps, hints = (
-            _field_docstrings(group) if tells_help else {},
+            field_docstrings(group) if shows_help else {},
             _type_hints(group),
-        )  # to read sources takes 0.1 s
+        )
         for field in fields(group):
             required = field.default is MISSING
             help_text = helps.get(field.name, "").replace("%", "%%")
@@ -196,7 +208,7 @@ def _argument_kind(hint: Any) -> dict[str, Any]:
     return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}
 
 
-def _field_docstrings(cls: type) -> dict[str, str]:
+def field_docstrings(cls: type) -> dict[str, str]:
     """Returns the string expression under each field of a dataclass; one that it inherits may be
     documented there.
     """
@@ -232,9 +244,12 @@ def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _values_of_yaml(
-    path: Path, parser: _Parser, passes_over_unknown: bool
+    path: Path, parser: _Parser, of_others: dict[str, Any] | None
 ) -> Iterator[tuple[argparse.Action, Any]]:
-    """Each option that a YAML file gives, with its value as the command line would make it."""
+    """Yields each option that a YAML file gives, with its value as the command line would make it.
+
+    of_others: receives the options that are unknown; None: they are refused.
+    """
     try:
         options = read_yaml(path)
     except ValueError as failure:
@@ -251,7 +266,8 @@ def _values_of_yaml(
     }
     for key, value in options.items():
         name = str(key).replace("_", "-")
-        if name not in actions and passes_over_unknown:
+        if name not in actions and of_others is not None:
+            of_others[name.replace("-", "_")] = value
             continue
         if name not in actions:
             raise FlagError(

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--pack-cost": {
             "metavar": "FILE",
-            "help": "what python -m megatron.packing.calibrate wrote: schedule by measured times "
+            "help": "what megatron-sft calibrate wrote: schedule by measured times "
             "(default: by FLOPs)",
         },
         "--outlier-delay-steps": {

@@ -1,9 +1,8 @@
 """mcore. Measures how long packs of a model take on the device at hand, and fits the pack cost in
 seconds to it:
 
-    python -m megatron.packing.calibrate --config run.yaml --vocab-size 50257 --output
-        pack_cost.json
-    torchrun ... pretrain_sft.py --config run.yaml --pack-cost pack_cost.json
+    megatron-sft calibrate --pretrained-checkpoint Qwen3-8B/ --output pack_cost.json
+    torchrun ... -m megatron.sft --config run.yaml --pack-cost pack_cost.json
 
 One process, the whole width of the model, forward and backward passes: of GPTModel with one layer
 (embedding, output layer and loss besides) and of one layer alone, which counts for all layers but
@@ -18,9 +17,8 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -38,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packing.batch.layout import Alignment, PackLayout
 from megatron.packing.batch.microbatches import layout_microbatches
+from megatron.packing.flag_help import Command
 from megatron.packing.flags import check_range, parse_flags
 from megatron.packing.model.architecture import architecture
 from megatron.packing.model.get_batch import packed_seq_params
@@ -58,6 +57,8 @@ Pass = Callable[[], None]
 class CalibrateOptions(Architecture):
     """Model, as the training run has it, and what is measured of it."""
 
+    pretrained_checkpoint: str | None = None
+    """Folder of a HuggingFace model: its config.json gives the model's options."""
     vocab_size: int
     """Vocabulary."""
     seq_length: int
@@ -91,16 +92,30 @@ class CalibrateOptions(Architecture):
         return -(-self.vocab_size // unit) * unit
 
 
-def parse_arguments(arguments: Sequence[str]) -> CalibrateOptions:
+COMMON = {
+    "Model": ("config", "pretrained_checkpoint", "vocab_size", "seq_length"),
+    "Measurement": ("max_seqlen_per_dp_cp_rank", "repeats", "bf16", "output"),
+}
+"""Options that --help shows."""
+Imply = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def parse_arguments(
+    arguments: Sequence[str], program: str = "megatron-sft calibrate", imply: Imply | None = None
+) -> CalibrateOptions:
     """Returns the options; those of the model may also stand in the YAML of a training run, whose
     others are passed over. Raises FlagError for anything wrong in them.
+
+    imply: see `parse_flags`.
     """
+    command = Command(
+        program=program,
+        about="Measure the model on this device and write what a pack costs, for --pack-cost.",
+        usage="--pretrained-checkpoint FOLDER | --config run.yaml [--output pack_cost.json]",
+        common=COMMON,
+    )
     (options,) = parse_flags(
-        (CalibrateOptions,),
-        arguments,
-        "Measure the model on this device and write what a pack costs, for --pack-cost.",
-        program="python -m megatron.packing.calibrate",
-        passes_over_unknown=True,
+        (CalibrateOptions,), arguments, command, passes_over_unknown=True, imply=imply
     )
     return options
 
@@ -311,16 +326,13 @@ def calibrate(options: CalibrateOptions, device: torch.device) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `python -m megatron.packing.calibrate`; status 2 and one line for what cannot be
-    done."""
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def calibrate_here(options: CalibrateOptions) -> None:
+    """Measures on the GPU at hand, else on the CPU; ValueError for what cannot be measured."""
+    has_gpu = torch.cuda.is_available()
     try:
-        calibrate(parse_arguments(sys.argv[1:] if arguments is None else arguments), device)
-    except (ValueError, OSError, torch.OutOfMemoryError) as failure:
-        print(f"calibrate: error: {' '.join(str(failure).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        calibrate(
+            options,
+            torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"),
+        )
+    except torch.OutOfMemoryError as failure:
+        raise ValueError(str(failure)) from None

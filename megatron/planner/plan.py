@@ -4,14 +4,15 @@ advice -> pictures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
@@ -45,15 +46,39 @@ class Plan(NamedTuple):
     """Lines that say what is assumed."""
 
 
-def plan(arguments: Sequence[str], lengths_from: LengthReader) -> None:
-    """Runs `python -m megatron.packing.plan`; ValueError for anything wrong in arguments and the
-    files they name.
+COMMON = {
+    "Lengths": ("source", "tokenizer_model", "seq_length", "over_length_policy"),
+    "Model": ("config", "pretrained_checkpoint", "pack_cost", "tflops_per_device"),
+    "Layout": (
+        *("dp", "tp", "pp", "vpp", "cp", "ep", "sequence_parallel"),
+        *("global_batch_size", "max_seqlen_per_dp_cp_rank"),
+    ),
+    "Output": ("scheduler", "num_batches", "png", "html"),
+}
+"""Options that --help shows."""
+Imply = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def plan(
+    arguments: Sequence[str],
+    lengths_from: LengthReader,
+    program: str = "megatron-sft plan",
+    imply: Imply | None = None,
+) -> None:
+    """Runs `megatron-sft plan`; ValueError for anything wrong in arguments and the files they name.
+
+    imply: receives the options that are given, and those of a run's YAML file; returns values for
+    others.
     """
+    command = Command(
+        program=program,
+        about="Compare packing schedulers on your lengths and layout, without a GPU.",
+        usage="FILE [--dp 8 --tp 2 ...] [--pretrained-checkpoint FOLDER | --config run.yaml]",
+        common=COMMON,
+    )
+    groups = (LengthOptions, ModelOptions, LayoutOptions, PlanOptions)
     lengths, model, layout, options = parse_flags(
-        (LengthOptions, ModelOptions, LayoutOptions, PlanOptions),
-        arguments,
-        "Compare packing schedulers on your lengths and layout, without a GPU.",
-        program="python -m megatron.packing.plan",
+        groups, arguments, command, passes_over_unknown=imply is not None, imply=imply
     )
     given = [
         flag

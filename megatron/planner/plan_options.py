@@ -43,6 +43,8 @@ class ModelOptions(ModelShape):
     """Vocabulary; without it the output layer is left out."""
     loss_share: float = 1.0
     """Part of the tokens that counts for the loss; the others need no output layer."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a HuggingFace model: its config.json gives the shape, its tokenizer reads chats."""
     pack_cost: str | None = None
     """JSON file of a fitted cost in seconds, {"linear": ..., "quadratic": ..., "fixed": ...},
     instead of a shape.
@@ -306,5 +308,5 @@ def read_pack_cost(path: Path | str) -> tuple[PackCost, dict[str, Any]]:
         return read_cost(found), model if isinstance(model, dict) else {}
     except ValueError as error:
         raise ValueError(
-            f"--pack-cost {path}: {error}; give a file of megatron.planner.calibrate"
+            f"--pack-cost {path}: {error}; give a file of megatron-sft calibrate"
         ) from error

@@ -1,97 +1,34 @@
-"""pure. The story of a run: config -> datasets -> process groups -> trainer -> report.
+"""pure. Starts the subcommand that the command line names; without one, training.
 
-megatron-sft ...                      one process; the same as python -m megatron.sft
-torchrun -m megatron.sft ...          several; torchrun pretrain_sft.py from a checkout
+megatron-sft train ...          one process; the same as python -m megatron.sft train ...
+torchrun -m megatron.sft ...    several; torchrun pretrain_sft.py from a checkout
+
+`megatron/sft/run.py` tells the story of a training run.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import signal
+import difflib
+import importlib
 import sys
-import time
-from contextlib import ExitStack
-from pathlib import Path
 
-from megatron.packing.flags import FlagError
-from megatron.sft.environment import (
-    end_with_launcher,
-    fail,
-    lazy_compile,
-    outlive_output,
-    program,
-    silence_warnings,
-    world_from_environment,
-)
-from megatron.sft.options.config import SFTConfig, parse_config
-from megatron.sft.options.megatron_flags import megatron_flag_notes
+from megatron.sft.commands import COMMANDS
+from megatron.sft.environment import fail, program, world_from_environment
 
 
 def main() -> None:
-    """Train as the command line says."""
-    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
-    end_with_launcher()
-    outlive_output()
-    rank, world_size = world_from_environment()
-    try:
-        config = parse_config(sys.argv[1:], world_size, program())
-    except FlagError as failure:
-        fail(str(failure), rank)
-    for line in megatron_flag_notes(sys.argv[1:]) if rank == 0 else ():
-        print(line)
-    silence_warnings(rank)
-    run(config, rank, world_size)
-
-
-def run(config: SFTConfig, rank: int, world_size: int) -> None:
-    """Train as this rank's part in it."""
-    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
-    with lazy_compile():
-        from megatron.packing.step.decide import GlobalBatchError
-        from megatron.sft.data.datasets import build_datasets
-        from megatron.sft.data.trained_tokens import check_trained
-        from megatron.sft.distributed import process_groups
-        from megatron.sft.model.huggingface.pretrained import open_pretrained
-        from megatron.sft.peers import Peers, abort
-        from megatron.sft.read_files import fingerprints
-        from megatron.sft.report.report import report
-        from megatron.sft.report.run_folder import RUNS, prepare_output
-        from megatron.sft.stop import StopSignals
-        from megatron.sft.train import Trainer
-
-    chosen = config.output.run_dir or config.output.save
-    run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
-    peers = None
-    with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
-        try:
-            prepare_output(config.output)
-            datasets = build_datasets(config)
-            check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
-            config = config.for_records(len(datasets.train))
-            pretrained = open_pretrained(config, datasets.vocab_size)
-            with process_groups(config, fingerprints(config, datasets, pretrained)) as (
-                device,
-                store,
-            ):
-                peers = Peers(store)
-                trainer = Trainer(config, datasets, device, run_dir, pretrained)
-                trainer.train(end.enter_context(StopSignals(peers.exit_unless_all_stop)))
-                peers.close()
-        except Exception as failure:
-            if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
-                raise
-            abort(failure, peers)
-        if rank == 0 and trainer.num_steps_done:
-            try:
-                report(run_dir)
-            except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
-                print(f"no report: {failure}")
-        elif rank == 0:
-            done, wanted = trainer.progress.iteration, config.training.train_iters
-            print(
-                f"nothing to do: {done} steps are done"
-                + (f" of {wanted}, and stopped early" if done < wanted else "")
-            )
+    """Runs the subcommand; one line and status 2 for a name that is none."""
+    name, *arguments = sys.argv[1:] or ["train"]
+    typed = f"{program()} {name}"
+    if name not in COMMANDS and name.startswith("-"):
+        name, arguments, typed = "train", sys.argv[1:], program()
+    elif name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it is one of {', '.join(COMMANDS)}"
+        fail(f"unknown command {name}; {hint}", world_from_environment()[0])
+    elif not sys.argv[1:]:
+        typed = program()
+    importlib.import_module(COMMANDS[name].module).main(arguments, typed)
 
 
 if __name__ == "__main__":

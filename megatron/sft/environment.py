@@ -158,6 +158,12 @@ def fail(message: str, rank: int) -> NoReturn:
     raise SystemExit(2)
 
 
+def exit_with_message(program: str, message: str) -> NoReturn:
+    """Ends a subcommand of one process with status 2 and one line."""
+    print(f"{program}: error: {shortened(' '.join(message.split()))}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
 def tell_torchrun(message: str, *, is_shown: bool) -> None:
     """Let torchrun's summary say why this process ends; `is_shown`: and this process itself."""
     line = f"{program()}: error: {shortened(' '.join(message.split()))}"

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.sft.__main__ import main
-from megatron.sft.export import export
+from megatron.sft.commands.export import export
 from tests.functional_tests.forked_runs import ROOT, train_forked
 from tests.functional_tests.hf_models import read_folder, write_model
 from tests.functional_tests.ranks import run_ranks
@@ -181,7 +181,14 @@ def test_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     status, _ = train_forked(1, [], partial(export_and_die, run / "checkpoints", second))
     assert status == -signal.SIGKILL
     assert not second.exists()
-    command = [sys.executable, "-m", "megatron.sft.export", str(run / "checkpoints"), str(second)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.sft",
+        "export",
+        str(run / "checkpoints"),
+        str(second),
+    ]
     done = subprocess.run(
         [*command, "--max-shard-gigabytes", "0.0001"],
         cwd=ROOT,

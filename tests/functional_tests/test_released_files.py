@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.sft import export
+from megatron.sft.commands import export
 from tests.functional_tests.forked_runs import ROOT, train_forked
 from tests.functional_tests.hf_models import read_folder
 from tests.functional_tests.ranks import run_ranks
@@ -65,8 +64,7 @@ def test_a_released_model_comes_back(tmp_path: Path, model: str) -> None:
     assert status == 0, output
 
     def run_export() -> None:
-        sys.argv = ["export", str(checkpoints), str(second)]
-        export.main()
+        export.main([str(checkpoints), str(second)], "export")
 
     status, output = train_forked(1, [], run_export)
     assert status == 0, output

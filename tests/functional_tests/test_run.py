@@ -157,7 +157,8 @@ def pack_cost(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         sys.executable,
         "-m",
-        "megatron.packing.calibrate",
+        "megatron.sft",
+        "calibrate",
         *shape,
         "--repeats",
         "3",
@@ -289,7 +290,7 @@ def test_dumped_schedule_is_what_ran(whole: Path) -> None:
         )
         assert (whole / f"schedule_{step}.html").read_text().count("<svg") == 1
     assert not (whole / "schedule_4.json").exists()
-    command = [sys.executable, "-m", "megatron.packing.plan", str(whole / "schedule_6.json")]
+    command = [sys.executable, "-m", "megatron.sft", "plan", str(whole / "schedule_6.json")]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "as it ran (default)" in printed
 

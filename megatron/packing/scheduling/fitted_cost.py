@@ -27,7 +27,7 @@ from megatron.packing.user_files import read_json, shown
 _TERMS = ("linear", "quadratic", "fixed")
 _REQUIRED = (*_TERMS, "model")
 _REMARKS = ("relative_error", "points", "device", "versions", "date")
-_REMEASURE = "measure it again with python -m megatron.packing.calibrate"
+_REMEASURE = "measure it again with megatron-sft calibrate"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from megatron.packing.batch.layout import Alignment
+from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 from megatron.packing.model.shape import Split, check_splits
 from megatron.sft.options.data import DataConfig
+from megatron.sft.options.defaults import choice_notes, chosen_options
 from megatron.sft.options.lora import LoraConfig
 from megatron.sft.options.megatron_flags import without_megatron_flags
 from megatron.sft.options.model import ModelConfig
@@ -253,24 +255,82 @@ class SFTConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
+COMMON = {
+    "Start from": ("config", "pretrained_checkpoint", "load", "lora", "lora_rank", "lora_alpha"),
+    "Data": (
+        "data_path",
+        "valid_data_path",
+        "split",
+        "seq_length",
+        "over_length_policy",
+        "sequence_packing",
+        "mock_data",
+    ),
+    "Training": (
+        "train_epochs",
+        "train_iters",
+        "global_batch_size",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_warmup_fraction",
+        "bf16",
+        "recompute_granularity",
+        "seed",
+    ),
+    "Layout": (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "use_distributed_optimizer",
+    ),
+    "Output": (
+        "save",
+        "save_interval",
+        "save_hf",
+        "eval_interval",
+        "eval_iters",
+        "run_dir",
+        "tensorboard_dir",
+        "wandb_project",
+    ),
+}
+"""Options that --help shows."""
+
+
 def _implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    implied = implied_options(given)
+    implied = implied_options(given) | chosen_options(given)
     if given.get("sequence_packing_scheduler") is not None:
         implied["sequence_packing"] = True
-    samples, batch = given.get("train_samples"), given.get("global_batch_size", 0)
+    samples = given.get("train_samples")
+    batch = given.get("global_batch_size", implied.get("global_batch_size", 0))
     if samples is not None and batch > 0:
         implied["train_iters"] = samples // batch
     return implied
 
 
 def parse_config(
-    arguments: Sequence[str], world_size: int, program: str = "megatron-sft"
+    arguments: Sequence[str], world_size: int, command: Command | None = None
 ) -> SFTConfig:
-    """Returns the run's options from the command line of `program`; FlagError for anything wrong in
+    """Returns the run's options from the command line of `command`; FlagError for anything wrong in
     them.
     """
-    about = "Fine-tune a GPT on packed sequences with Megatron-Core."
-    arguments = without_megatron_flags(arguments)
-    config = SFTConfig.of(parse_flags(GROUPS, arguments, about, program, imply=_implied))
+    return parse_with_notes(arguments, world_size, command or Command())[0]
+
+
+def parse_with_notes(
+    arguments: Sequence[str], world_size: int, command: Command
+) -> tuple[SFTConfig, list[str]]:
+    """Returns the same, and lines for the user: options that were chosen, as nobody gave them."""
+    notes: list[str] = []
+
+    def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        notes.extend(choice_notes(given))
+        return _implied(given)
+
+    parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
+    config = SFTConfig.of(parts)
     config.check(world_size)
-    return config
+    return config, notes

@@ -47,62 +47,64 @@ class DataConfig:
     """Data."""
 
     data_path: tuple[str, ...] = ()
-    """What to train on: files (.jsonl, .json, .parquet) of chats, instructions or text, token files
-    (.bin/.idx) and prepared WebDataset folders, one after the other; blended with weights before
-    them, as 5 a.jsonl 3 b.jsonl; or by a metadataset (.yaml).
+    """Training data: files, folders or a blend. Files (.jsonl, .json, .parquet) of chats,
+    instructions or text, token files (.bin/.idx) and prepared WebDataset folders are read one
+    after the other; with weights before them (5 a.jsonl 3 b.jsonl) they are blended; a
+    metadataset (.yaml) names a whole blend.
     """
     blend_mode: BlendMode = "exact"
-    """Proportions of a metadataset's sources: at every moment within a sample of the weights, or
-    drawn at random.
+    """Order of a blend's sources. exact: each source stays within one sample of its share at
+    every moment; random: sources are drawn at random by their weights.
     """
     blend_weight_schedule: str | None = None
-    """Weights that change over steps, in place of the metadataset's: JSON, or a path to it, such as
-    {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}."""
+    """Blend weights that change over steps, in place of the metadataset's: JSON or a file with
+    it, such as {"kind": "linear", "points": [[0, [5, 3]], [1000, [1, 1]]]}.
+    """
     blend_weights_by: Literal["samples", "tokens"] = "samples"
-    """What the weights of a metadataset are shares of; mean lengths are taken from 64 samples of
-    each source, and of JSONL from the bytes of all lines.
+    """Unit of blend weights. For tokens, mean lengths are estimated from 64 samples of each
+    source, and for JSONL from the bytes of all lines.
     """
     valid_data_path: tuple[str, ...] = ()
-    """What to evaluate on, instead of a part of --data-path; of a metadataset or folder, its split
+    """Validation data, instead of a part of --data-path. Of a metadataset or folder: its split
     val.
     """
     split: str = "969,30,1"
-    """Shares of --data-path for training, validation and test, where it has no splits val or test
-    of its own.
+    """Shares of --data-path for training, validation and test. Data with splits val or test of
+    their own ignore it.
     """
     mock_data: bool = False
-    """Train on made-up tokens."""
+    """Train on synthetic (mock) tokens."""
     sft_mock_dataset_config_json: str | None = None
-    """Lengths of made-up samples: JSON, or a path to it."""
+    """Lengths of synthetic samples: JSON or a file with it."""
     tokenizer_type: TokenizerType | None = None
-    """Default: HuggingFaceTokenizer with --tokenizer-model, else ByteLevelTokenizer, which needs no
-    files.
+    """Kind of tokenizer (default: HuggingFaceTokenizer with --tokenizer-model, else
+    ByteLevelTokenizer, which needs no files).
     """
     tokenizer_model: str | None = None
     """Folder of a HuggingFace tokenizer."""
     chat_template: str | None = None
     """File with the chat template to train with, instead of the tokenizer's."""
     data_columns: str | None = None
-    """Odd names of columns, as messages=dialogue,content=utterance; none=COLUMN leaves one out."""
+    """Column renames, as messages=dialogue,content=utterance; none=COLUMN ignores one."""
     vocab_size: int | None = None
-    """Vocabulary of NullTokenizer, and of mock data (default there: 1024)."""
+    """Vocabulary size of NullTokenizer and of mock data (default there: 1024)."""
     skip_bad_samples: bool = False
-    """Log, count and skip samples that cannot be read, instead of ending with an error."""
+    """Log, count and skip samples that cannot be read, instead of failing."""
     max_bad_samples_in_a_row: int = 100
-    """How many of a source, one after the other, --skip-bad-samples skips on a rank before it is an
-    error; 0: any.
+    """Consecutive bad samples of a source that --skip-bad-samples skips on a rank before it
+    fails (0: any).
     """
     allow_changed_data: bool = False
-    """Continue a checkpoint with a blend of other sources, weights or mode; the position in it is
-    kept.
+    """Continue a checkpoint with a blend of other sources, weights or mode. The position in it
+    is kept.
     """
     num_workers: int | None = None
-    """Processes of each rank that draws, which read and encode samples ahead; 0: the rank does it
-    itself (default: the cores of a rank less two, at most 4).
+    """Data workers per data rank (0: load in the rank itself). A data rank is the rank of a
+    replica that loads data (default: the rank's cores less two, at most 4).
     """
     prefetch_global_batches: int = 2
-    """Global batches that are drawn, scheduled, moved and packed before their step, in a thread; 0:
-    in the step.
+    """Global batches that a thread loads, schedules, moves and packs ahead of their step (0:
+    none).
     """
 
     def __post_init__(self) -> None:

@@ -30,28 +30,25 @@ class LoraConfig:
     """LoRA."""
 
     lora: bool = False
-    """Train low-rank adapters beside the weights of --pretrained-checkpoint, which stay as they
-    are.
-    """
+    """Train low-rank adapters beside the frozen weights of --pretrained-checkpoint."""
     lora_adapter: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha and target modules are read from there.
-    """
+    """Folder of a PEFT adapter to start from, with its rank, alpha and target modules."""
     lora_rank: int = 16
     """Rank of each adapter."""
     lora_alpha: float = 32.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of adapters: their output is multiplied by alpha / rank."""
     lora_rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, so that larger ranks learn as fast."""
+    """Scale by alpha / sqrt(rank) instead, so that larger ranks learn as fast."""
     lora_dropout: float = 0.0
-    """Dropout of what adapters see."""
+    """Dropout of the adapters' input."""
     lora_target_modules: tuple[str, ...] = ()
-    """Layers that have adapters, by PEFT's names: of q_proj k_proj v_proj o_proj gate_proj up_proj
-    down_proj, also those of each expert (default: all-linear, which is all of these).
+    """Layers with adapters, by PEFT's names. Any of q_proj k_proj v_proj o_proj gate_proj
+    up_proj down_proj, also those of each expert (default: all-linear, which is all of these).
     """
     lora_modules_to_save: tuple[str, ...] = ()
     """Layers that are trained as a whole: embed_tokens, lm_head, or both."""
     lora_merge: bool = False
-    """Let --save-hf write the whole model with the adapters merged into it, instead of a PEFT
+    """Let --save-hf write the whole model with the adapters merged in, instead of a PEFT
     adapter.
     """
 

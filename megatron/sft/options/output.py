@@ -15,57 +15,58 @@ class OutputConfig:
     """Checkpoints and logs."""
 
     save: str | None = None
-    """Folder for checkpoints."""
+    """Folder to save checkpoints to."""
     load: str | None = None
     """Folder of checkpoints to continue from. It may hold none yet where it is that of --save."""
     ckpt_step: int | None = None
-    """Step of the checkpoint of --load that is taken (default: the newest)."""
+    """Step of the checkpoint of --load to take (default: the newest)."""
     finetune: bool = False
-    """Take only the weights of --load: steps, data, optimizer and random states begin again."""
+    """Take only the weights of --load. Steps, data, optimizer and random states restart."""
     load_optim: bool = True
-    """Take the optimizer's state of --load; with --no-load-optim it begins again, at the learning
+    """Load the optimizer's state of --load. With --no-load-optim it restarts, at the learning
     rate of its step.
     """
     load_rng: bool = True
-    """Take the random states (of dropout) of --load, in the same layout; with --no-load-rng they
-    begin again.
+    """Load the random states (of dropout) of --load, in the same layout. With --no-load-rng
+    they restart.
     """
     pretrained_checkpoint: str | None = None
-    """Folder of a HuggingFace model (config.json and safetensors) whose weights training starts
-    from, with its architecture, and its tokenizer and template unless others are given; or of
-    Megatron-LM's checkpoints (torch_dist), whose model the options describe. Where --load has a
-    checkpoint, that wins.
+    """HuggingFace model folder to start from. It gives weights, architecture, tokenizer and
+    chat template, unless others are given. Or a folder of Megatron-LM's checkpoints
+    (torch_dist), whose model the options describe. Where --load has a checkpoint, that one is
+    used.
     """
     save_hf: str | None = None
-    """Folder that the trained model is written to as a HuggingFace model, after the last step."""
+    """Folder to write the trained model to, in HuggingFace format, after the last step."""
     save_interval: int | None = None
     """Steps between checkpoints (default: only at the end)."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory; a later step puts each
+    """Write checkpoints in the background, from a copy in host memory. A later step puts each
     in its place.
     """
     keep_checkpoints: int | None = None
-    """Checkpoints that are kept, the newest ones (default: all)."""
+    """Newest checkpoints to keep (default: all)."""
     keep_best: bool = False
-    """Save whenever the validation loss is the lowest so far, and keep that checkpoint;
+    """Save whenever the validation loss is the lowest so far, and keep that checkpoint.
     best_checkpointed_iteration.txt beside the checkpoints names it.
     """
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None
-    """Folder of metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
+    """Folder for metrics.jsonl and packs.jsonl (default: --save, else runs/TIME)."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     wandb_project: str | None = None
-    """Project of Weights & Biases to draw the run in; a run that is continued goes on there."""
+    """Weights & Biases project. A continued run continues there."""
     wandb_exp_name: str | None = None
-    """Name of the run there (default: that of the run's folder)."""
+    """Name of the run in Weights & Biases (default: that of the run's folder)."""
     wandb_entity: str | None = None
-    """User or team that the project belongs to (default: the one that is logged in)."""
+    """User or team that owns the project (default: the one that is logged in)."""
     wandb_save_dir: str | None = None
     """Folder for the local files of wandb (default: the run's)."""
     dump_schedule: tuple[int, ...] = field(default=(), metadata={"repeatable": True})
-    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside it.
+    """Steps whose packs are written to schedule_STEP.json in the run's folder, and drawn beside
+    it.
     """
 
     def __post_init__(self) -> None:

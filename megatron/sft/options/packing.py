@@ -16,22 +16,22 @@ class PackingConfig:
     """Sequence packing."""
 
     sequence_packing: bool = False
-    """Pack sequences into microbatches without padding between them (THD)."""
+    """Pack sequences end to end, without padding (THD)."""
     sequence_packing_scheduler: str | None = field(default=None, metadata={"names": SCHEDULERS})
-    """How sequences are given to ranks and microbatches: NAMES, or a function of yours as
-    module:function (default: default, the least modelled step time).
+    """Scheduler that places sequences on ranks and microbatches: NAMES, or a function of yours
+    as module:function (default: default, the least modelled step time).
     """
     max_seqlen_per_dp_cp_rank: int | None = None
-    """Tokens that one rank holds of a pack (default: --seq-length / --context-parallel-size)."""
+    """Tokens of a pack per rank (default: --seq-length / --context-parallel-size)."""
     over_length_policy: OverLengthPolicy = "error"
-    """What happens to a sample longer than --seq-length."""
+    """Handling of a sample longer than --seq-length."""
     pack_cost: str | None = None
-    """File of python -m megatron.packing.calibrate: schedule by measured times, and predict the
-    step's (default: by FLOPs).
+    """File of megatron-sft calibrate: schedule by measured times, and predict the step's
+    (default: by FLOPs).
     """
     outlier_delay_steps: int = 0
-    """Steps that a sequence may be delayed, for others of its kind to come, if it alone costs more
-    than a fair share of a step (default: 0, none is).
+    """Hold an unusually long sequence for up to N steps, to schedule several together (default:
+    0, never).
     """
 
     def __post_init__(self) -> None:

@@ -14,32 +14,32 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's weights."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers."""
+    """Pipeline stages (ranks that share the layers)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Interleave the pipeline: layers of each virtual stage."""
+    """Layers per virtual stage of an interleaved pipeline."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     cp_comm_type: tuple[str, ...] = ("p2p",)
-    """How Transformer Engine's attention exchanges keys and values over context parallel: p2p,
-    all_gather, a2a or a2a+p2p, one for all layers or one for each; attention without it gathers
-    them.
+    """Exchange of keys and values over context parallel in Transformer Engine's attention: p2p,
+    all_gather, a2a or a2a+p2p, one for all layers or one for each. Attention without
+    Transformer Engine gathers them.
     """
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
     sequence_parallel: bool = False
-    """Share norms and dropout over the sequence, among tensor-parallel ranks."""
+    """Split norms and dropout along the sequence over tensor-parallel ranks."""
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
     use_distributed_optimizer: bool = False
-    """Share the optimizer's state over data parallel."""
+    """Shard the optimizer's state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass runs."""
+    """Reduce gradients during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather parameters while the forward pass runs; needs --use-distributed-optimizer and
+    """Gather parameters during the forward pass; needs --use-distributed-optimizer and
     --overlap-grad-reduce.
     """
     distributed_timeout_minutes: float = 10.0
-    """After which a collective that some rank does not reach fails."""
+    """Timeout of collectives, in minutes."""
 
     def __post_init__(self) -> None:
         check_range(

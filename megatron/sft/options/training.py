@@ -14,75 +14,73 @@ class TrainingConfig:
     """Training."""
 
     train_iters: int = 0
-    """Steps to train for."""
+    """Training steps."""
     train_epochs: float | None = None
     """Passes over the training data, in place of --train-iters."""
     train_samples: int | None = None
-    """Sequences to train on, in place of --train-iters; whole steps of them."""
+    """Sequences to train on, in place of --train-iters; rounded down to whole steps."""
     global_batch_size: int
-    """Sequences of one step."""
+    """Sequences per optimizer step, over all ranks."""
     lr: float
-    """Highest learning rate."""
+    """Peak learning rate."""
     micro_batch_size: int = 1
-    """Sequences of a microbatch without packing, padded to the longest of them; with packing,
-    samples drawn at a time.
+    """Sequences per microbatch without packing, padded to the longest of them. With packing:
+    samples loaded at a time.
     """
     min_lr: float = 0.0
     """Lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """How the learning rate falls; WSD: it stays highest until the last --lr-wsd-decay-iters."""
+    """Learning rate schedule after the warmup. WSD stays at the peak until the last --lr-wsd-
+    decay-iters.
+    """
     lr_decay_iters: int | None = None
-    """Steps until it is lowest (default: --train-iters)."""
+    """Step at which the learning rate is lowest (default: --train-iters)."""
     lr_decay_samples: int | None = None
     """The same in sequences, in place of --lr-decay-iters."""
     lr_warmup_iters: int = 0
-    """Steps in which it rises from zero."""
+    """Linear warmup steps."""
     lr_warmup_samples: int | None = None
-    """The same in sequences, in place of --lr-warmup-iters."""
+    """Linear warmup in sequences, in place of --lr-warmup-iters."""
     lr_warmup_fraction: float | None = None
-    """Share of the steps of decay in which it rises, in place of --lr-warmup-iters."""
+    """Linear warmup as a share of the steps, in place of --lr-warmup-iters."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """How the learning rate of WSD falls at the end."""
+    """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = None
-    """Steps in which the learning rate of WSD falls."""
+    """Steps of the final decay of WSD."""
     weight_decay: float = 0.01
-    """Of weight matrices."""
+    """Weight decay (matrices only)."""
     clip_grad: float = 1.0
-    """Largest norm of the gradients; 0: no limit."""
+    """Gradient clipping norm (0 disables)."""
     adam_beta1: float = 0.9
-    """Adam's first decay."""
+    """Adam's beta 1."""
     adam_beta2: float = 0.999
-    """Adam's second decay."""
+    """Adam's beta 2."""
     adam_eps: float = 1e-8
     """Adam's epsilon."""
     bf16: bool = False
     """Compute in bfloat16, with float32 main parameters."""
     logits_of_masked_tokens: bool = False
-    """Compute the output layer and the loss of all tokens at once, masked ones too (to compare;
-    losses are equal).
+    """Compute the output layer and the loss of all tokens at once, masked ones included. Losses
+    are equal; this is for comparison.
     """
     deterministic_mode: bool = False
-    """Equal runs are equal to the bit on GPUs, too, at the price of slower kernels (on CPUs they
-    always are).
+    """Use deterministic kernels on GPUs, at some cost in speed, so that equal runs are equal to
+    the bit. CPU runs always are.
     """
     seed: int = 1234
-    """Of weights, order of data, dropout."""
+    """Random seed (weights, data order, dropout)."""
     eval_interval: int = 1000
     """Steps between evaluations."""
     eval_iters: int = 100
-    """Global batches of an evaluation; 0: none."""
+    """Global batches per evaluation (0 disables)."""
     early_stopping: int | None = None
-    """End after this many evaluations in a row without a lower validation loss."""
+    """Stop after this many evaluations in a row without a lower validation loss."""
     exit_interval: int | None = None
-    """Save and end after each step whose number is a multiple of this; the last step of the run
-    ends it as ever.
-    """
+    """Save and exit every N steps."""
     exit_duration_in_mins: float | None = None
-    """Save and end after the step in which so many minutes have gone by."""
+    """Save and exit after N minutes."""
     skip_nan_steps: int = 0
-    """Steps with a loss or gradient norm that is NaN or infinite that are left out, before one ends
-    the run.
-    """
+    """Steps with a NaN or infinite loss or gradient norm to skip before the run fails."""
 
     def __post_init__(self) -> None:
         if self.train_iters and self.train_epochs is not None:

@@ -1,2 +1,2 @@
-"""pure. Metrics of a run as files, and what it achieved: `python -m megatron.sft.report
+"""pure. Metrics of a run as files, and what it achieved: `megatron-sft report
 RUN_DIR`."""

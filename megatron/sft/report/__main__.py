@@ -1,6 +1,6 @@
-"""pure. Runs the report: `python -m megatron.sft.report RUN_DIR`."""
+"""pure. The old place of `megatron-sft report`, which works for one release."""
 
-from megatron.sft.report.report import main
+from megatron.sft.commands.moved import run_moved
 
 if __name__ == "__main__":
-    main()
+    run_moved("megatron.sft.report", "report")

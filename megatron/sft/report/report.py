@@ -1,11 +1,10 @@
-"""pure. What a run achieved, as a table and a picture: `python -m megatron.sft.report RUN_DIR`.
+"""pure. What a run achieved, as a table and a picture: `megatron-sft report RUN_DIR`.
 
 It reads `metrics.jsonl`, and `packs.jsonl` where there is one. A new row of the table is a line in
 one of the functions that end in `_rows`. "Without packing" means the same sequences, padded to the
 longest of a microbatch (see `packing.step.stats.padded_rows`).
 """
 
-import argparse
 import importlib.util
 import math
 import statistics
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from megatron.sft.environment import outlive_output
 from megatron.sft.report.metrics import (
     Evaluation,
     SourceMetrics,
@@ -283,19 +281,3 @@ def print_rows(rows: Rows) -> None:
     for name, value in rows:
         print(f"{name:<{width}}   {value}")
     print(rule)
-
-
-def main() -> None:
-    """Runs `python -m megatron.sft.report RUN_DIR`."""
-    parser = argparse.ArgumentParser(
-        description="Prints what a run achieved and draws RUN_DIR/report.png."
-    )
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="the folder that holds metrics.jsonl"
-    )
-    run_dir = parser.parse_args().run_dir
-    outlive_output()
-    try:
-        report(run_dir)
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"error: {error}\n")

@@ -112,7 +112,7 @@ def dump_schedule(stem: Path, record: StepRecord) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html")]
     paths[0].write_text(record.to_json() + "\n", encoding="utf-8")
     picture = picture_of(record)
-    lead = "as it ran; python -m megatron.packing.plan compares it with other schedules"
+    lead = "as it ran; megatron-sft plan compares it with other schedules"
     paths[1].write_text(page(record.title, lead, [picture], None, []), encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
         from megatron.planner.step_plot import figure_of

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from megatron.packing.flag_help import Command
 from megatron.packing.flags import FlagError, parse_flags
 
 
@@ -47,17 +48,18 @@ class Body:
     """What it is called."""
 
 
+CAR = Command(about="A car.")
 NEEDED = ["--num-cylinders", "4"]
 
 
 def parse(*arguments):
-    engine, body = parse_flags((Engine, Body), [*NEEDED, *arguments], "A car.")
+    engine, body = parse_flags((Engine, Body), [*NEEDED, *arguments], CAR)
     return engine, body
 
 
 def message_of(*arguments):
     with pytest.raises(FlagError) as failure:
-        parse_flags((Engine, Body), arguments, "A car.")
+        parse_flags((Engine, Body), arguments, CAR)
     message = str(failure.value)
     assert "\n" not in message
     return message
@@ -138,7 +140,7 @@ def test_help_is_the_docstrings(capsys):
     altogether.
     """
     with pytest.raises(SystemExit) as done:
-        parse_flags((Engine, Body), ["--help"], "A car.")
+        parse_flags((Engine, Body), ["--help"], CAR)
     assert done.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -161,7 +163,7 @@ def test_help_is_the_docstrings(capsys):
 def test_help_shows_the_choices_of_an_optional_literal(capsys):
     """A user cannot guess the names of what may be chosen."""
     with pytest.raises(SystemExit):
-        parse_flags((Engine,), ["--help"], "A car.")
+        parse_flags((Engine,), ["--help"], CAR)
     assert "{electric,crank}" in capsys.readouterr().out
 
 
@@ -178,7 +180,7 @@ def test_every_missing_flag_is_named_at_once():
         """Other."""
 
     with pytest.raises(FlagError, match=r"--first.*--second"):
-        parse_flags((Two,), [], "")
+        parse_flags((Two,), [], Command())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_yaml_gives_options_and_flags_win(write_yaml):
 
 def test_yaml_satisfies_required_flags(write_yaml):
     """A file with all options would be of no use if the required ones had to be said again."""
-    engine, _ = parse_flags((Engine, Body), ["--config", write_yaml("num_cylinders: 6")], "")
+    engine, _ = parse_flags((Engine, Body), ["--config", write_yaml("num_cylinders: 6")], Command())
     assert engine.num_cylinders == 6
 
 
@@ -295,7 +297,7 @@ def test_yaml_values(write_yaml, text, field, expected):
     engine, _ = parse_flags(
         (Engine, Body),
         ["--config", write_yaml(("" if "cylinders" in text else "num_cylinders: 4\n") + text)],
-        "",
+        Command(),
     )
     assert getattr(engine, field) == expected
 
@@ -422,8 +424,8 @@ def test_what_a_yaml_value_breaks_is_refused_as_on_the_command_line(write_yaml):
     """Values that come as defaults of the parser must not pass by the dataclass."""
     path = write_yaml("num-cylinders: 0")
     with pytest.raises(FlagError, match="--num-cylinders must be at least 1, but is 0"):
-        parse_flags((Engine, Body), ["--config", path], "")
-    assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], "") == [
+        parse_flags((Engine, Body), ["--config", path], Command())
+    assert parse_flags((Engine,), ["--config", path, "--num-cylinders", "2"], Command()) == [
         Engine(num_cylinders=2)
     ]
 
@@ -438,13 +440,15 @@ def test_the_last_of_repeated_list_flags_counts():
 
 def test_repeatable_list_flags_add_up(write_yaml):
     """A scheduler or a step that is silently left out is not missed."""
-    assert list(parse_flags((Trip,), ["--stops", "1", "--stops", "2", "3"], "")[0].stops) == [
+    assert list(
+        parse_flags((Trip,), ["--stops", "1", "--stops", "2", "3"], Command())[0].stops
+    ) == [
         1,
         2,
         3,
     ]
     arguments = ["--config", write_yaml("stops: [9]\n"), "--stops", "1", "--stops", "2"]
-    assert list(parse_flags((Trip,), arguments, "")[0].stops) == [1, 2]
+    assert list(parse_flags((Trip,), arguments, Command())[0].stops) == [1, 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,5 +466,5 @@ class Trip:
 @pytest.mark.parametrize("arguments", [["Rome", "--days", "3"], ["--days", "3", "Rome"]])
 def test_positional_field(arguments):
     """A file's name before or after the flags."""
-    assert parse_flags((Trip,), arguments, "") == [Trip(goal="Rome", days=3)]
-    assert parse_flags((Trip,), [], "") == [Trip()]
+    assert parse_flags((Trip,), arguments, Command()) == [Trip(goal="Rome", days=3)]
+    assert parse_flags((Trip,), [], Command()) == [Trip()]

@@ -12,6 +12,7 @@ from megatron.packing.scheduling.fitted_cost import read_fitted_cost
 from megatron.packing.step.settings import model_of
 from megatron.planner import calibrate
 from megatron.planner.calibrate import packs_to_measure, parse_arguments
+from megatron.sft.commands import calibrate as command
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -33,7 +34,7 @@ def test_measured_cost_is_read_by_training(tmp_path, capsys):
     wide = (
         "--hidden-size 64 --seq-length 512 --swiglu --vocab-size 100 --repeats 3".split()
     )  # times that noise cannot hide
-    calibrate.main([*MODEL, *wide, "--output", str(path)])
+    command.main([*MODEL, *wide, "--output", str(path)], "calibrate")
     fitted = read_fitted_cost(path)
     assert fitted.cost.linear > 0
     assert (fitted.model["num_layers"], fitted.model["vocab_size"], fitted.model["dtype"]) == (
@@ -86,7 +87,7 @@ def test_refusals_are_one_line(monkeypatch, tmp_path, capsys):
 
     def said(*more):
         with pytest.raises(SystemExit) as stop:
-            calibrate.main([*arguments, *more])
+            command.main([*arguments, *more], "calibrate")
         (line,) = capsys.readouterr().err.splitlines()
         assert (stop.value.code, line.partition(": error: ")[0]) == (2, "calibrate")
         return line

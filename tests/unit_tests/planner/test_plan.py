@@ -15,14 +15,16 @@ from megatron.packing.scheduling.cost import PackCost, gpt_pack_cost
 from megatron.packing.scheduling.registry import SCHEDULERS
 from megatron.planner.plan import drawn, plan
 from megatron.planner.plan_options import LayoutOptions, ModelOptions
+from megatron.sft.commands.plan import main
 from megatron.sft.data.length_sources import lengths_from
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = """
-import runpy, sys
-sys.argv[0] = "plan"
+import sys
+from megatron.sft.__main__ import main
+sys.argv = ["megatron-sft", "plan", *sys.argv[1:]]
 try:
-    runpy.run_module("megatron.packing.plan", run_name="__main__")
+    main()
 finally:
     assert not {"torch", "megatron.core"} & set(sys.modules), "torch was imported"
 """
@@ -100,7 +102,7 @@ def test_the_document_shows_what_is_printed(capsys):
     text = (ROOT / "docs" / "howto" / "planning.md").read_text()
     command, shown = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:2]
     (lengths,) = re.findall(r"For the lengths of `(.*?)`", text)
-    _, _, _, _, *options = command.split()
+    _, _, _, *options = command.split()
     plan([lengths, *options[: options.index("--html")]], lengths_from)
     printed = {re.sub(r" +\S+ ms$", "", line) for line in capsys.readouterr().out.splitlines()}
     assert [
@@ -236,8 +238,6 @@ def test_schedule_of_a_run_is_drawn_again(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments, said):
     """A traceback says where our code is, not what the user can do."""
-    from megatron.packing.plan import main
-
     (tmp_path / "cost.json").write_text(json.dumps(COST))
     (tmp_path / "huge.csv").write_text("16777217\n")
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
@@ -249,14 +249,34 @@ def test_mistakes_are_one_line(lengths, tmp_path, capsys, monkeypatch, arguments
         "HUGE": str(tmp_path / "huge.csv"),
     }
     paths["CHATS"] = str(tmp_path / "chats.jsonl")
-    monkeypatch.setattr(sys, "argv", ["plan", *(paths.get(each, each) for each in arguments)])
     with pytest.raises(SystemExit) as stop:
-        main()
+        main([paths.get(each, each) for each in arguments], "plan")
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("plan: error: ")
     assert error.count("\n") == 1
     assert said in error
+
+
+def test_model_and_layout_of_a_released_model_and_of_a_run(lengths, tmp_path, capsys):
+    """Whoever has a folder or the YAML of a run would type its numbers again, some of them
+    wrong.
+    """
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8}
+    written = {"intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-6}
+    config = {"model_type": "llama", "hidden_act": "silu", **shape, **written}
+    (folder / "config.json").write_text(json.dumps(config))
+    main([lengths, "--pretrained-checkpoint", str(folder), "--dp", "2"], "plan")
+    assert "model     8 layers, hidden 64, 8 heads, 400" in capsys.readouterr().out
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"pretrained_checkpoint: {folder}\ntensor_model_parallel_size: 2\nlr: 0.1\n"
+        "pipeline_model_parallel_size: 2\nnum_layers_per_virtual_pipeline_stage: 2\n"
+    )
+    main([lengths, "--config", str(run), "--dp", "2"], "plan")
+    assert "dp 2, tp 2, pp 2, vpp 2 = 8 devices" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

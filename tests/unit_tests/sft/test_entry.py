@@ -1,6 +1,7 @@
 """The trainer as a user starts it: wrong options are answered at once, in one line."""
 
 import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import pretrain_sft
 from megatron.packing.scheduling.registry import SCHEDULERS
+from megatron.sft.commands import COMMANDS
 from megatron.sft.environment import fail
 
 ROOT = Path(__file__).parents[3]
@@ -135,13 +137,74 @@ def test_world_size_of_the_launcher_counts(main):
     assert "data-parallel size 3" in err
 
 
-def test_help_ends_with_status_zero(main):
+def test_all_of_the_help_ends_with_status_zero(main):
     """A percent sign in one docstring would break all of the help."""
-    status, out, _ = main("--help")
+    status, out, _ = main("--help-all")
     assert status == 0
     assert "--sequence-packing" in out
     assert "NAMES" not in out
     assert all(name in out for name in SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_is_one_screen(main, name):
+    """460 lines of options hide the ten that a first run needs."""
+    status, out, err = main(*([] if name is None else [name]), "--help")
+    assert (status, err) == (0, "")
+    assert 5 < len(out.splitlines()) <= 70
+    assert max(map(len, out.splitlines())) <= 110
+    assert name is not None or all(f"  {command} " in out for command in COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_megatron_core():
+    """The first thing that a stranger types would take seconds."""
+    snippet = (
+        "import sys; from megatron.sft.__main__ import main; sys.argv = ['megatron-sft', name]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    done = run(["-c", f"name = '--help'\n{snippet}"])
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("trian", "did you mean train?"), ("bake", "it is one of train, plan, show")],
+)
+def test_unknown_commands_are_one_line(main, name, words):
+    """argparse would complain of missing options, of a command that is not meant."""
+    status, out, err = main(name, "--lr", "1")
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith(f"pretrain_sft.py: error: unknown command {name}; {words}")
+
+
+def test_train_is_the_command_without_a_name(main):
+    """Scripts that name no command would break."""
+    arguments = [*GOOD_ARGUMENTS, "--num-layer", "2"]
+    assert main("train", *arguments) == main(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("megatron.sft.show", "show"),
+        ("megatron.sft.export", "export"),
+        ("megatron.sft.report", "report"),
+        ("megatron.packing.plan", "plan"),
+        ("megatron.packing.calibrate", "calibrate"),
+    ],
+)
+def test_old_names_work_and_say_the_new_one(monkeypatch, capsys, module, name):
+    """Scripts break without a release of warning."""
+    monkeypatch.setattr("sys.argv", [module, "--nonsense"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__")
+    note, error = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert f"python -m {module} is now megatron-sft {name}" in note
+    assert error.startswith(f"megatron-sft {name}: error: unknown option --nonsense")
 
 
 def test_wrong_options_import_neither_torch_nor_megatron_core():

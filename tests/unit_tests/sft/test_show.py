@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.sft import show
+from megatron.sft.commands import show
 from tests.unit_tests.sft.command_line import BASE
 
 CHAT = {
@@ -37,7 +37,7 @@ def options(tmp_path):
 
 def test_shows_samples_and_shares(options, capsys):
     """A mask that is shown otherwise than it is trained hides what the command is for."""
-    show.main([*options, "--samples", "5"])
+    show.main([*options, "--samples", "5"], "show")
     blocks = capsys.readouterr().out.split("\n\n")
     *samples, summary = blocks
     assert sorted(samples) == [
@@ -52,7 +52,7 @@ def test_shows_samples_and_shares(options, capsys):
 
 def test_counts_no_more_than_asked(options, capsys):
     """A million records would be tokenized to show three."""
-    show.main([*options, "--samples", "0", "--count", "1"])
+    show.main([*options, "--samples", "0", "--count", "1"], "show")
     counted = capsys.readouterr().out.splitlines()[1].split()
     assert int(counted[1]) + int(counted[-1]) == 1
 
@@ -67,18 +67,24 @@ def test_counts_no_more_than_asked(options, capsys):
 def test_wrong_options_are_one_line(options, more, fault, capsys):
     """A traceback hides which option is wrong."""
     with pytest.raises(SystemExit) as ended:
-        show.main([*options, *more])
+        show.main([*options, *more], "megatron-sft show")
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"python -m megatron.sft.show: error: {fault}")
+    assert error.startswith(f"megatron-sft show: error: {fault}")
     assert error.count("\n") == 1
+
+
+def test_asks_for_data_alone(options, capsys):
+    """Whoever wants to see data has no layout, batch size or learning rate yet."""
+    show.main([*options[len(BASE.split()) :], "--samples", "0"], "megatron-sft show")
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["chats", "2"]
 
 
 def test_needs_no_torch(options):
     """It is for machines without GPUs, and for an answer at once."""
     command = (
-        "import sys; from megatron.sft.show import main; main(sys.argv[1:]); assert 'torch' "
-        "not in sys.modules"
+        "import sys; from megatron.sft.commands.show import main; main(sys.argv[1:], 'show'); "
+        "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", command, *options], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,7 +31,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     if config.lora.lora and output.pretrained_checkpoint is None:
         raise ValueError(
             "--lora needs --pretrained-checkpoint, the weights that adapters stand beside; of a "
-            "checkpoint, python -m megatron.sft.export makes such a folder"
+            "checkpoint, megatron-sft export makes such a folder"
         )
     if output.huggingface_source is None and output.save_hf is not None:
         try:
@@ -47,7 +47,7 @@ def open_pretrained(config: SFTConfig, vocab_size: int) -> Pretrained | Megatron
     if checkpoint is not None and config.lora.lora:
         raise ValueError(
             "--lora needs a HuggingFace folder to stand beside, but --pretrained-checkpoint "
-            f"{checkpoint} is megatron-core's; python -m megatron.sft.export makes one of this "
+            f"{checkpoint} is megatron-core's; megatron-sft export makes one of this "
             "trainer's"
         )
     if checkpoint is not None:

@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron.sft.commands import report as command
 from megatron.sft.report import report
 from megatron.sft.report.metrics import SourceMetrics
 from megatron.sft.report.metrics_file import MetricsWriter, read_metrics
@@ -187,14 +187,12 @@ def test_plot_is_a_picture(run_dir, has_packs, num_stages):
 
 def test_command_line(run_dir, capsys, monkeypatch):
     """Without it the report would need matplotlib, which the project does not require."""
-    monkeypatch.setattr(sys, "argv", ["report", str(run_dir)])
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    report.main()
+    command.main([str(run_dir)], "report")
     printed = capsys.readouterr().out
     assert printed.endswith("no plot: matplotlib is missing; do pip install matplotlib\n")
     assert f"\nfiles             {run_dir}: metrics.jsonl\n" in printed
-    monkeypatch.setattr(sys, "argv", ["report", str(run_dir / "absent")])
     with pytest.raises(SystemExit) as exit_info:
-        report.main()
-    assert exit_info.value.code == 1
-    assert capsys.readouterr().err.startswith("error: ")
+        command.main([str(run_dir / "absent")], "report")
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.startswith("report: error: ")

@@ -1,0 +1,125 @@
+"""mcore. `megatron-sft export CHECKPOINT FOLDER`: a checkpoint written as a HuggingFace folder.
+
+One process, whatever layout the run had. The checkpoint is read layer by layer, so host memory
+holds one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, parse_flags
+from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.options.data import DataConfig
+from megatron.sft.options.model import ModelConfig
+from megatron.sft.options.output import OutputConfig
+from megatron.sft.options.packing import PackingConfig
+from megatron.sft.options.parallel import ParallelConfig
+from megatron.sft.options.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to write, and where to."""
+
+    checkpoint: str | None = field(default=None, metadata={"positional": True})
+    """Folder of a run's checkpoints, of which the newest is taken, or of one of them
+    (iter_0000100).
+    """
+    folder: str | None = field(default=None, metadata={"positional": True})
+    """Folder to write: config.json, tokenizer and weights, as transformers and vLLM load them."""
+    max_shard_gigabytes: float = 5.0
+    """Largest size of one file of weights."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is None or self.folder is None:
+            raise ValueError(
+                "two folders are needed: that of the checkpoint, and the one to write; see --help"
+            )
+        if not self.max_shard_gigabytes > 0:
+            raise ValueError(
+                f"--max-shard-gigabytes must be above 0, but is {self.max_shard_gigabytes}"
+            )
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Writes the folder, or says in one line why not."""
+    outlive_output()
+    about = "Write a checkpoint as a HuggingFace folder, in one process, whatever the run's layout."
+    try:
+        (options,) = parse_flags((ExportOptions,), arguments, Command(program=program, about=about))
+        silence_warnings(0)
+        export(options.checkpoint, options.folder, int(options.max_shard_gigabytes * 1e9))
+    except (FlagError, ValueError, OSError) as failure:
+        exit_with_message(program, str(failure))
+    print(f"wrote {options.folder}")
+
+
+def export(checkpoint: str | Path, folder: str | Path, most_bytes_per_file: int) -> None:
+    """Write `folder`, whole or not at all; ValueError where the checkpoint has no HuggingFace
+    form."""
+    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
+    import torch
+
+    from megatron.sft.distributed import process_groups
+    from megatron.sft.model.build import build_gpt, build_transformer_config
+    from megatron.sft.model.checkpoint import read_common
+    from megatron.sft.model.checkpoint_folder import distributed_checkpoint
+    from megatron.sft.model.checkpoint_weights import CheckpointWeights
+    from megatron.sft.model.huggingface.companions import COMPANIONS, copy_companions, weights_of
+    from megatron.sft.model.huggingface.config_file import read_config
+    from megatron.sft.model.huggingface.write import check_target, write_folder
+
+    path = distributed_checkpoint(checkpoint)
+    if path is None:
+        raise ValueError(
+            f"{checkpoint} must hold a run's checkpoints, or be one of them, but is neither"
+        )
+    companions = path / COMPANIONS
+    saved_options = read_common(path)["model_options"]
+    if saved_options.get("lora"):
+        raise ValueError(
+            f"{path} holds adapters, beside a base model; start its run again with --load and "
+            "--save-hf to write them, and with --lora-merge to write the model"
+        )
+    if not companions.is_dir():
+        raise ValueError(
+            f"{path} has no {COMPANIONS}/: its model is of no HuggingFace family, or it was saved "
+            "by an older version"
+        )
+    check_target(Path(folder))
+    model_config = read_config(companions)
+    config = _config(saved_options)
+    with process_groups(config):
+        cpu = torch.device("cpu")
+        transformer_config = build_transformer_config(config, cpu)
+        gpt = build_gpt(config, transformer_config, model_config["vocab_size"], 0)
+        checkpoint_weights = CheckpointWeights(path, gpt)
+        write_folder(
+            folder,
+            [gpt],
+            weights_of(config.model, model_config),
+            lambda target: copy_companions(companions, target),
+            most_bytes_per_file,
+            lambda placed: checkpoint_weights.values_of(placed.name),
+        )
+
+
+def _config(model_options: dict[str, Any]) -> SFTConfig:
+    """A config of one process that builds the model of a checkpoint, without initial weights."""
+    names = {field.name for field in fields(ModelConfig)}
+    return SFTConfig(
+        model=ModelConfig(
+            **{name: model_options[name] for name in names & model_options.keys()}, seq_length=1
+        ),
+        parallel=ParallelConfig(),
+        packing=PackingConfig(),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=1, global_batch_size=1, lr=0.0),
+        output=OutputConfig(pretrained_checkpoint="of a checkpoint"),
+    )

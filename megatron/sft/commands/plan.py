@@ -1,0 +1,56 @@
+"""pure. `megatron-sft plan lengths.csv --dp 64`: packing schedulers side by side, without a GPU.
+
+The planner itself is `megatron.planner`. How lengths are read, and the model and layout that a
+HuggingFace folder or the YAML file of a run describe, is the trainer's knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from megatron.planner.plan import plan
+from megatron.planner.plan_options import ModelOptions
+from megatron.sft.data.length_sources import lengths_from
+from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.options.pretrained import implied_options
+
+_LAYOUT = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+"""Option of a run -> the planner's."""
+_SHAPE = {field.name for field in fields(ModelOptions)}
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Prints schedulers side by side, advice, and draws pictures; status 2 and one line for a
+    user's mistake.
+    """
+    outlive_output()
+    try:
+        plan(arguments, lengths_from, program, implied)
+    except (ValueError, OSError) as failure:
+        exit_with_message(program, str(failure))
+
+
+def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the planner's options that a HuggingFace folder and a run's YAML file decide."""
+    found: dict[str, Any] = {}
+    folder = given.get("pretrained_checkpoint")
+    if folder is not None:
+        of_model = implied_options({"pretrained_checkpoint": folder})
+        found = {name: value for name, value in of_model.items() if name in _SHAPE}
+        found["tokenizer_model"] = of_model.get("tokenizer_model")
+    found |= {short: given[name] for name, short in _LAYOUT.items() if given.get(name) is not None}
+    layers = given.get("num_layers", found.get("num_layers"))
+    per_stage = given.get("num_layers_per_virtual_pipeline_stage")
+    if layers is not None and per_stage is not None:
+        found["vpp"] = max(layers // found.get("pp", 1) // per_stage, 1)
+    paths = given.get("data_path")
+    if isinstance(paths, str) or (isinstance(paths, list) and len(paths) == 1):
+        found["source"] = paths if isinstance(paths, str) else str(paths[0])
+    return found

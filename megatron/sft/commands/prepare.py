@@ -1,0 +1,16 @@
+"""pure. `megatron-sft prepare PATH`: index files of megatron.blending beside data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.blending.__main__ import main as blending
+from megatron.sft.environment import outlive_output
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Runs `python -m megatron.blending prepare`, whose options these are."""
+    outlive_output()
+    status = blending(["prepare", *arguments], program.removesuffix(" prepare"))
+    if status:
+        raise SystemExit(status)

@@ -1,0 +1,164 @@
+"""pure. `megatron-sft show`: samples as a run would train them, by the run's options or by those of
+its data alone.
+
+Prints a few samples with their trained tokens in colour (between ⟦ and ⟧ where there is no
+terminal), and of more samples how long they are and which share of their tokens is trained. Builds
+no model and needs no GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.data.chat_encoder import Tokenizer
+from megatron.sft.data.counts import Counts
+from megatron.sft.data.datasets import build_datasets
+from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.options.config import GROUPS, SFTConfig
+from megatron.sft.options.defaults import positions_of
+from megatron.sft.options.megatron_flags import without_megatron_flags
+from megatron.sft.options.pretrained import implied_options
+
+COMMON = {
+    "What to show": ("config", "data_path", "samples", "count"),
+    "How it becomes tokens": (
+        "pretrained_checkpoint",
+        "tokenizer_model",
+        "tokenizer_type",
+        "chat_template",
+        "data_columns",
+        "seq_length",
+        "over_length_policy",
+    ),
+    "Which part of it": ("split", "blend_mode", "seed", "skip_bad_samples"),
+}
+_DEFAULT_SEQ_LENGTH = 8192
+_TRAINED, _PLAIN = ("\033[1;32m", "\033[0m"), ("⟦", "⟧")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """What to show."""
+
+    samples: int = 3
+    """Samples to print."""
+    count: int = 1000
+    """Samples to count lengths and trained tokens of."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 0, None, "samples")
+        check_range(self, 1, None, "count")
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Parses, opens and prints; a wrong option or record is one line, with status 2."""
+    outlive_output()
+    try:
+        config, options = _parse(arguments, program)
+        datasets = build_datasets(config)
+        if datasets.tokenizer is None:
+            raise ValueError(
+                "--mock-data has synthetic tokens, so there is nothing to show; pass --data-path"
+            )
+        stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
+        names = datasets.train.names
+        marks = _TRAINED if sys.stdout.isatty() else _PLAIN
+        report = _Report(names, datasets.tokenizer, options.samples, marks)
+        for _ in range(min(options.count, len(datasets.train))):
+            report.add(next(stream))
+        report.summary(stream.counts)
+    except (FlagError, ValueError, OSError) as failure:
+        exit_with_message(program, str(failure))
+
+
+def _parse(arguments: Sequence[str], program: str) -> tuple[SFTConfig, ShowConfig]:
+    """Returns the options; those that say nothing of data have values that nothing reads."""
+    command = Command(
+        program=program,
+        about="Show samples as a run would train them, and how long they are.",
+        usage="--data-path FILE [--pretrained-checkpoint FOLDER] | --config run.yaml",
+        common=COMMON,
+    )
+
+    def imply(given: Mapping[str, Any]) -> dict[str, Any]:
+        implied = {"global_batch_size": 1, "lr": 0.0, "train_iters": 1} | implied_options(given)
+        if given.get("pretrained_checkpoint") is None:
+            implied |= {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
+        positions = positions_of(given.get("pretrained_checkpoint"))
+        implied["seq_length"] = min(_DEFAULT_SEQ_LENGTH, positions or _DEFAULT_SEQ_LENGTH)
+        implied["over_length_policy"] = "truncate"
+        return implied
+
+    *groups, options = parse_flags(
+        (*GROUPS, ShowConfig), without_megatron_flags(arguments), command, imply=imply
+    )
+    return SFTConfig.of(groups), options
+
+
+class _Report:
+    """Prints the first samples at once, and of all of them a summary."""
+
+    def __init__(
+        self, names: Sequence[str], tokenizer: Tokenizer, num_printed: int, marks: tuple[str, str]
+    ) -> None:
+        self._names = names
+        self._tokenizer = tokenizer
+        self._left_to_print = num_printed
+        self._marks = marks
+        self._lengths: list[list[int]] = [[] for _ in names]
+        self._num_trained = [0] * len(names)
+
+    def add(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        for sample in samples:
+            source, length = sample["source"], len(sample["tokens"])
+            trained = int((sample["loss_mask"] > 0).sum())
+            self._lengths[source].append(length)
+            self._num_trained[source] += trained
+            if self._left_to_print:
+                self._left_to_print -= 1
+                print(f"--- {self._names[source]}: {length:,} tokens, {trained:,} trained")
+                print(marked(sample, self._tokenizer.show, *self._marks), end="\n\n")
+
+    def summary(self, counts: Counts) -> None:
+        """Print a line per source, and why records make no sample."""
+        width = max(map(len, self._names), default=0)
+        print(
+            f"{'':{width}}  samples   trained  length: mean   median      90%      max      cut  "
+            "dropped"
+        )
+        for number, name in enumerate(self._names):
+            lengths, dropped = np.array(self._lengths[number] or [0]), counts.dropped(number)
+            print(
+                f"{name:{width}}  {len(self._lengths[number]):7,} "
+                f"{self._num_trained[number] / max(1, int(lengths.sum())):9.1%}  "
+                f"{lengths.mean():12,.0f} {np.median(lengths):8,.0f} "
+                f"{np.percentile(lengths, 90):8,.0f} {lengths.max():8,} "
+                f"{counts.of('cut')[number]:8,} {sum(dropped.values()):8,}"
+            )
+            for reason, times in dropped.items():
+                print(f"{name:{width}}  dropped for {reason}: {times:,}")
+
+
+def marked(
+    sample: Mapping[str, Any], show: Callable[[Sequence[int]], str], begin: str, end: str
+) -> str:
+    """The text of a sample, its trained parts between `begin` and `end`, with their weight where it
+    is not 1.
+    """
+    ids = [int(sample["tokens"][0]), *sample["labels"].tolist()]
+    weights = [0.0, *sample["loss_mask"].tolist()]
+    parts = []
+    for weight, run in groupby(zip(ids, weights), key=lambda pair: pair[1]):
+        text = show([token for token, _ in run])
+        factor = "" if weight in (0, 1) else f"{weight:g} x "
+        parts.append(f"{begin}{factor}{text}{end}" if weight else text)
+    return "".join(parts)

@@ -1,0 +1,74 @@
+"""pure. Options of a first run that is started from a released model and leaves them out: they are
+chosen by what is trained, and printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.packing.flags import flag_of
+from megatron.sft.model.checkpoint_folder import distributed_checkpoint
+from megatron.sft.model.huggingface.config_file import read_config
+
+MAX_SEQ_LENGTH = 8192
+"""Tokens; a model may have seen more, which takes memory that a first run need not spend."""
+GLOBAL_BATCH_SIZE = 32
+LEARNING_RATES = {False: 1e-5, True: 1e-4}
+"""Is it LoRA? -> peak learning rate. Adapters start from zero and need about ten times more."""
+WARMUP_FRACTION = 0.03
+_STEPS = ("train_iters", "train_samples", "train_epochs")
+_WARMUP = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+
+
+def positions_of(folder: str | None) -> int | None:
+    """Returns how many positions the HuggingFace model in `folder` was made for; None where its
+    config.json says nothing of them.
+    """
+    if folder is None or distributed_checkpoint(folder) is not None:
+        return None
+    config = read_config(folder)
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, dict) else config
+    found = inner.get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None
+
+
+def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for options that are not among `given`, by field name; none without a
+    HuggingFace folder to start from.
+    """
+    folder = given.get("pretrained_checkpoint")
+    if folder is None or distributed_checkpoint(folder) is not None:
+        return {}
+    chosen: dict[str, Any] = {}
+    if "lr" not in given:
+        chosen["lr"] = LEARNING_RATES[bool(given.get("lora"))]
+        if not given.keys() & set(_WARMUP):
+            chosen["lr_warmup_fraction"] = WARMUP_FRACTION
+    if "seq_length" not in given:
+        chosen["seq_length"] = min(MAX_SEQ_LENGTH, positions_of(folder) or MAX_SEQ_LENGTH)
+    if "global_batch_size" not in given:
+        chosen["global_batch_size"] = GLOBAL_BATCH_SIZE
+    if not given.keys() & set(_STEPS) and not given.get("mock_data"):
+        chosen["train_epochs"] = 1.0
+    return chosen
+
+
+def choice_notes(given: Mapping[str, Any]) -> list[str]:
+    """Returns lines for the log: what was chosen, and a --seq-length that the model does not
+    know.
+    """
+    chosen = chosen_options(given)
+    notes = []
+    if chosen:
+        told = " ".join(f"{flag_of(name)} {value:g}" for name, value in chosen.items())
+        notes.append(f"chosen, as they are not given: {told}")
+    positions = positions_of(given.get("pretrained_checkpoint"))
+    seq_length = given.get("seq_length")
+    if positions is not None and seq_length is not None and seq_length > positions:
+        notes.append(
+            f"note: --seq-length {seq_length} exceeds max_position_embeddings {positions} of "
+            f"{given['pretrained_checkpoint']}/config.json; later positions were never trained"
+        )
+    return notes

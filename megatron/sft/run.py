@@ -1,0 +1,98 @@
+"""pure. The story of a run: config -> datasets -> process groups -> trainer -> report."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError
+from megatron.sft.commands import table
+from megatron.sft.environment import (
+    end_with_launcher,
+    fail,
+    lazy_compile,
+    outlive_output,
+    silence_warnings,
+    world_from_environment,
+)
+from megatron.sft.options.config import COMMON, SFTConfig, parse_with_notes
+from megatron.sft.options.megatron_flags import megatron_flag_notes
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Trains as the arguments say; `program` is what the user typed."""
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank stands
+    end_with_launcher()
+    outlive_output()
+    rank, world_size = world_from_environment()
+    command = Command(
+        program=program,
+        about="Fine-tune a GPT on packed sequences with Megatron-Core.",
+        usage="--pretrained-checkpoint FOLDER --data-path FILE ... --save-hf FOLDER [options]",
+        common=COMMON,
+        footer=f"Subcommands (--help of each says more):\n{table()}",
+    )
+    try:
+        config, notes = parse_with_notes(arguments, world_size, command)
+    except FlagError as failure:
+        fail(str(failure), rank)
+    for line in [*megatron_flag_notes(arguments), *notes] if rank == 0 else ():
+        print(line)
+    silence_warnings(rank)
+    run(config, rank, world_size)
+
+
+def run(config: SFTConfig, rank: int, world_size: int) -> None:
+    """Train as this rank's part in it."""
+    # Imported here, so that a wrong flag is answered at once: megatron-core takes seconds.
+    with lazy_compile():
+        from megatron.packing.step.decide import GlobalBatchError
+        from megatron.sft.data.datasets import build_datasets
+        from megatron.sft.data.trained_tokens import check_trained
+        from megatron.sft.distributed import process_groups
+        from megatron.sft.model.huggingface.pretrained import open_pretrained
+        from megatron.sft.peers import Peers, abort
+        from megatron.sft.read_files import fingerprints
+        from megatron.sft.report.report import report
+        from megatron.sft.report.run_folder import RUNS, prepare_output
+        from megatron.sft.stop import StopSignals
+        from megatron.sft.train import Trainer
+
+    chosen = config.output.run_dir or config.output.save
+    run_dir = Path(chosen or f"{RUNS}/{time.strftime('%Y%m%d-%H%M%S')}")  # only rank 0 writes to it
+    peers = None
+    with ExitStack() as end:  # a stop signal does not cut off the end of a run that is saved
+        try:
+            prepare_output(config.output)
+            datasets = build_datasets(config)
+            check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
+            config = config.for_records(len(datasets.train))
+            pretrained = open_pretrained(config, datasets.vocab_size)
+            with process_groups(config, fingerprints(config, datasets, pretrained)) as (
+                device,
+                store,
+            ):
+                peers = Peers(store)
+                trainer = Trainer(config, datasets, device, run_dir, pretrained)
+                trainer.train(end.enter_context(StopSignals(peers.exit_unless_all_stop)))
+                peers.close()
+        except Exception as failure:
+            if world_size == 1 and not isinstance(failure, (ValueError, OSError, GlobalBatchError)):
+                raise
+            abort(failure, peers)
+        if rank == 0 and trainer.num_steps_done:
+            try:
+                report(run_dir)
+            except (OSError, ValueError) as failure:  # its files are gone; the run has ended well
+                print(f"no report: {failure}")
+        elif rank == 0:
+            done, wanted = trainer.progress.iteration, config.training.train_iters
+            print(
+                f"nothing to do: {done} steps are done"
+                + (f" of {wanted}, and stopped early" if done < wanted else "")
+            )
