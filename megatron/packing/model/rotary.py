@@ -4,6 +4,9 @@ megatron-core cuts the frequencies sequence by sequence, for queries, for keys a
 and takes their cosines and sines again each time. Here that is done once per microbatch; a layer
 turns queries and keys by the result, in three operations each. Where Transformer Engine's fused
 kernel is on (`apply_rope_fusion`), that is left to it.
+
+Layers with a rotary embedding of their own (Gemma 3's windowed ones have another base) are given a
+`LayerRotary`, which layers of a kind share. Layers without one are megatron-core's `no_rope_freq`.
 """
 
 from __future__ import annotations
@@ -17,16 +20,35 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megatron.packing.model.zigzag import padded_lengths, sent, shard_index, starts_of_tokens
+from megatron.packing.model.zigzag import (
+    Lengths,
+    padded_lengths,
+    positions_of_tokens,
+    sent,
+    shard_index,
+)
 
 
 class PackedSelfAttention(SelfAttention):
     """megatron-core's self-attention, whose queries and keys of a pack are turned as they leave
     their projection.
+
+    rotary: the rotary embedding of this layer, in place of the model's one, for rows of a batch as
+    for packs. query_scale: what queries are multiplied by after that.
     """
 
-    _turned_by: tuple[Tensor, Any] | None = None
-    """During a pack: frequencies, and the `packed_seq_params`."""
+    _turned_by: tuple[Tensor | None, Any] | None = None
+    """During a forward pass: frequencies (None: of `rotary`), and the `packed_seq_params`."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        rotary: LayerRotary | None = None,
+        query_scale: QueryScale | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.rotary, self.query_scale = rotary, query_scale
 
     def forward(
         self,
@@ -41,12 +63,16 @@ class PackedSelfAttention(SelfAttention):
         is."""
         is_skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         is_pack = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        if (
+        frequencies = None
+        if self.rotary is not None:
+            rotary_pos_emb = None
+        elif (
             is_pack
             and isinstance(rotary_pos_emb, Tensor)
             and not (is_skipped or self.config.apply_rope_fusion)
         ):
-            self._turned_by, rotary_pos_emb = (rotary_pos_emb, packed_seq_params), None
+            frequencies, rotary_pos_emb = rotary_pos_emb, None
+        self._turned_by = frequencies, packed_seq_params if is_pack else None
         try:
             return super().forward(
                 hidden_states,
@@ -63,10 +89,25 @@ class PackedSelfAttention(SelfAttention):
         """See megatron-core; query and key [t, 1, heads, d] are turned here, after their norms."""
         parts = super().get_query_key_value_tensors(*arguments, **options)
         if self._turned_by is None:
-            return parts
+            return parts  # called by others than `forward`
         query, key, *others = parts
-        turns = self._turns(*self._turned_by, query)
-        return (_Turn.apply(query, *turns), _Turn.apply(key, *turns), *others)
+        frequencies, pack = self._turned_by
+        if self.rotary is not None:
+            turns = self.rotary.turns(self._places(pack, query), query)
+        elif frequencies is not None:
+            turns = self._turns(frequencies, pack, query)
+        else:
+            turns = None
+        if turns is not None:
+            query, key = _Turn.apply(query, *turns), _Turn.apply(key, *turns)
+        if self.query_scale is not None:  # also before a kernel turns: a factor commutes with that
+            query = query * self.query_scale.factors(self._places(pack, query), query)
+        return (query, key, *others)
+
+    def _places(self, pack: Any, query: Tensor) -> Places:
+        cp = self.pg_collection.cp
+        rows = (len(query) * cp.size(),)  # each row of a batch is a sequence of its own
+        return Places(rows if pack is None else padded_lengths(pack), cp.size(), cp.rank())
 
     def _turns(self, frequencies: Tensor, packed_seq_params: Any, query: Tensor) -> Turns:
         """Those of the microbatch, which all layers share: they are kept with what describes it."""
@@ -84,6 +125,75 @@ class PackedSelfAttention(SelfAttention):
             )
             packed_seq_params.turns = kept
         return kept[1]
+
+
+class Places(NamedTuple):
+    """Where the tokens of a context-parallel rank stand in their sequences."""
+
+    lengths: Lengths
+    size: int
+    rank: int
+
+    def positions(self, device: torch.device) -> Tensor:
+        """float32 [t]: positions, which are exact up to 2^24."""
+        return sent(positions_of_tokens(*self).to(torch.float32), device)
+
+
+class LayerRotary:
+    """The rotary embedding of a kind of layers. What one microbatch needs is kept for the next
+    layer; the layers of a kind share it.
+    """
+
+    def __init__(
+        self, inv_freq: Tensor, *, is_interleaved: bool = False, scale: float = 1.0
+    ) -> None:
+        """inv_freq: radians per position of each pair of channels that is turned, float32. scale:
+        of cosines and sines, YaRN's.
+        """
+        self.inv_freq, self.is_interleaved, self.scale = inv_freq, is_interleaved, scale
+        self._kept: tuple[object, Turns] | None = None
+
+    def turns(self, places: Places, query: Tensor) -> Turns:
+        """Returns those of the tokens at `places`, of the type and width of `query`."""
+        key = (places, query.dtype, query.device, query.shape[-1], self.inv_freq)
+        if self._kept is None or not _is_same(self._kept[0], key):
+            self.inv_freq = self.inv_freq.to(query.device)
+            positions = places.positions(query.device).to(self.inv_freq.dtype)
+            angles = torch.outer(positions, self.inv_freq)
+            twice = (
+                angles.repeat_interleave(2, -1)
+                if self.is_interleaved
+                else torch.cat((angles, angles), -1)
+            )
+            turns = turns_of(
+                twice[:, None, None], query.shape[-1], self.is_interleaved, self.scale, query.dtype
+            )
+            self._kept = (*key[:-1], self.inv_freq), turns
+        return self._kept[1]
+
+
+class QueryScale:
+    """Factors of queries that grow with the position: 1 + beta * log(1 + floor(position / length)),
+    computed in float32 (Ministral 3, Mistral 4).
+    """
+
+    def __init__(self, beta: float, original_length: int) -> None:
+        """original_length: positions that the model was trained for before it was extended."""
+        self.beta, self.original_length = beta, original_length
+        self._kept: tuple[object, Tensor] | None = None
+
+    def factors(self, places: Places, query: Tensor) -> Tensor:
+        """Returns [t, 1, 1, 1], of the type of `query`."""
+        key = (places, query.dtype, query.device)
+        if self._kept is None or self._kept[0] != key:
+            blocks = torch.floor(places.positions(query.device) / self.original_length)
+            factors = 1 + self.beta * torch.log(1 + blocks)
+            self._kept = key, factors.to(query.dtype)[:, None, None, None]
+        return self._kept[1]
+
+
+def _is_same(kept: Any, key: Any) -> bool:
+    return kept[:-1] == key[:-1] and kept[-1] is key[-1]
 
 
 class Turns(NamedTuple):
@@ -105,11 +215,11 @@ def frequencies_of_tokens(
     frequencies: [positions, 1, 1, d] by position in the sequence; or by position in the pack, if
     there are as many.
     """
-    index = shard_index(lengths, size, rank)
-    if index is None:
-        index = torch.arange(sum(lengths))
     if len(frequencies) != sum(lengths):
-        index = index - starts_of_tokens(lengths)[index]
+        index = positions_of_tokens(lengths, size, rank)
+    else:
+        shard = shard_index(lengths, size, rank)
+        index = torch.arange(sum(lengths)) if shard is None else shard
     return frequencies.index_select(0, sent(index, frequencies.device))
 
 

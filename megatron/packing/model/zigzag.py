@@ -65,6 +65,14 @@ def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray
     return spread(np.column_stack((first, last)).ravel(), pieces.repeat(2))
 
 
+def positions_of_tokens(lengths: Lengths, size: int, rank: int) -> Tensor:
+    """int64: the position in its sequence of each token that `rank` holds: (2, 1) -> [0, 1, 0]."""
+    index = shard_index(lengths, size, rank)
+    if index is None:
+        index = torch.arange(sum(lengths))
+    return index - starts_of_tokens(lengths)[index]
+
+
 class Zigzag(NamedTuple):
     """The keys of a rank's tokens, in their order: each of its two pieces of a sequence attends to
     all tokens up to the piece's last, as far back as a window.

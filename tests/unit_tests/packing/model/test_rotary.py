@@ -15,7 +15,15 @@ from megatron.packing.batch.microbatches import layout_microbatches
 from megatron.packing.model import attention
 from megatron.packing.model.get_batch import packed_seq_params
 from megatron.packing.model.layer_spec import packed_block_spec
-from megatron.packing.model.rotary import _Turn, frequencies_of_tokens, turns_of
+from megatron.packing.model.rotary import (
+    LayerRotary,
+    Places,
+    QueryScale,
+    _Turn,
+    frequencies_of_tokens,
+    turns_of,
+)
+from megatron.packing.model.zigzag import shard_index
 from megatron.planner.calibrate import one_process
 from tests.unit_tests.packing.stubs import Ranks
 
@@ -140,5 +148,77 @@ def test_model_is_the_one_with_megatron_cores_attention(options):
                 layer.self_attention.__class__ = layer.self_attention.__class__.__mro__[1]
         model.double()
         losses.append(run(model, 5, 9, 1))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    assert losses[0].isfinite().all()
+
+
+def turned_alone(x, inv_freq, is_interleaved, scale) -> torch.Tensor:
+    """The definition, of one whole sequence [t, heads, d]: pairs of channels as complex numbers."""
+    pairs = len(inv_freq)
+    turning, staying = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    parts = turning.unflatten(-1, (pairs, 2) if is_interleaved else (2, pairs))
+    first, second = parts.unbind(-1 if is_interleaved else -2)
+    angles = torch.arange(len(x)).double()[:, None, None] * inv_freq
+    out = torch.complex(first, second) * torch.polar(torch.full_like(angles, scale), angles)
+    turned = torch.stack((out.real, out.imag), -1 if is_interleaved else -2).flatten(-2)
+    return torch.cat((turned, staying), -1)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("pairs", [WIDTH // 2, 3])
+def test_rotary_of_a_layer_is_that_of_each_sequence(is_interleaved, size, rank, pairs):
+    """A second base, for the tokens of a context-parallel rank, of a part of the channels."""
+    lengths = tuple(2 * size * pieces for pieces in (3, 1, 4))
+    inv_freq = 10.0 ** -torch.linspace(0, 2, pairs).double()
+    rotary = LayerRotary(inv_freq, is_interleaved=is_interleaved, scale=1.3)
+    x = torch.randn(sum(lengths), HEADS, WIDTH, dtype=torch.float64)
+    index = shard_index(lengths, size, rank)
+    mine = x if index is None else x[index]
+    turns = rotary.turns(Places(lengths, size, rank), mine)
+    assert rotary.turns(Places(lengths, size, rank), mine) is turns, "made once per microbatch"
+    alone = [turned_alone(part, inv_freq, is_interleaved, 1.3) for part in x.split(lengths)]
+    expected = torch.cat(alone) if index is None else torch.cat(alone)[index]
+    turned = _Turn.apply(mine.unsqueeze(1), *turns).squeeze(1)
+    torch.testing.assert_close(turned, expected, rtol=0, atol=1e-13)
+    assert rotary.turns(Places(lengths[::-1], size, rank), mine) is not turns
+
+
+def test_query_scale_is_that_of_transformers():
+    """It starts at 1 and steps at each multiple of the original length, within each sequence."""
+    from transformers.models.ministral3 import modeling_ministral3
+
+    lengths, query = (5, 40, 1), torch.zeros(46, 1, HEADS, WIDTH, dtype=torch.float64)
+    factors = QueryScale(0.1, 16).factors(Places(lengths, 1, 0), query)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    expected = modeling_ministral3.get_llama_4_attn_scale(positions, 0.1, 16)
+    assert torch.equal(factors.flatten(), expected.flatten().double())
+    assert len(factors.unique()) == 3
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("is_pack", [False, True])
+@pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}, {"no_rope_freq": [1, 0]}])
+def test_layers_with_the_models_rotary_embedding_are_the_models_layers(options, is_pack):
+    """Also in rows of a batch, which megatron-core turns itself; a factor of 1 changes nothing."""
+    losses = []
+    for is_own in (False, True):
+        torch.manual_seed(1)
+        model = model_of(qk_layernorm=True, normalization="RMSNorm", **options).double()
+        model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.double()
+        rotary = LayerRotary(
+            model.rotary_pos_emb.inv_freq,
+            is_interleaved=options.get("rotary_interleaved", False),
+        )
+        for layer in model.decoder.layers:
+            attention = layer.self_attention
+            attention.query_scale = QueryScale(1.0, 1000) if is_own else None
+            skipped = options.get("no_rope_freq", [0, 0])[layer.layer_number - 1]
+            attention.rotary = rotary if is_own and not skipped else None
+        if is_pack:
+            losses.append(run(model, 5, 9, 1))
+        else:
+            tokens = torch.arange(24).view(2, 12)
+            losses.append(model(tokens, tokens, None, labels=tokens))
     torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
     assert losses[0].isfinite().all()
