@@ -269,7 +269,7 @@ def scale() -> None:
         pickle.loads(answer)
         end = time.perf_counter()
         assert decision is not None
-        arrays = (decision.source_rank, decision.lengths, decision.rank, decision.microbatch)
+        arrays = (decision.source_rank, decision.sizes.lengths, decision.rank, decision.microbatch)
         megabytes = [
             sum(map(len, sent)) / 1e6,
             len(answer) / 1e6,

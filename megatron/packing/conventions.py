@@ -1,5 +1,5 @@
-"""mcore. Megatron-LM's own way of calling, as its scripts and its packing tests of 2026-08 have it;
-to be opted into.
+"""mcore. Megatron-LM's own calls, as its scripts and its packing tests of 2026-08 make them; to be
+opted into.
 
     from megatron.packing.conventions import (
         get_batch_on_this_rank_for_sequence_packing, wrap_data_iterator)
@@ -8,8 +8,8 @@ or `plugin.install(config, arguments, megatron_lm_calls=True)`, which has them a
 `megatron.core.datasets.data_schedule`. Beside what `data_schedule` does:
 
 - tensor-parallel ranks other than 0 give and get None for an iterator (a list of them with virtual
-  stages), and hear each microbatch from rank 0: one object and up to five tensors are broadcast for
-  each;
+  stages), and receive each microbatch from rank 0: one object and up to five tensors are broadcast
+  for each, and one for each extra field;
 - an iterator may be over microbatches of the script's own, as Megatron-LM builds them, without a
   `padding_mask`;
 - `cu_seqlens` are on the device of the tokens, and the padded ones under all four names of
@@ -22,9 +22,9 @@ Sums stay exact integers over real lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,12 +62,14 @@ def wrap_dataloader(
     *,
     installed: Any = None,
 ) -> WrappedDataLoader:
-    """`data_schedule.wrap_dataloader`, whose `data_iterator` is None where the tensor-parallel rank
-    is not 0.
+    """Does what `data_schedule.wrap_dataloader` does; `data_iterator` is None where the
+    tensor-parallel rank is not 0.
 
     Also as `wrap_dataloader(data_iterator, config, scheduler_type, pg_collection)` and
-    `wrap_dataloader(data_iterator, scheduler_type)`, which call `next` once. installed: the config
-    where none is given; `plugin.install` knows it.
+    `wrap_dataloader(data_iterator, scheduler_type)`, which call `next` once.
+
+    Args:
+        installed: the config where none is given; `plugin.install` knows it.
     """
     if isinstance(config, (str, Enum)):
         config, num_microbatches = installed, config
@@ -110,8 +112,8 @@ def wrap_iterator_helper(
     num_microbatches: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int | None, None, None]:
-    """`wrap_dataloader` where packing is on; where it is off, the arguments as they came and None
-    for both sums.
+    """Does what `wrap_dataloader` does where packing is on; where it is off, returns the arguments
+    unchanged and None for both sums.
     """
     if getattr(config, "sequence_packing_scheduler", None) is None:
         return data_iterator, num_microbatches, None, None
@@ -130,10 +132,10 @@ def get_batch_on_this_rank_for_sequence_packing(
     dynamic_cp: bool = False,
     config: object = None,
 ) -> Batch:
-    """`model.get_batch`'s, of which tensor-parallel rank 0 alone has an iterator; the others hear
-    it from there.
+    """Does what `model.get_batch`'s does, with an iterator on tensor-parallel rank 0 alone; the
+    others receive its batch.
 
-    Collective over the tensor-parallel group. What fails on rank 0 is raised on all: the end of the
+    Collective over the tensor-parallel group. An error on rank 0 is raised on all: the end of the
     iterator as StopIteration, anything else as RuntimeError on the others.
     """
     groups = _groups(pg_collection)
@@ -150,7 +152,7 @@ def get_batch_on_this_rank_for_sequence_packing(
                 dynamic_cp=dynamic_cp,
                 config=config,
             )
-        except Exception as error:  # the others are waiting
+        except Exception as error:  # the other ranks wait for a batch
             failure = error
     if groups.tp.size() > 1:
         batch = _received(batch, failure, groups.tp)
@@ -169,8 +171,10 @@ def _groups(pg_collection: ProcessGroupCollection | None) -> Any:
 
 
 def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
-    """A microbatch as Megatron-LM builds it, with zeros and a mask where its sequences are
-    padded."""
+    """Returns a microbatch of Megatron-LM's with zeros and a mask where its sequences are padded.
+
+    lengths 2 1 in 3 2    ->    padding_mask F F T F T
+    """
     if "padding_mask" in microbatch:
         return microbatch
     cu_seqlens, padded = (
@@ -192,38 +196,64 @@ def _completed(microbatch: dict[str, Any]) -> dict[str, Any]:
     return {**completed, "padding_mask": padding_mask}
 
 
+class _Header(NamedTuple):
+    """Everything of a batch but its tensors' values, which travels first."""
+
+    fields: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    extra: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    layout: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Header:
+        def described(tensors: Mapping[str, Tensor]) -> list[Any]:
+            return [(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]
+
+        params = batch.packed_seq_params
+        layout = {"cu_seqlens_padded": params.cu_seqlens_q.cpu(), "max_seqlen": params.max_seqlen_q}
+        return cls(described(_tensors(batch)), described(batch.extra), layout)
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    return {name: getattr(batch, name) for name in _DTYPES if getattr(batch, name) is not None}
+
+
 def _received(
     batch: Batch | None, failure: Exception | None, tp: dist.ProcessGroup
 ) -> Batch | None:
-    """`batch` of tensor-parallel rank 0 on all ranks; which fields it has and their size travel
-    first.
-    """
-    source, device = dist.get_global_rank(tp, 0), device_of(tp)
-    header: list[Any] = [
-        failure and (isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}")
-    ]
-    if batch is not None:
-        names = [name for name in _DTYPES if getattr(batch, name) is not None]
-        params = batch.packed_seq_params
-        layout = {"cu_seqlens_padded": params.cu_seqlens_q.cpu(), "max_seqlen": params.max_seqlen_q}
-        header = [None, names, tuple(batch.padding_mask.shape), layout]
-    failed, *rest = _broadcast(header, tp)
-    if failed is not None:
+    """Returns `batch` of tensor-parallel rank 0 on all ranks of the group; None where it failed."""
+    error: tuple[bool, str] | None = None
+    if failure is not None:
+        error = isinstance(failure, StopIteration), f"{type(failure).__name__}: {failure}"
+    error, header = _broadcast((error, None if batch is None else _Header.of(batch)), tp)
+    if error is not None:
         if failure is not None:
             return None
-        raise StopIteration if failed[0] else RuntimeError(f"tensor-parallel rank 0: {failed[1]}")
-    names, shape, layout = rest
-    fields: dict[str, Any] = dict.fromkeys(_DTYPES)
-    for name in names:
-        fields[name] = torch.empty(shape, dtype=_DTYPES[name], device=device)
-        if batch is not None:
-            fields[name].copy_(getattr(batch, name))
-        dist.broadcast(fields[name], src=source, group=tp)
-    return Batch(**fields, attention_mask=None, packed_seq_params=packed_seq_params(layout, device))
+        raise StopIteration if error[0] else RuntimeError(f"tensor-parallel rank 0: {error[1]}")
+    assert header is not None
+    source, device = dist.get_global_rank(tp, 0), device_of(tp)
+
+    def broadcast(described: list[Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+        received = {}
+        for name, dtype, shape in described:
+            received[name] = torch.empty(shape, dtype=dtype, device=device)
+            if name in own:
+                received[name].copy_(own[name])
+            dist.broadcast(received[name], src=source, group=tp)
+        return received
+
+    fields = broadcast(header.fields, {} if batch is None else _tensors(batch))
+    extra = broadcast(header.extra, {} if batch is None else batch.extra)
+    received = Batch(
+        **{**dict.fromkeys(_DTYPES), **fields},  # type: ignore[arg-type]
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(header.layout, device),
+    )
+    received.extra = extra
+    return received
 
 
 def from_first_rank(value: T, pg_collection: ProcessGroupCollection | None) -> T:
-    """Return tensor-parallel rank 0's `value` on all; collective over them."""
+    """Returns tensor-parallel rank 0's `value` on all ranks; collective over them."""
     return _broadcast(value, _groups(pg_collection).tp)
 
 
@@ -237,8 +267,8 @@ def _broadcast(value: T, tp: dist.ProcessGroup) -> T:
 class BasePackingScheduler:
     """A scheduler as Megatron-LM's users write one; `register_scheduler` gives it a name.
 
-    It is made again for each global batch, on the rank that decides. A data-parallel replica counts
-    as one rank of it, whatever its context-parallel size.
+    It is built for each global batch, on the scheduling rank. A data-parallel replica counts as one
+    rank of it, whatever its context-parallel size.
     """
 
     def __init__(
@@ -248,10 +278,14 @@ class BasePackingScheduler:
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None,
     ) -> None:
-        """max_seqlen_per_dp_cp_rank: tokens that a pack may hold; cp_size: 1; dp_size:
-        data-parallel ranks;
-        microbatch_group_size_per_vp_stage: of which the number of microbatches must be a multiple;
-        None for any.
+        """Takes the layout.
+
+        Args:
+            max_seqlen_per_dp_cp_rank: tokens that a pack may hold.
+            cp_size: 1.
+            dp_size: data-parallel ranks.
+            microbatch_group_size_per_vp_stage: the number of microbatches must be a multiple of it;
+                None for any number.
         """
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
         self.cp_size = cp_size
@@ -261,16 +295,18 @@ class BasePackingScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: list[tuple[int, int]]
     ) -> list[list[list[int]]]:
-        """Return [microbatch][rank] -> ids of the samples in that pack, for samples given as (id,
-        padded length).
+        """Returns [microbatch][rank] -> ids of the samples in that pack.
+
+        Args:
+            sample_id_seqlens: (id, padded length) of each sample.
         """
         raise NotImplementedError
 
 
 def register_scheduler(name: str, scheduler: type[BasePackingScheduler]) -> Scheduler:
-    """Let `name`, in any case, stand for `scheduler` in `sequence_packing_scheduler`, before it is
-    used; return it as a function, which `--sequence-packing-scheduler module:function` takes.
+    """Registers `scheduler` under `name`, in any case, for `sequence_packing_scheduler`.
 
+    Returns it as a function, which `--sequence-packing-scheduler module:function` takes. Raises
     ValueError for a name that is taken.
     """
     if name.lower() in SCHEDULERS:

@@ -35,6 +35,8 @@ def sample(length: int) -> dict[str, torch.Tensor]:
         "loss_mask": (tokens <= length).float(),
         "original_seq_len": torch.tensor([length]),
         "padded_seq_len": torch.tensor([padded]),
+        "advantages": -tokens.double(),
+        "sample_id": torch.tensor(length),
     }
 
 
@@ -58,15 +60,20 @@ def wrap_and_drain(tensor: int, pipeline: int, scheduler: str) -> tuple[int, int
     )
     counted = 0
     for _ in range(num_microbatches):
-        tokens, labels, loss_mask, attention_mask, _, params, padding_mask = (
-            get_batch_on_this_rank_for_sequence_packing(iterator, dynamic_cp=False, config=config)
+        batch = get_batch_on_this_rank_for_sequence_packing(
+            iterator, dynamic_cp=False, config=config
         )
+        tokens, labels, loss_mask, attention_mask, _, params, padding_mask = batch
         assert attention_mask is None
         assert params.qkv_format == "thd"
         assert params.cu_seqlens_q[-1] == padding_mask.numel()
-        if loss_mask is not None:
+        if loss_mask is not None and labels is not None:
             assert torch.equal(loss_mask.bool(), ~padding_mask)
             counted += int(loss_mask.sum())
+            advantages, ids = batch.extra["advantages"], batch.extra["sample_id"].tolist()
+            assert torch.equal(advantages, (1 - labels) * loss_mask.double())
+            real = padding_mask.logical_not().sum()
+            assert sum(ids) == real, "each id is its sample's length, 0 at padding"
         assert (tokens is None, labels is None) == (
             not parallel_state.is_pipeline_first_stage(),
             not parallel_state.is_pipeline_last_stage(),

@@ -1,3 +1,3 @@
-"""The values of a step: samples as they come and travel, the layout of packs, the plan of a rank,
-statistics.
+"""pure and tensor. Samples from a user's iterator to padded microbatches, all through one table of
+columns (`columns`).
 """

@@ -1,61 +1,120 @@
-"""pure. The columns that a batch of sequences may have.
+"""pure. The table of columns that a batch of sequences may have.
 
-A column says all that is needed to split, gather, send, pack and store one field. A new field is
-one more row of the table below; a field of the user's (`advantages`, `sample_id`) becomes an
-`extra` column when a sample has it.
+A column says all that is needed to derive, split, gather, send, pack and store one field. A new
+field is one more row of the table below; a field of the user's (`advantages`, `sample_id`) becomes
+an `extra` column when a sample has it.
 
-    name          one row per   travels
-    sources       sequence      always
-    tokens        token         always
-    last_labels   sequence      always
-    weights       sequence      unless loss_mask does
-    flags         token         unless loss_mask does
-    labels        token         where they are not the next tokens
-    loss_mask     token         where a sequence has several weights
-    position_ids  token         where they do not count from zero
-    extra ones    either        where the samples have them
+    name          row per    bits   travels                                   else it is
+    sources       sequence   32     always
+    tokens        token      32     always
+    last_labels   sequence   32     always
+    weights       sequence   32     unless loss_mask does                     one
+    flags         token       8     unless loss_mask does                     loss_mask != 0
+    labels        token      32     where they are not the next tokens        the next tokens
+    loss_mask     token      32     where a sequence has several weights      flags * weights
+    position_ids  token      32     where they do not count along the path    counted
+    parents       node       32     where a sequence is a tree                -1
+    node_lengths  node       32     where a sequence is a tree                the sequence's length
+    extra ones    any        any    where the samples have them
+
+A sequence is a tree of one node. A tree's nodes are runs of tokens, one after the other, each
+behind its parent: `parents` 0, 0 and `node_lengths` 3, 2, 4 are a trunk of 3 tokens and two
+branches, in a sequence of 9 tokens whose paths have 5 and 7.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+IntArray = npt.NDArray[np.int64]
+
+TOKEN, SEQUENCE, NODE = "token", "sequence", "node"
+"""Scopes: what a column has one row for. Any other word is the scope of a user's columns with a
+number of rows per sequence of their own, as many as `Sizes.ragged` says (references to images).
+"""
 _WORD = 4
 """Bytes of an int32, the unit of the wire format."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sizes:
+    """The number of rows that each of n sequences has in the columns of a scope."""
+
+    lengths: IntArray
+    """int64 [n], tokens."""
+    ragged: Mapping[str, IntArray] = field(default_factory=dict)
+    """int64 [n] for each further scope; one that is not there has a row per sequence."""
+
+    def rows(self, scope: str) -> IntArray:
+        """Returns the rows of each sequence, int64 [n]."""
+        if scope == TOKEN:
+            return self.lengths
+        return self.ragged[scope] if scope in self.ragged else np.ones_like(self.lengths)
+
+    def num_rows(self, scope: str) -> int:
+        """Returns the rows of all sequences."""
+        if scope == TOKEN or scope in self.ragged:
+            return int(self.rows(scope).sum())
+        return self.lengths.size
+
+    def take(self, ids: npt.NDArray[Any]) -> Sizes:
+        """Returns the sizes of some sequences, in this order."""
+        ragged = {scope: rows[ids] for scope, rows in self.ragged.items()}
+        return Sizes(lengths=self.lengths[ids], ragged=ragged)
+
+    def split(self, ends: npt.NDArray[np.int64]) -> list[Sizes]:
+        """Returns the sizes of the sequences before `ends[0]`, from there to `ends[1]` ..."""
+        ragged = {scope: np.split(rows, ends) for scope, rows in self.ragged.items()}
+        return [
+            Sizes(lengths=lengths, ragged={scope: rows[i] for scope, rows in ragged.items()})
+            for i, lengths in enumerate(np.split(self.lengths, ends))
+        ]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sizes]) -> Sizes:
+        """Returns the sizes of all sequences, one part after the other."""
+        scopes = dict.fromkeys(scope for part in parts for scope in part.ragged)
+        ragged = {scope: np.concatenate([part.rows(scope) for part in parts]) for scope in scopes}
+        return cls(lengths=np.concatenate([part.lengths for part in parts]), ragged=ragged)
+
+
 class Column(NamedTuple):
-    """A field of a batch: one row per token or per sequence."""
+    """A field of a batch: so many rows for each sequence."""
 
     name: str
     dtype: str
-    """By numpy's name; neither objects nor strings."""
-    per_token: bool
+    """Numpy's name of a type of numbers."""
+    scope: str
     shape: tuple[int, ...] = ()
     """Shape of one row: () for a number, (3,) for positions along three axes."""
     extra: bool = False
-    """Given by the user; otherwise one of this module's."""
-
-    def num_rows(self, num_sequences: int, num_tokens: int) -> int:
-        """Return the rows that a batch of this size has."""
-        return num_tokens if self.per_token else num_sequences
+    """Given by the user; otherwise a row of this module's table."""
+    unless: str = ""
+    """Name of the column in whose company this one does not travel."""
+    derive: Callable[[Sizes, Mapping[Any, npt.NDArray[Any]]], npt.NDArray[Any]] | None = None
+    """Function of sizes and columns that gives its values where it is not kept, or did not travel.
+    """
 
     def zeros(self, num_rows: int) -> npt.NDArray[Any]:
-        """Return so many rows of zeros."""
+        """Returns so many rows of zeros."""
         return np.zeros((num_rows, *self.shape), self.dtype)
 
     def num_words(self, num_rows: int) -> int:
-        """Return the int32 words that so many rows take on the wire: their bytes, rounded up."""
+        """Returns the int32 words that so many rows take on the wire: their bytes, rounded up."""
         return -(-num_rows * self._row_bytes // _WORD)
 
     def to_words(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-        """Return the rows as int32 words; a view where they fill whole words."""
+        """Returns the rows as int32 words; a view where they fill whole words.
+
+        5 flags of a byte each, 1 0 1 1 1    ->    2 words of the bytes 1 0 1 1 and 1 0 0 0
+        """
         values = np.ascontiguousarray(values).reshape(-1)
         num_bytes = values.size * values.itemsize
         if num_bytes % _WORD == 0:
@@ -65,8 +124,9 @@ class Column(NamedTuple):
         return padded
 
     def from_words(self, words: npt.NDArray[np.int32], num_rows: int) -> npt.NDArray[Any]:
-        """Return the rows that `to_words` made words of; a view where its address allows one."""
+        """Returns the rows that `to_words` made words of; a view where its address allows one."""
         values = words.view(np.uint8)[: num_rows * self._row_bytes].view(self.dtype)
+        # A float64 column may begin at an odd word: "A" copies what is not aligned.
         return np.require(values, requirements="A").reshape(num_rows, *self.shape)
 
     @property
@@ -74,18 +134,105 @@ class Column(NamedTuple):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-SOURCES = Column("sources", "int32", per_token=False)
-TOKENS = Column("tokens", "int32", per_token=True)
-LAST_LABELS = Column("last_labels", "int32", per_token=False)
-WEIGHTS = Column("weights", "float32", per_token=False)
-FLAGS = Column("flags", "uint8", per_token=True)
-LABELS = Column("labels", "int32", per_token=True)
-LOSS_MASK = Column("loss_mask", "float32", per_token=True)
-POSITION_IDS = Column("position_ids", "int32", per_token=True)
+Columns = Mapping[Column, npt.NDArray[Any]]
+
+
+def expand_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Returns start, start + 1, ... for each length: [5, 0], [2, 3] -> [5, 6, 0, 1, 2]."""
+    if lengths.size and not lengths.all():
+        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    ends = np.cumsum(lengths)
+    # A running sum of steps: 1 within a range, and a jump where the next one begins.
+    steps = np.ones(ends[-1] if ends.size else 0, np.int64)
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
+    steps[:1] = starts[:1]
+    return np.cumsum(steps, out=steps)
+
+
+def count_from_zero(lengths: IntArray) -> npt.NDArray[np.int32]:
+    """Returns 0, 1, ... for each length, at least 1: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(lengths)
+    steps = np.ones(ends[-1] if ends.size else 0, np.int32)
+    steps[ends[:-1]] = 1 - lengths[:-1]
+    steps[:1] = 0
+    return np.cumsum(steps, out=steps)
+
+
+def next_tokens(
+    tokens: npt.NDArray[np.int32], last_labels: npt.NDArray[np.int32], ends: IntArray
+) -> npt.NDArray[np.int32]:
+    """Returns the tokens that follow, in sequences that end at `ends` with `last_labels`."""
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[ends - 1] = last_labels
+    return labels
+
+
+def depths_of_nodes(rows: IntArray, parents: IntArray, node_lengths: IntArray) -> IntArray:
+    """Returns the tokens of the path before each node, int64 [nodes].
+
+    Args:
+        rows: int64 [n], nodes of each sequence.
+        parents: int64 [nodes], number of the parent within its sequence; -1 for a root.
+
+        one sequence, parents -1 0 0 2, node_lengths 3 2 4 1    ->    0 3 3 7
+    """
+    first = np.repeat(np.cumsum(rows) - rows, rows)  # of the node's sequence
+    depths = np.zeros(parents.size, np.int64)
+    for i in np.flatnonzero(parents >= 0):  # parents stand before their children
+        parent = first[i] + parents[i]
+        depths[i] = depths[parent] + node_lengths[parent]
+    return depths
+
+
+def _weights(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return np.ones(sizes.lengths.size, np.float32)
+
+
+def _flags(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return (columns[LOSS_MASK] != 0).view(np.uint8)
+
+
+def _labels(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return next_tokens(columns[TOKENS], columns[LAST_LABELS], np.cumsum(sizes.lengths))
+
+
+def _loss_mask(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    mask = np.repeat(columns[WEIGHTS], sizes.lengths)
+    mask *= columns[FLAGS]
+    return mask
+
+
+def _position_ids(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    if NODE not in sizes.ragged:
+        return count_from_zero(sizes.lengths)
+    lengths, parents = (columns[each].astype(np.int64) for each in (NODE_LENGTHS, PARENTS))
+    depths = depths_of_nodes(sizes.ragged[NODE], parents, lengths)
+    return count_from_zero(lengths) + np.repeat(depths, lengths).astype(np.int32)
+
+
+def _parents(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return np.full(sizes.lengths.size, -1, np.int32)
+
+
+def _node_lengths(sizes: Sizes, columns: Columns) -> npt.NDArray[Any]:
+    return sizes.lengths.astype(np.int32)
+
+
+SOURCES = Column("sources", "int32", SEQUENCE)
+TOKENS = Column("tokens", "int32", TOKEN)
+LAST_LABELS = Column("last_labels", "int32", SEQUENCE)
+WEIGHTS = Column("weights", "float32", SEQUENCE, unless="loss_mask", derive=_weights)
+FLAGS = Column("flags", "uint8", TOKEN, unless="loss_mask", derive=_flags)
+LABELS = Column("labels", "int32", TOKEN, derive=_labels)
+LOSS_MASK = Column("loss_mask", "float32", TOKEN, derive=_loss_mask)
+POSITION_IDS = Column("position_ids", "int32", TOKEN, derive=_position_ids)
+PARENTS = Column("parents", "int32", NODE, derive=_parents)
+NODE_LENGTHS = Column("node_lengths", "int32", NODE, derive=_node_lengths)
 
 ALWAYS = (SOURCES, TOKENS, LAST_LABELS, WEIGHTS, FLAGS)
 """Columns that every batch has."""
-DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS)
+DERIVABLE = (LABELS, LOSS_MASK, POSITION_IDS, PARENTS, NODE_LENGTHS)
 """Columns that a batch has where they do not follow from those that it always has."""
 
 Form = tuple[Column, ...]
@@ -95,7 +242,7 @@ name.
 
 
 def form_of(columns: Iterable[Column]) -> Form:
-    """Return the columns beyond ALWAYS in the order of a form.
+    """Returns the columns beyond ALWAYS in the order of a form.
 
     Raises ValueError for two columns of one name that differ in type or shape.
     """
@@ -112,19 +259,16 @@ def form_of(columns: Iterable[Column]) -> Form:
 
 
 def wire_columns(form: Form) -> tuple[Column, ...]:
-    """Return the columns that travel, in the order in which they do."""
-    replaced = (WEIGHTS, FLAGS) if LOSS_MASK in form else ()
-    return (*(column for column in ALWAYS if column not in replaced), *form)
+    """Returns the columns that travel, in the order in which they do."""
+    names = {column.name for column in form}
+    return (*(column for column in ALWAYS if column.unless not in names), *form)
 
 
-def num_words(num_sequences: int, num_tokens: int, form: Form) -> int:
-    """Return the int32 words that so many sequences and tokens take on the wire."""
-    return sum(
-        column.num_words(column.num_rows(num_sequences, num_tokens))
-        for column in wire_columns(form)
-    )
+def num_words(sizes: Sizes, form: Form) -> int:
+    """Returns the int32 words that sequences of these sizes take on the wire."""
+    return sum(column.num_words(sizes.num_rows(column.scope)) for column in wire_columns(form))
 
 
 def _description(column: Column) -> str:
     shape = f"[{', '.join(map(str, column.shape))}] " if column.shape else ""
-    return f"{shape}{column.dtype} per {'token' if column.per_token else 'sequence'}"
+    return f"{shape}{column.dtype} per {column.scope}"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import Column
+from megatron.packing.batch.columns import SEQUENCE, TOKEN, Column
 
 RESERVED = frozenset(
     (
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 def extra_fields(item: Mapping[str, Any], size: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the extra fields of a sample of `size` tokens as arrays; [1, L] is taken for [L]."""
+    """Returns the extra fields of a sample of `size` tokens as arrays; [1, L] is taken for [L]."""
     found = {}
     for name, value in item.items():
         if name in RESERVED or value is None:
@@ -61,7 +61,7 @@ def extra_fields(item: Mapping[str, Any], size: int) -> dict[str, npt.NDArray[An
 
 
 def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) -> Rows:
-    """Return how a field of a sample of so many tokens and sequences can be read.
+    """Returns how a field of a sample of so many tokens and sequences can be read.
 
     Raises ValueError where it has neither a row per token nor one per sequence.
     """
@@ -78,14 +78,14 @@ def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) 
 
 
 def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
-    """Return the column that all samples' rows make, one after the other; per token wherever all
+    """Returns the column that all samples' rows make, one after the other; per token wherever all
     can be read so.
 
     Raises ValueError where some are per token and others per sequence, or shapes of rows differ.
     """
-    for per_token, parts in (
-        (True, [rows.per_token for rows in items]),
-        (False, [rows.per_sequence for rows in items]),
+    for scope, parts in (
+        (TOKEN, [rows.per_token for rows in items]),
+        (SEQUENCE, [rows.per_sequence for rows in items]),
     ):
         found = [part for part in parts if part is not None]
         if len(found) < len(items):
@@ -96,14 +96,14 @@ def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
                 f"rows of '{name}' must have one shape, but have {sorted(map(list, shapes))}"
             )
         values = np.concatenate(found)
-        return Column(name, values.dtype.name, per_token, values.shape[1:], extra=True), values
+        return Column(name, values.dtype.name, scope, values.shape[1:], extra=True), values
     raise ValueError(
         f"'{name}' must have one row per token in all samples, or one per sequence in all"
     )
 
 
 def _numbers(value: Any) -> npt.NDArray[Any] | None:
-    """Return an array of numbers in the machine's byte order; None for anything else."""
+    """Returns an array of numbers in the machine's byte order; None for anything else."""
     if hasattr(value, "detach"):  # a tensor, without importing torch
         value = value.detach().cpu()
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()

@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """Return `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without
+    """Returns `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without
     its padding.
 
     item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`,

@@ -1,4 +1,4 @@
-"""pure. Where each sequence of a pack starts and ends, and the padding that layouts ask for."""
+"""pure. Start and end of each sequence in a pack, and the padding that parallel layouts need."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 OverLengthPolicy = Literal["error", "truncate", "drop"]
-"""What happens to a sequence that is longer than what may be trained."""
+"""Treatment of a sequence that is longer than a pack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """How many tokens a sequence and a pack must be multiples of, for their shards to be equal."""
+    """Tokens that sequences and packs must be multiples of, so that their shards are equal."""
 
     sequence: int = 1
     pack: int = 1
@@ -32,23 +32,25 @@ class Alignment:
         sequence_parallel: bool,
         rank_multiple: int = 1,
     ) -> Alignment:
-        """Return what a parallel layout asks for.
+        """Returns the alignment of a parallel layout.
 
-        Zigzag context parallel cuts each sequence in 2 cp pieces; sequence parallel cuts a rank's
-        share of the pack in tp. What a rank then holds is a multiple of `rank_multiple`.
+        Zigzag context parallel cuts each sequence in 2 cp pieces. Sequence parallel cuts a rank's
+        share of the pack in tp, and that part is a multiple of `rank_multiple`.
+
+            context parallel 2, tensor parallel 2 with sequence parallel    ->    sequence 4, pack 4
         """
         sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
         scatter = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
         return cls(sequence=sequence, pack=math.lcm(sequence, scatter * rank_multiple))
 
     def padded_length(self, length: IntArray) -> IntArray:
-        """Return how many tokens sequences of these lengths occupy in a pack."""
+        """Returns the tokens that sequences of these lengths occupy in a pack."""
         return -(-length // self.sequence) * self.sequence
 
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where each segment of a pack starts and ends. Known on every rank; all of it on the host.
+    """Segments of a pack, known on every rank and on the host.
 
     A segment is a sequence and its padding. The tail that rounds a pack up is a last segment
     without a real token, so that `cu_seqlens_padded[-1]` is the number of tokens, as
@@ -58,12 +60,15 @@ class PackLayout:
     lengths: IntArray
     """int64 [segments]: real tokens."""
     padded_lengths: IntArray
-    """int64 [segments]: tokens that each occupies."""
+    """int64 [segments]: tokens that each occupies, padding included."""
 
     @classmethod
     def of(cls, lengths: Sequence[int] | IntArray, alignment: Alignment) -> PackLayout:
-        """Return sequences one after the other; none at all makes a dummy pack of one alignment
-        unit.
+        """Returns the layout of sequences one after the other.
+
+        Without sequences it is a dummy pack of one alignment unit.
+
+            lengths 3 5, alignment 4 and 16    ->    lengths 3 5 0, padded_lengths 4 8 4
         """
         real = np.asarray(lengths, dtype=np.int64)
         padded = alignment.padded_length(real)

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.packing.batch.columns import SEQUENCE, TOKEN, IntArray
 from megatron.packing.batch.layout import Alignment, PackLayout
-from megatron.packing.batch.samples import IntArray, Samples
+from megatron.packing.batch.samples import Samples
 
 Microbatch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
@@ -31,21 +32,21 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 def layouts_of(
     lengths: IntArray, num_sequences: IntArray, alignment: Alignment
 ) -> list[PackLayout]:
-    """Return the layout of each microbatch: `num_sequences[m]` of the sequences, in order."""
+    """Returns the layout of each microbatch: `num_sequences[m]` of the sequences, in order."""
     return [
         PackLayout.of(part, alignment) for part in np.split(lengths, np.cumsum(num_sequences)[:-1])
     ]
 
 
 def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
-    """Return the microbatches of a stage without tokens."""
+    """Returns the microbatches of a stage without tokens."""
     return _microbatches(layouts, _padding_mask(layouts))
 
 
 def pack(
     samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout]
 ) -> list[Microbatch]:
-    """Return the microbatches of `samples`, which are in the order of the packs; `layouts` is
+    """Returns the microbatches of `samples`, which are in the order of the packs; `layouts` is
     `layouts_of` them.
     """
     padding_mask = _padding_mask(layouts)
@@ -59,13 +60,15 @@ def pack(
     fields["sources"] = _of_segments(samples.sources.astype(np.int64), num_sequences, layouts)
     extra: dict[str, dict[str, Sequence[Tensor]]] = {}
     for column, values in samples.extra().items():
-        if column.per_token:
+        if column.scope == TOKEN:
             parts = _split(_padded(values, is_real, values.dtype), layouts)
-        else:
+        elif column.scope == SEQUENCE:
             parts = _of_segments(values, num_sequences, layouts)
-        extra.setdefault("extra_per_token" if column.per_token else "extra_per_sequence", {})[
-            column.name
-        ] = parts
+        else:
+            rows = samples.sizes.rows(column.scope)
+            ends = np.cumsum(np.concatenate(([0], rows)))[np.cumsum(num_sequences)]
+            parts = [torch.from_numpy(part) for part in np.split(values, ends[:-1])]
+        extra.setdefault(f"extra_per_{column.scope}", {})[column.name] = parts
     return [
         {
             **microbatch,

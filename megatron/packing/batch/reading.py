@@ -23,10 +23,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import Column
+from megatron.packing.batch.columns import (
+    Column,
+    IntArray,
+    count_from_zero,
+    expand_ranges,
+    next_tokens,
+)
 from megatron.packing.batch.extra import Rows, column_of, extra_fields, rows_of
 from megatron.packing.batch.huggingface import IGNORED, as_megatron_sample
-from megatron.packing.batch.samples import IntArray, Samples, counted, next_tokens, spread
+from megatron.packing.batch.samples import Samples
 
 _LIMIT = 2**31
 """Ids travel as int32; what it cannot hold is refused, not changed."""
@@ -97,7 +103,7 @@ class SampleReader:
             or item.get("original_seq_len") is not None
         ):
             starts, sizes = _sequences(item, size)
-            index = spread(starts, sizes)
+            index = expand_ranges(starts, sizes)
             given = {name: values[index] for name, values in given.items()}
             lengths = sizes.tolist()
             extra = {
@@ -114,7 +120,7 @@ class SampleReader:
         self._fetches += [fetch] * len(lengths)
 
     def samples(self) -> Samples:
-        """Return all that was added. SampleError for values that cannot be trained on."""
+        """Returns all that was added. SampleError for values that cannot be trained on."""
         if not self._items:
             return Samples.none()
         lengths = np.array(self._lengths, np.int64)
@@ -128,7 +134,7 @@ class SampleReader:
         least_label = self._check_ids("labels", labels, ends)
         position_ids = None
         if any("position_ids" in item for item in self._items):
-            position_ids = self._column("position_ids", lambda: counted(lengths))
+            position_ids = self._column("position_ids", lambda: count_from_zero(lengths))
             self._check_ids("position_ids", position_ids, ends)
         if not np.isfinite(loss_mask.sum(dtype=np.float64)):
             place = int(np.isfinite(loss_mask).argmin())
@@ -144,7 +150,7 @@ class SampleReader:
                 np.where(ignored, 0, labels),
             )
         sources = np.array(self._sources, np.int32)
-        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_extra(
+        return Samples.of(lengths, sources, tokens, labels, loss_mask, position_ids).with_columns(
             self._extra_columns()
         )
 
@@ -195,7 +201,7 @@ class SampleReader:
 
 
 def read_samples(given: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
-    """Return the sequences of what one `next` returned. ValueError for what cannot be trained
+    """Returns the sequences of what one `next` returned. ValueError for what cannot be trained
     on."""
     reader = SampleReader()
     reader.add(given, 0)
@@ -203,7 +209,7 @@ def read_samples(given: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samp
 
 
 def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of HuggingFace's collators as one of Megatron-LM's, with its other fields."""
+    """Returns a sample of HuggingFace's collators as one of Megatron-LM's, with its other fields."""
     given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
     size = given["input_ids"].size
     extra = extra_fields(item, size)
@@ -212,7 +218,7 @@ def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
-    """Return the first token and the length of each sequence in an item of `size` tokens; at least
+    """Returns the first token and the length of each sequence in an item of `size` tokens; at least
     one sequence.
     """
     if item.get("cu_seqlens") is None:
@@ -246,7 +252,7 @@ def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
 
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
-    """Return one sample of a batch; what has no entry for each row is the same for all."""
+    """Returns one sample of a batch; what has no entry for each row is the same for all."""
     return {
         name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value
         for name, value in item.items()
@@ -254,7 +260,7 @@ def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _number(value: Any) -> int:
-    """Return a number, or the only one of an array or a tensor."""
+    """Returns a number, or the only one of an array or a tensor."""
     return int(value.item() if hasattr(value, "item") else value)
 
 

@@ -6,8 +6,8 @@ and a token takes 5 bytes (its id and one flag) in memory and on the wire. `form
 that are kept besides (see `columns`).
 
     [7 8 9] [5 6]    tokens   7 8 9 5 6     lengths      3 2
-                     flags    0 1 1 1 0     last_labels  2 4     labels would be 8 9 2 6 4
-                                            weights      1 .5    the mask would be 0 1 1 .5 0
+                     flags    0 1 1 1 0     last_labels  2 4     labels:    8 9 2 6 4
+                                            weights      1 .5    loss_mask: 0 1 1 .5 0
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from megatron.packing.batch.columns import (
     LABELS,
     LAST_LABELS,
     LOSS_MASK,
+    NODE,
     POSITION_IDS,
+    SEQUENCE,
     SOURCES,
+    TOKEN,
     TOKENS,
-    WEIGHTS,
     Column,
+    Columns,
     Form,
+    IntArray,
+    Sizes,
+    count_from_zero,
+    expand_ranges,
     form_of,
     num_words,
     wire_columns,
 )
 
-IntArray = npt.NDArray[np.int64]
-Columns = Mapping[Column, npt.NDArray[Any]]
-
 
 class Fields(NamedTuple):
-    """What a model is trained on, in full; one entry per token each."""
+    """Values that a model is trained on, in full; [T] each."""
 
     tokens: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
@@ -53,22 +57,27 @@ class Fields(NamedTuple):
 class Samples:
     """n sequences of T tokens in all, one after the other, without padding."""
 
-    lengths: IntArray
-    """int64 [n]"""
+    sizes: Sizes
     columns: Columns
-    """ALWAYS and those of `form`: [n, *shape] or [T, *shape] each.
+    """ALWAYS and those of `form`: [rows of the column's scope, *shape] each.
 
-    sources: a number of the user's, by which losses may be told apart. last_labels: the label of
-    each sequence's last token. weights: of the tokens that count, in the loss's sum. flags: 1 where
-    a token's label counts.
+    sources: a number of the user's, by which losses are split. last_labels: the label of each
+    sequence's last token. weights: of the tokens that count, in the loss's sum. flags: 1 where a
+    token's label counts.
     """
 
     @classmethod
     def none(cls) -> Samples:
-        """Return no sequences at all."""
+        """Returns no sequences at all."""
         return cls(
-            lengths=np.empty(0, np.int64), columns={column: column.zeros(0) for column in ALWAYS}
+            sizes=Sizes(lengths=np.empty(0, np.int64)),
+            columns={column: column.zeros(0) for column in ALWAYS},
         )
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 [n]"""
+        return self.sizes.lengths
 
     @classmethod
     def of(
@@ -80,10 +89,11 @@ class Samples:
         loss_mask: npt.NDArray[np.float32],
         position_ids: npt.NDArray[Any] | None = None,
     ) -> Samples:
-        """Return the sequences with as few columns as hold all of them.
+        """Returns the sequences with as few columns as hold all of them.
 
-        Ids are integers of any type, one entry per token each; position_ids None: they count from
-        zero.
+        Args:
+            tokens, labels, position_ids: integers of any type, [T] each. Positions that are None
+                count from zero.
         """
         if not lengths.size:
             return cls.none()
@@ -98,18 +108,27 @@ class Samples:
             weights = np.maximum.reduceat(loss_mask, ends - lengths)
             if not np.array_equal(loss_mask, flags * np.repeat(weights, lengths)):
                 kept[LOSS_MASK] = loss_mask
-        if position_ids is not None and not np.array_equal(position_ids, counted(lengths)):
+        if position_ids is not None and not np.array_equal(position_ids, count_from_zero(lengths)):
             kept[POSITION_IDS] = position_ids.astype(np.int32, copy=False)
         always = (sources, tokens, labels[ends - 1], weights, flags.view(np.uint8))
-        return cls(lengths=lengths, columns={**dict(zip(ALWAYS, always)), **kept})
+        sizes = Sizes(lengths=lengths)
+        return cls(sizes=sizes, columns={**dict(zip(ALWAYS, always)), **kept})
 
-    def with_extra(self, extra: Columns) -> Samples:
-        """Return the same sequences with columns of the user's."""
-        return replace(self, columns={**self.columns, **extra})
+    def with_columns(
+        self, columns: Columns, ragged: Mapping[str, IntArray] | None = None
+    ) -> Samples:
+        """Returns the same sequences with further columns: the user's, or those of trees.
+
+        Args:
+            ragged: rows of each sequence, int64 [n], by scope: {"node": [1, 3]} with PARENTS and
+                NODE_LENGTHS of four nodes.
+        """
+        sizes = replace(self.sizes, ragged={**self.sizes.ragged, **(ragged or {})})
+        return Samples(sizes=sizes, columns={**self.columns, **columns})
 
     @property
     def form(self) -> Form:
-        """The columns that are kept beyond those that always are."""
+        """Columns that are kept beyond those that always are."""
         return form_of(self.columns)
 
     @property
@@ -132,111 +151,120 @@ class Samples:
         )
 
     def fields(self) -> Fields:
-        """Return what a model is trained on, in full."""
+        """Returns what a model is trained on, in full."""
         return Fields(
             self.tokens, *(self._whole(column) for column in (LABELS, LOSS_MASK, POSITION_IDS))
         )
 
     def extra(self) -> dict[Column, npt.NDArray[Any]]:
-        """Return the user's columns."""
+        """Returns the user's columns."""
         return {column: values for column, values in self.columns.items() if column.extra}
 
     def in_form(self, form: Form) -> Samples:
-        """Return the same sequences with at least the columns of `form`.
+        """Returns the same sequences with at least the columns of `form`.
 
-        Extra ones must be there already, unless there are no sequences.
+        Extra columns must be there already, unless there are no sequences.
         """
-        missing = {column: self._whole(column) for column in form if column not in self.columns}
-        return replace(self, columns={**self.columns, **missing}) if missing else self
+        missing = [column for column in form if column not in self.columns]
+        if not missing:
+            return self
+        scopes = {column.scope for column in missing} - {TOKEN, SEQUENCE}
+        ragged = {scope: self.sizes.rows(scope) for scope in scopes}
+        return Samples(
+            sizes=replace(self.sizes, ragged={**self.sizes.ragged, **ragged}),
+            columns={**self.columns, **{column: self._whole(column) for column in missing}},
+        )
 
     def _whole(self, column: Column) -> npt.NDArray[Any]:
-        """The values of a column, derived where it is not kept."""
+        """Returns the values of a column, derived where it is not kept."""
         if column in self.columns:
             return self.columns[column]
-        if column == LABELS:
-            return next_tokens(self.tokens, self.columns[LAST_LABELS], np.cumsum(self.lengths))
-        if column == LOSS_MASK:
-            mask = np.repeat(self.columns[WEIGHTS], self.lengths)
-            mask *= self.columns[FLAGS]
-            return mask
-        if column == POSITION_IDS:
-            return counted(self.lengths)
+        if column.derive is not None:
+            return column.derive(self.sizes, self.columns)
         assert not self.lengths.size, f"samples without '{column.name}'"
         return column.zeros(0)
 
     def take(self, ids: IntArray) -> Samples:
-        """Return the sequences of these numbers, in this order."""
+        """Returns the sequences of these numbers, in this order."""
         if np.array_equal(ids, np.arange(self.lengths.size)):
             return self
-        starts = np.cumsum(self.lengths) - self.lengths
-        return self._gathered(ids, spread(starts[ids], self.lengths[ids]), self.lengths[ids])
+        index: dict[str, npt.NDArray[Any]] = {SEQUENCE: ids}
+        for scope in {column.scope for column in self.columns} - {SEQUENCE}:
+            rows = self.sizes.rows(scope)
+            index[scope] = expand_ranges((np.cumsum(rows) - rows)[ids], rows[ids])
+        return self._gathered(self.sizes.take(ids), index)
 
     def first(self, limit: int) -> Samples:
-        """Return all sequences, each cut after `limit` tokens."""
+        """Returns all sequences, each truncated to `limit` tokens.
+
+        Raises ValueError for a tree of more tokens: a part of its nodes is another tree.
+        """
+        if NODE in self.sizes.ragged and (self.lengths > limit).any():
+            raise ValueError(f"a tree of more than {limit} tokens cannot be truncated")
         lengths = np.minimum(self.lengths, limit)
         starts, ends = np.cumsum(self.lengths) - self.lengths, np.cumsum(lengths)
-        index = spread(starts, lengths)
-        cut = self._gathered(np.arange(lengths.size), index, lengths)
-        last_labels = (
-            self._whole(LABELS)[index[ends - 1]] if lengths.size else cut.columns[LAST_LABELS]
-        )
-        return replace(cut, columns={**cut.columns, LAST_LABELS: last_labels})
+        index = expand_ranges(starts, lengths)
+        truncated = self._gathered(replace(self.sizes, lengths=lengths), {TOKEN: index})
+        last_labels = truncated.columns[LAST_LABELS]
+        if lengths.size:
+            last_labels = self._whole(LABELS)[index[ends - 1]]
+        return replace(truncated, columns={**truncated.columns, LAST_LABELS: last_labels})
 
     def split(self, counts: IntArray) -> list[Samples]:
-        """Return the first counts[0] sequences, the next counts[1] ..., as views."""
+        """Returns the first counts[0] sequences, the next counts[1] ..., as views."""
         ends = np.cumsum(counts)[:-1]
-        token_ends = np.concatenate(([0], np.cumsum(self.lengths)))[ends]
+        row_ends: dict[str, npt.NDArray[Any]] = {SEQUENCE: ends}
+        for scope in {column.scope for column in self.columns} - {SEQUENCE}:
+            row_ends[scope] = np.concatenate(([0], np.cumsum(self.sizes.rows(scope))))[ends]
         parts = {
-            column: np.split(values, token_ends if column.per_token else ends)
+            column: np.split(values, row_ends[column.scope])
             for column, values in self.columns.items()
         }
-        lengths = np.split(self.lengths, ends)
         return [
-            Samples(lengths=lengths[i], columns={column: its[i] for column, its in parts.items()})
-            for i in range(len(counts))
+            Samples(sizes=sizes, columns={column: its[i] for column, its in parts.items()})
+            for i, sizes in enumerate(self.sizes.split(ends))
         ]
 
-    def _gathered(self, ids: IntArray, index: IntArray, lengths: IntArray) -> Samples:
-        """Sequences `ids`, whose tokens stand at `index`."""
+    def _gathered(self, sizes: Sizes, index: Mapping[str, npt.NDArray[Any]]) -> Samples:
+        """Returns the rows at `index`, by scope; all rows of scopes that are not there."""
         columns = {
-            column: values[index if column.per_token else ids]
+            column: values[index[column.scope]] if column.scope in index else values
             for column, values in self.columns.items()
         }
-        return Samples(lengths=lengths, columns=columns)
+        return Samples(sizes=sizes, columns=columns)
 
     def to_words(self) -> npt.NDArray[np.int32]:
-        """Return everything but the lengths as int32 [num_words(n, T, form)]."""
+        """Returns everything but the sizes as int32 [num_words(sizes, form)]."""
         return np.concatenate(
             [column.to_words(self.columns[column]) for column in wire_columns(self.form)]
         )
 
     @classmethod
-    def from_words(cls, words: npt.NDArray[np.int32], lengths: IntArray, form: Form) -> Samples:
-        """Return what `to_words` was called on; views of `words` where they can be.
+    def from_words(cls, words: npt.NDArray[np.int32], sizes: Sizes, form: Form) -> Samples:
+        """Returns what `to_words` was called on; views of `words` where they can be.
 
         Raises ValueError where `words` are not as many as these sequences take.
         """
-        size = (lengths.size, int(lengths.sum()))
-        if words.size != num_words(*size, form):
+        if words.size != num_words(sizes, form):
             raise ValueError(
-                f"{size[0]} sequences take {num_words(*size, form)} words, but there are "
-                f"{words.size}"
+                f"{sizes.lengths.size} sequences take {num_words(sizes, form)} words, but there "
+                f"are {words.size}"
             )
         columns: dict[Column, npt.NDArray[Any]] = {}
         start = 0
         for column in wire_columns(form):
-            num_rows = column.num_rows(*size)
+            num_rows = sizes.num_rows(column.scope)
             end = start + column.num_words(num_rows)
             columns[column] = column.from_words(words[start:end], num_rows)
             start = end
-        if LOSS_MASK in columns:
-            columns[WEIGHTS] = np.ones(lengths.size, np.float32)
-            columns[FLAGS] = (columns[LOSS_MASK] != 0).view(np.uint8)
-        return cls(lengths=lengths, columns=columns)
+        for column in ALWAYS:
+            if column not in columns and column.derive is not None:
+                columns[column] = column.derive(sizes, columns)
+        return cls(sizes=sizes, columns=columns)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """Return all sequences, one part after the other, with the columns of all of them.
+    """Returns all sequences, one part after the other, with the columns of all of them.
 
     Raises ValueError where the parts' extra columns differ.
     """
@@ -249,11 +277,11 @@ def joined(parts: Sequence[Samples]) -> Samples:
         column: np.concatenate([part.columns[column] for part in parts])
         for column in (*ALWAYS, *form)
     }
-    return Samples(lengths=np.concatenate([part.lengths for part in parts]), columns=columns)
+    return Samples(sizes=Sizes.joined([part.sizes for part in parts]), columns=columns)
 
 
 def common_form(forms: Sequence[Form]) -> Form:
-    """Return the form that batches of these forms, none of them empty, can all take.
+    """Returns the form that batches of these forms, none of them empty, can all take.
 
     Raises ValueError where an extra column is not in all of them.
     """
@@ -267,39 +295,10 @@ def common_form(forms: Sequence[Form]) -> Form:
     return common
 
 
-def spread(starts: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
-    """Return start, start + 1, ... for each length, at least 1: [5, 0], [2, 3] -> [5, 6, 0, 1,
-    2]."""
-    ends = np.cumsum(lengths)
-    steps = np.ones(ends[-1] if ends.size else 0, np.int64)
-    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
-    steps[:1] = starts[:1]
-    return np.cumsum(steps, out=steps)
-
-
-def counted(lengths: IntArray) -> npt.NDArray[np.int32]:
-    """Return positions that count from zero, lengths at least 1: [2, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    steps = np.ones(ends[-1] if ends.size else 0, np.int32)
-    steps[ends[:-1]] = 1 - lengths[:-1]
-    steps[:1] = 0
-    return np.cumsum(steps, out=steps)
-
-
-def next_tokens(
-    tokens: npt.NDArray[np.int32], last_labels: npt.NDArray[np.int32], ends: IntArray
-) -> npt.NDArray[np.int32]:
-    """Return the tokens that follow, in sequences that end at `ends` with `last_labels`."""
-    labels = np.empty_like(tokens)
-    labels[:-1] = tokens[1:]
-    labels[ends - 1] = last_labels
-    return labels
-
-
 def _are_next_tokens(
     labels: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], ends: IntArray
 ) -> bool:
-    """Whether that is so but at the ends, which are kept in any case."""
+    """Returns whether labels are the next tokens, except at the ends, which are kept anyhow."""
     differ = labels[:-1] != tokens[1:]
     differ[ends[:-1] - 1] = False
     return not differ.any()

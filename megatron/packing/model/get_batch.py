@@ -156,13 +156,14 @@ def _extra_columns(
     """See `Batch.extra`. index: the tokens of this context-parallel rank, on the host; None for
     all.
     """
-    found = {
-        name: sent(values, device)
-        for name, values in microbatch.get("extra_per_sequence", {}).items()
-    }
-    for name, values in microbatch.get("extra_per_token", {}).items():
-        shard = values if index is None else values.index_select(0, index)
-        found[name] = sent(shard, device).unsqueeze(0)
+    found: dict[str, Tensor] = {}
+    for kind, columns in microbatch.items():
+        for name, values in columns.items() if kind.startswith("extra_per_") else ():
+            if kind != "extra_per_token":
+                found[name] = sent(values, device)
+                continue
+            shard = values if index is None else values.index_select(0, index)
+            found[name] = sent(shard, device).unsqueeze(0)
     return found
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.packing.batch.samples import spread
+from megatron.packing.batch.columns import expand_ranges
 
 Lengths = tuple[int, ...]
 
@@ -62,7 +62,7 @@ def _nonempty(lengths: Lengths) -> npt.NDArray[np.int64]:
 def _shard(segments: npt.NDArray[np.int64], size: int, rank: int) -> npt.NDArray[np.int64]:
     starts, pieces = segments.cumsum() - segments, segments // (2 * size)
     first, last = starts + rank * pieces, starts + segments - (rank + 1) * pieces
-    return spread(np.column_stack((first, last)).ravel(), pieces.repeat(2))
+    return expand_ranges(np.column_stack((first, last)).ravel(), pieces.repeat(2))
 
 
 def positions_of_tokens(lengths: Lengths, size: int, rank: int) -> Tensor:
@@ -106,5 +106,7 @@ def zigzag(
     return Zigzag(
         query_lengths=tuple(pieces.repeat(2).tolist()),
         key_lengths=tuple(num_keys.tolist()),
-        key_index=sent(torch.from_numpy(gathered[spread(ends - num_keys, num_keys)]), device),
+        key_index=sent(
+            torch.from_numpy(gathered[expand_ranges(ends - num_keys, num_keys)]), device
+        ),
     )

@@ -1,1 +1,1 @@
-"""The road of one global batch: draw, gather, decide, tell, move, pack."""
+"""The data path of one global batch: load, gather, decide, move, broadcast, pack."""

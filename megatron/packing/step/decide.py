@@ -7,15 +7,15 @@ reaches all ranks, and no two ranks have to find the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.packing.batch.columns import Form
-from megatron.packing.batch.samples import IntArray, Samples, common_form
+from megatron.packing.batch.columns import Form, IntArray, Sizes
+from megatron.packing.batch.samples import Samples, common_form
 from megatron.packing.scheduling.delay import capacity_that_matters, outliers_to_delay
 from megatron.packing.scheduling.problem import ScheduleRequest, check_schedule
 from megatron.packing.scheduling.registry import get_scheduler
@@ -35,6 +35,8 @@ class RankReport:
     steps_delayed: IntArray
     num_loss_tokens: IntArray
     form: Form
+    ragged: Mapping[str, IntArray] = field(default_factory=dict)
+    """Rows of each sequence in columns of further scopes (`Sizes.ragged`); empty without any."""
     num_dropped: int = 0
     num_truncated: int = 0
     ended: bool = False
@@ -52,6 +54,7 @@ class RankReport:
             steps_delayed=np.concatenate((waited, np.zeros_like(loaded.fetch))),
             num_loss_tokens=local.num_loss_tokens,
             form=local.form,
+            ragged=local.sizes.ragged,
             num_dropped=loaded.num_dropped,
             num_truncated=loaded.num_truncated,
             ended=loaded.ended,
@@ -84,7 +87,7 @@ class Decision:
     """The place of each of the N sequences of all ranks, in the order of their reports."""
 
     source_rank: npt.NDArray[np.int32]
-    lengths: IntArray
+    sizes: Sizes
     rank: npt.NDArray[np.int32]
     """int32 [N]: data-parallel rank that trains it; -1 where it waits for a later step."""
     microbatch: npt.NDArray[np.int32]
@@ -98,7 +101,8 @@ class Decision:
         pack = (self.rank.astype(np.int64) * num_microbatches + self.microbatch)[self.rank >= 0]
         order = np.argsort(pack, kind="stable")
         ends = np.cumsum(np.bincount(pack, minlength=num_ranks * num_microbatches))[:-1]
-        packs = [part.tolist() for part in np.split(self.lengths[self.rank >= 0][order], ends)]
+        lengths = self.sizes.lengths[self.rank >= 0][order]
+        packs = [part.tolist() for part in np.split(lengths, ends)]
         return [
             packs[first : first + num_microbatches]
             for first in range(0, len(packs), num_microbatches)
@@ -155,7 +159,9 @@ def decide(
     delays = batch.steps_delayed[~waits]
     return Decision(
         source_rank=batch.source_rank.astype(np.int32),
-        lengths=batch.lengths,
+        sizes=Sizes.joined(
+            [Sizes(lengths=report.lengths, ragged=report.ragged) for report in reports]
+        ),
         rank=rank,
         microbatch=microbatch,
         form=form,

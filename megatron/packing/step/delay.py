@@ -1,5 +1,5 @@
 """tensor. Holds the sequences that wait for a later step (see `scheduling.delay`), on the rank that
-drew them.
+loaded them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.packing.batch.columns import ALWAYS, DERIVABLE, Column
-from megatron.packing.batch.samples import IntArray, Samples, joined
+from megatron.packing.batch.columns import (
+    ALWAYS,
+    DERIVABLE,
+    SEQUENCE,
+    TOKEN,
+    Column,
+    IntArray,
+    Sizes,
+)
+from megatron.packing.batch.samples import Samples, joined
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
+_READ_VERSIONS = (2, 3)
+"""Version 2 has no "rows": no columns of further scopes."""
+_EXTRA = "extra_per_"
 
 
 class Delayed(NamedTuple):
@@ -24,81 +35,87 @@ class Delayed(NamedTuple):
 
     @classmethod
     def none(cls) -> Delayed:
-        """Return that nothing waits."""
+        """Returns no sequences."""
         return cls(Samples.none(), np.empty(0, np.int64))
 
 
 class DelayQueue:
-    """What waits on this rank between steps; made once per run, on every rank, by whoever owns the
-    loop.
+    """Sequences that wait on this rank between steps.
 
-    A step takes what waits by `begin` and leaves what waits after it by `finish`. A step that fails
-    leaves the queue as it was; one that is repeated on a rewound iterator begins with the same
-    sequences again. It stays empty on ranks that do not draw. Who prepares steps ahead does so with
-    a `copy`, and hands what waits after each (see `GlobalBatch.delayed`) to the queue of the run
-    when that step is trained.
+    The owner of the training loop makes one per run, on every rank; it stays empty on ranks that
+    load no data. A step takes the waiting sequences by `begin`, and leaves those that wait after it
+    by `finish`. A step that fails leaves the queue unchanged. A step that is repeated on a rewound
+    iterator begins with the same sequences again. Steps that are prepared ahead take a `copy`, and
+    `GlobalBatch.delayed` goes to the queue of the run when its step is trained.
     """
 
     def __init__(self, max_steps: int, delayed: Delayed | None = None) -> None:
         if max_steps < 0:
             raise ValueError(f"--outlier-delay-steps must be at least 0, but is {max_steps}")
         self.max_steps = max_steps
-        """Steps that a sequence waits at most; the same on all ranks. 0 lets all that wait leave at
-        the next step: set it before the last one.
+        """Steps that a sequence waits at most; the same on all ranks. With 0 all sequences leave
+        at the next step: set it before the last one.
         """
         self._before = self._after = delayed or Delayed.none()
 
     def copy(self) -> DelayQueue:
-        """Return another queue in which the same sequences wait."""
+        """Returns another queue in which the same sequences wait."""
         return DelayQueue(self.max_steps, self._after)
 
     @property
     def delayed(self) -> Delayed:
-        """What waits now."""
+        """Sequences that wait now."""
         return self._after
 
     def begin(self, is_repeated: bool) -> Delayed:
-        """Return what waits as a step begins; `is_repeated`: the step before, once more."""
+        """Returns the sequences that wait as a step begins.
+
+        Args:
+            is_repeated: the step is the one before, run again.
+        """
         if not is_repeated:
             self._before = self._after
         return self._before
 
     def finish(self, delayed: Delayed) -> None:
-        """Note that the step was scheduled, and that these wait for the next one."""
+        """Replaces the waiting sequences, after a step was scheduled."""
         self._after = delayed
 
     def __len__(self) -> int:
         return len(self._after.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint between steps, as tensors and plain values."""
+        """Returns this rank's part of a checkpoint between steps, as tensors and plain values.
+
+        Columns are saved whole, one tensor each, and not in the wire's form, which may change.
+        """
         samples, steps = self._after
-        return {
+        state: dict[str, Any] = {
             "version": _STATE_VERSION,
             "steps": torch.from_numpy(steps),
             "lengths": torch.from_numpy(samples.lengths),
-            "columns": {
-                c.name: torch.from_numpy(values)
-                for c, values in samples.columns.items()
-                if not c.extra
-            },
-            "extra_per_token": {
-                c.name: torch.from_numpy(v) for c, v in samples.extra().items() if c.per_token
-            },
-            "extra_per_sequence": {
-                c.name: torch.from_numpy(v) for c, v in samples.extra().items() if not c.per_token
-            },
+            "rows": {scope: torch.from_numpy(v) for scope, v in samples.sizes.ragged.items()},
+            "columns": {},
+            **{f"{_EXTRA}{scope}": {} for scope in (TOKEN, SEQUENCE)},
         }
+        for column, values in samples.columns.items():
+            key = f"{_EXTRA}{column.scope}" if column.extra else "columns"
+            state.setdefault(key, {})[column.name] = torch.from_numpy(values)
+        return state
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> None:
-        """Continue as data-parallel rank `rank` of `num_ranks` from what all ranks saved, in the
-        order of their ranks.
+        """Continues as data-parallel rank `rank` of `num_ranks`.
 
-        As many ranks as saved take back what was theirs; others share all of it out evenly, in that
-        order. Raises ValueError for a state of another version, or whose columns do not fit its
-        lengths.
+        As many ranks as saved take back their own sequences. Another number of ranks shares all of
+        them evenly, in the order of the ranks that saved them.
+
+        Args:
+            states: those of all ranks, in the order of their ranks.
+
+        Raises:
+            ValueError: for a state of another version, or whose columns do not fit its lengths.
         """
-        if any(state.get("version") != _STATE_VERSION for state in states):
+        if any(state.get("version") not in _READ_VERSIONS for state in states):
             raise ValueError(
                 "the checkpoint holds delayed sequences as another version wrote them; continue it "
                 "with that version up to a step at which none is delayed"
@@ -114,26 +131,30 @@ class DelayQueue:
 
 
 def _loaded(state: dict[str, Any]) -> Delayed:
-    lengths, steps = np.asarray(state["lengths"]), np.asarray(state["steps"])
+    """Returns the sequences of one rank's state; ValueError where sizes and columns differ."""
+    steps = np.asarray(state["steps"])
+    sizes = Sizes(
+        lengths=np.asarray(state["lengths"]),
+        ragged={scope: np.asarray(rows) for scope, rows in state.get("rows", {}).items()},
+    )
     table = {column.name: column for column in (*ALWAYS, *DERIVABLE)}
     columns = {
         table[name]: np.asarray(values)
         for name, values in state["columns"].items()
         if name in table
     }
-    for key in ("extra_per_token", "extra_per_sequence"):
+    for key in (key for key in state if key.startswith(_EXTRA)):
         for name, tensor in state[key].items():
             values = np.asarray(tensor)
-            column = Column(
-                name, values.dtype.name, key == "extra_per_token", values.shape[1:], extra=True
-            )
-            columns[column] = values
-    size = (lengths.size, int(lengths.sum()))
-    is_whole = steps.size == lengths.size and columns.keys() >= set(ALWAYS)
+            scope = key.removeprefix(_EXTRA)
+            columns[Column(name, values.dtype.name, scope, values.shape[1:], extra=True)] = values
+    num_sequences = sizes.lengths.size
+    is_whole = columns.keys() >= set(ALWAYS) and all(
+        rows.size == num_sequences for rows in (steps, *sizes.ragged.values())
+    )
     for column, values in columns.items():
-        is_whole &= (
-            values.shape == (column.num_rows(*size), *column.shape) and values.dtype == column.dtype
-        )
+        shape = (sizes.num_rows(column.scope), *column.shape)
+        is_whole &= values.shape == shape and values.dtype == column.dtype
     if not is_whole:
         raise ValueError("the checkpoint's delayed sequences are damaged; take another checkpoint")
-    return Delayed(Samples(lengths=lengths, columns=columns), steps)
+    return Delayed(Samples(sizes=sizes, columns=columns), steps)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packing.batch.columns import Form, num_words
+from megatron.packing.batch.columns import Form, IntArray, Sizes, num_words
 from megatron.packing.batch.microbatches import (
     Microbatch,
     copied_ahead,
@@ -37,7 +37,7 @@ from megatron.packing.batch.microbatches import (
     layouts_of,
     pack,
 )
-from megatron.packing.batch.samples import IntArray, Samples, joined
+from megatron.packing.batch.samples import Samples, joined
 from megatron.packing.step.decide import Decision, GlobalBatchError, RankReport, decide
 from megatron.packing.step.delay import Delayed, DelayQueue
 from megatron.packing.step.groups import DataGroups, data_groups
@@ -104,8 +104,8 @@ class StepPlan(NamedTuple):
     stats: PackingStats
     num_sequences: IntArray
     """int64 [microbatches]"""
-    lengths: IntArray
-    """int64 [sequences of this replica], by microbatch."""
+    sizes: Sizes
+    """Of the sequences of this replica, by microbatch."""
     form: Form
 
 
@@ -147,7 +147,7 @@ def schedule_global_batch(
         raise StopIteration
     if isinstance(plan, str):
         raise GlobalBatchError(plan)
-    layouts = layouts_of(plan.lengths, plan.num_sequences, settings.alignment)
+    layouts = layouts_of(plan.sizes.lengths, plan.num_sequences, settings.alignment)
     has_tokens = groups.pp.rank() in (0, groups.pp.size() - 1)
     return GlobalBatch(
         microbatches=pack(samples, plan.num_sequences, layouts)
@@ -193,7 +193,7 @@ def _load_and_place(
     order = np.argsort(microbatch, kind="stable")
     samples = samples.take(order)
     num_sequences = np.bincount(microbatch, minlength=decision.stats.microbatches)
-    plan = StepPlan(decision.stats, num_sequences, samples.lengths, samples.form)
+    plan = StepPlan(decision.stats, num_sequences, samples.sizes, samples.form)
     return _Part(plan, samples, decision if exchange.rank() == 0 else None)
 
 
@@ -274,11 +274,9 @@ def _move(
         return outgoing, decision.microbatch[mine]
     parts = outgoing.split(np.bincount(target[order], minlength=size))
     words = [part.to_words() for part in parts]
-    lengths = np.split(
-        decision.lengths[mine],
-        np.cumsum(np.bincount(decision.source_rank[mine], minlength=size))[:-1],
-    )
-    receive = [num_words(part.size, int(part.sum()), decision.form) for part in lengths]
+    sources = np.bincount(decision.source_rank[mine], minlength=size)
+    sizes = decision.sizes.take(mine).split(np.cumsum(sources)[:-1])
+    receive = [num_words(part, decision.form) for part in sizes]
     incoming = torch.empty(sum(receive), dtype=torch.int32)
     dist.all_to_all_single(
         incoming,
@@ -288,7 +286,7 @@ def _move(
         group=exchange,
     )
     received = np.split(incoming.numpy(), np.cumsum(receive)[:-1])
-    arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, lengths)]
+    arrived = [Samples.from_words(part, its, decision.form) for part, its in zip(received, sizes)]
     return joined(arrived), decision.microbatch[mine]
 
 
@@ -303,9 +301,8 @@ def _broadcast_part(part: _Part, own: DataGroups) -> tuple[StepPlan | str | None
     if own.exchange is not None:
         words = torch.from_numpy(part.samples.to_words())
     else:
-        num_tokens = int(plan.lengths.sum())
-        words = torch.empty(num_words(len(plan.lengths), num_tokens, plan.form), dtype=torch.int32)
+        words = torch.empty(num_words(plan.sizes, plan.form), dtype=torch.int32)
     dist.broadcast(words, src=own.data_rank, group=group)
     if own.exchange is not None:
         return plan, part.samples
-    return plan, Samples.from_words(words.numpy(), plan.lengths, plan.form)
+    return plan, Samples.from_words(words.numpy(), plan.sizes, plan.form)

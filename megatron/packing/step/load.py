@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron.packing.batch.columns import IntArray
 from megatron.packing.batch.layout import OverLengthPolicy
 from megatron.packing.batch.reading import SampleError, SampleReader
-from megatron.packing.batch.samples import IntArray, Samples
+from megatron.packing.batch.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)

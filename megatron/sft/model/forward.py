@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
+from megatron.packing.batch.columns import expand_ranges
 from megatron.packing.batch.reading import read_samples
-from megatron.packing.batch.samples import spread
 from megatron.packing.model.get_batch import (
     Batch,
     get_batch_on_this_rank_for_sequence_packing,
@@ -151,7 +151,7 @@ def padded_batches(
         )
         loss_mask = torch.zeros(num_rows, seq_length)
         padding_mask = torch.ones(num_rows, seq_length, dtype=torch.bool)
-        real = spread(np.arange(samples.lengths.size) * seq_length, samples.lengths)
+        real = expand_ranges(np.arange(samples.lengths.size) * seq_length, samples.lengths)
         whole = (tokens, labels, loss_mask, position_ids)
         for padded, values in zip(whole, samples.fields()):
             padded.view(-1).numpy()[real] = values

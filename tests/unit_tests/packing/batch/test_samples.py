@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 from megatron.packing.batch.columns import (
     LABELS,
     LOSS_MASK,
+    NODE,
+    NODE_LENGTHS,
+    PARENTS,
     POSITION_IDS,
+    SEQUENCE,
+    TOKEN,
     Column,
     Form,
+    Sizes,
+    expand_ranges,
     form_of,
     num_words,
 )
-from megatron.packing.batch.samples import Samples, common_form, joined, spread
+from megatron.packing.batch.samples import Samples, common_form, joined
 
 MOST = 2**31 - 1
 DTYPES = (np.int32, np.int32, np.float32, np.int32)
@@ -86,8 +93,8 @@ def test_fields_and_wire_round_trip(parts: list[Sequence]) -> None:
         sent = samples.in_form(form)
         words = sent.to_words()
         assert words.dtype == np.int32
-        assert words.size == num_words(len(parts), sent.tokens.size, form)
-        received = Samples.from_words(words, samples.lengths, form)
+        assert words.size == num_words(sent.sizes, form)
+        received = Samples.from_words(words, sent.sizes, form)
         assert parts_of(received) == parts
         assert received.sources.tolist() == sources
         assert received.num_loss_tokens.tolist() == [
@@ -162,30 +169,30 @@ def test_first_cuts_all_fields(parts: list[Sequence], limit: int) -> None:
     ]
 
 
-def test_spread() -> None:
+def test_expand_ranges() -> None:
     """Every gather and every padded place is made of it."""
-    assert spread(np.array([5, 0, 9]), np.array([2, 3, 1])).tolist() == [5, 6, 0, 1, 2, 9]
-    assert spread(np.array([], np.int64), np.array([], np.int64)).tolist() == []
+    assert expand_ranges(np.array([5, 0, 9]), np.array([2, 3, 1])).tolist() == [5, 6, 0, 1, 2, 9]
+    assert expand_ranges(np.array([], np.int64), np.array([], np.int64)).tolist() == []
 
 
 EXTRA = [
-    Column("advantages", "float64", per_token=True, extra=True),
-    Column("axes", "int16", per_token=True, shape=(3,), extra=True),
-    Column("is_best", "bool", per_token=False, extra=True),
-    Column("sample_id", "int64", per_token=False, extra=True),
+    Column("advantages", "float64", TOKEN, extra=True),
+    Column("axes", "int16", TOKEN, shape=(3,), extra=True),
+    Column("is_best", "bool", SEQUENCE, extra=True),
+    Column("sample_id", "int64", SEQUENCE, extra=True),
 ]
 
 
 def with_extra(samples: Samples, first: int = 0) -> Samples:
     """Samples whose extra columns have a number of their own in each place."""
-    sizes = [column.num_rows(samples.lengths.size, samples.tokens.size) for column in EXTRA]
+    sizes = [samples.sizes.num_rows(column.scope) for column in EXTRA]
     values = [
         (first + np.arange(rows * int(np.prod(column.shape))))
         .reshape(rows, *column.shape)
         .astype(column.dtype)
         for column, rows in zip(EXTRA, sizes)
     ]
-    return samples.with_extra(dict(zip(EXTRA, values)))
+    return samples.with_columns(dict(zip(EXTRA, values)))
 
 
 def extra_of(samples: Samples) -> dict[str, list[Any]]:
@@ -193,7 +200,7 @@ def extra_of(samples: Samples) -> dict[str, list[Any]]:
     starts = np.cumsum(samples.lengths)[:-1]
     return {
         column.name: [part.tolist() for part in np.split(values, starts)]
-        if column.per_token
+        if column.scope == TOKEN
         else values.tolist()
         for column, values in samples.extra().items()
     }
@@ -211,8 +218,8 @@ def test_extra_columns_go_wherever_their_sequences_go(data: Any) -> None:
     assert extra_of(taken) == expected
     size = (samples.lengths.size, samples.tokens.size)
     words = taken.to_words()
-    assert words.size == num_words(*size, taken.form)
-    received = Samples.from_words(words, taken.lengths, taken.form)
+    assert words.size == num_words(taken.sizes, taken.form)
+    received = Samples.from_words(words, taken.sizes, taken.form)
     assert extra_of(received) == expected
     assert [values.dtype.name for values in received.extra().values()] == [
         column.dtype for column in EXTRA
@@ -229,9 +236,9 @@ def test_words_of_another_size_are_refused() -> None:
     """Cut where columns do not begin, they would be other tokens, and training would go on."""
     samples = samples_of([([1, 2], [2, 3], [1.0, 1.0], [0, 1])])
     with pytest.raises(ValueError, match="1 sequences take 6 words, but there are 5"):
-        Samples.from_words(samples.to_words()[:-1], samples.lengths, samples.form)
+        Samples.from_words(samples.to_words()[:-1], samples.sizes, samples.form)
     with pytest.raises(ValueError, match="take 8 words"):
-        Samples.from_words(samples.to_words(), samples.lengths, (LABELS,))
+        Samples.from_words(samples.to_words(), samples.sizes, (LABELS,))
 
 
 def test_extra_columns_are_in_all_samples_alike() -> None:
@@ -245,3 +252,72 @@ def test_extra_columns_are_in_all_samples_alike() -> None:
         ValueError, match="one type and shape in a global batch, but is float32 per token in some"
     ):
         common_form([(EXTRA[0],), (EXTRA[0]._replace(dtype="float32"),)])
+
+
+IMAGES = Column("image_ids", "int64", "image", extra=True)
+"""References that a sequence has any number of, none included."""
+
+
+def with_nodes_and_images(samples: Samples) -> Samples:
+    """Sequence i has i + 1 nodes, if it has as many tokens, else one; and i images."""
+    rows = np.array(
+        [i + 1 if i < length else 1 for i, length in enumerate(samples.lengths)], np.int64
+    )
+    parents = [np.arange(-1, n - 1) // 2 for n in rows]
+    parts = [[1] * (n - 1) + [length - n + 1] for n, length in zip(rows, samples.lengths)]
+    images = np.arange(samples.lengths.size)
+    columns: dict[Column, Any] = {
+        PARENTS: np.concatenate(parents).astype(np.int32),
+        NODE_LENGTHS: np.concatenate(parts).astype(np.int32),
+        IMAGES: np.repeat(images, images) * 10,
+    }
+    return samples.with_columns(columns, {NODE: rows, "image": images})
+
+
+def ragged_of(samples: Samples) -> list[Any]:
+    """What each sequence has of PARENTS, NODE_LENGTHS and IMAGES."""
+    found = []
+    for column in (PARENTS, NODE_LENGTHS, IMAGES):
+        ends = np.cumsum(samples.sizes.rows(column.scope))[:-1]
+        found.append([part.tolist() for part in np.split(samples.columns[column], ends)])
+    return list(zip(*found))
+
+
+@given(st.data())
+def test_columns_of_other_scopes_go_wherever_their_sequences_go(data: Any) -> None:
+    """A node of another tree, or an image of another sample, would be trained on in silence."""
+    parts = data.draw(st.lists(sequences(), min_size=1, max_size=5))
+    samples = with_nodes_and_images(samples_of(parts))
+    order = data.draw(st.permutations(range(len(parts))))
+    expected = [ragged_of(samples)[i] for i in order]
+    taken = samples.take(np.array(order))
+    assert ragged_of(taken) == expected
+    words = taken.to_words()
+    assert words.size == num_words(taken.sizes, taken.form)
+    received = Samples.from_words(words, taken.sizes, taken.form)
+    assert ragged_of(received) == expected
+    assert parts_of(received)[0][0] == parts[order[0]][0]
+    cut = data.draw(st.integers(0, len(parts)))
+    first, second = received.split(np.array([cut, len(parts) - cut]))
+    assert ragged_of(joined([second, Samples.none(), first])) == expected[cut:] + expected[:cut]
+
+
+def test_a_plain_sequence_is_a_tree_of_one_node() -> None:
+    """Trees and plain sequences share a global batch: the plain ones become trees of one node."""
+    plain = samples_of([([5, 6], [6, 7], [1.0, 1.0], [0, 1])])
+    tree = samples_of([([1, 2, 3, 4, 5, 6], [2, 3, 4, 9, 6, 9], [1.0] * 6, [0, 1, 2, 3, 4, 5])])
+    nodes: dict[Column, Any] = {
+        PARENTS: np.array([-1, 0, 0], np.int32),
+        NODE_LENGTHS: np.array([2, 2, 2], np.int32),
+    }
+    tree = tree.with_columns(nodes, {NODE: np.array([3])})
+    both = joined([plain, tree])
+    assert both.sizes.rows(NODE).tolist() == [1, 3]
+    assert both.columns[PARENTS].tolist() == [-1, -1, 0, 0]
+    assert both.columns[NODE_LENGTHS].tolist() == [2, 2, 2, 2]
+    # Positions count along the path: both branches stand behind the trunk's two tokens.
+    assert both.fields().position_ids.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    with pytest.raises(ValueError, match="a tree of more than 5 tokens cannot be truncated"):
+        both.first(5)
+    assert plain.in_form(plain.form).sizes.ragged == {}
+    assert num_words(Sizes(lengths=np.array([2])), ()) == plain.to_words().size

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron.packing.batch.columns import LABELS, Column
+from megatron.packing.batch.columns import LABELS, TOKEN, Column
 from megatron.packing.batch.layout import Alignment
 from megatron.packing.scheduling.cost import PackCost
 from megatron.packing.scheduling.problem import Schedule, ScheduleRequest
@@ -48,7 +48,7 @@ def test_every_sequence_has_a_place() -> None:
     decision = decide(reports, 3, SETTINGS, None)
     assert decision is not None
     assert decision.source_rank.tolist() == [0, 0, 0, 2, 2]
-    assert decision.lengths.tolist() == [30, 1, 64, 9, 40]
+    assert decision.sizes.lengths.tolist() == [30, 1, 64, 9, 40]
     assert decision.form == (LABELS,)
     assert (decision.stats.sequences, decision.stats.tokens) == (5, 144)
     assert (decision.stats.truncated_samples, decision.stats.dropped_samples) == (2, 7)
@@ -58,7 +58,7 @@ def test_every_sequence_has_a_place() -> None:
     for rank in range(3):
         for microbatch in range(decision.stats.microbatches):
             here = (decision.rank == rank) & (decision.microbatch == microbatch)
-            assert packs[rank][microbatch] == decision.lengths[here].tolist()
+            assert packs[rank][microbatch] == decision.sizes.lengths[here].tolist()
     assert decision.stats.delays == []
 
 
@@ -115,7 +115,7 @@ def test_the_first_error_of_a_rank_is_everyones() -> None:
 
 def test_extra_columns_that_only_some_ranks_have() -> None:
     """The ranks that lack them would cut the words that they receive at the wrong places."""
-    extra = Column("advantages", "float32", per_token=True, extra=True)
+    extra = Column("advantages", "float32", TOKEN, extra=True)
     decision = decide([report(5, form=(extra,)), report()], 3, SETTINGS, None)
     assert decision is not None
     assert decision.form == (extra,)

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.packing.step.delay import Delayed, DelayQueue
-from tests.unit_tests.packing.batch.test_samples import extra_of, parts_of, samples_of, with_extra
+from tests.unit_tests.packing.batch.test_samples import (
+    extra_of,
+    parts_of,
+    ragged_of,
+    samples_of,
+    with_extra,
+    with_nodes_and_images,
+)
 
 
 def delayed(*lengths: int, steps: int = 1) -> Delayed:
@@ -84,7 +91,29 @@ def test_state_loads_on_any_number_of_ranks(
     assert num_ranks == len(states) or max(map(len, loaded)) - min(map(len, loaded)) <= 1
 
 
-@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 3}])
+def test_a_state_of_the_version_before_is_read() -> None:
+    """A run that was saved while sequences waited would have to begin again."""
+    queue, loaded = DelayQueue(1), DelayQueue(1)
+    queue.finish(delayed(2, 3))
+    state = {name: value for name, value in queue.state_dict().items() if name != "rows"}
+    loaded.load_state_dict([{**state, "version": 2}], 0, 1)
+    assert content(loaded) == content(queue) == [(1, [200, 200]), (1, [300, 300, 300])]
+
+
+def test_trees_and_references_wait_with_their_sequences() -> None:
+    """A tree that waits a step would be trained as one sequence, each branch behind the other."""
+    queue, loaded = DelayQueue(1), DelayQueue(1)
+    waiting = delayed(2, 3)
+    queue.finish(waiting._replace(samples=with_nodes_and_images(waiting.samples)))
+    loaded.load_state_dict([queue.state_dict()], 0, 1)
+    assert ragged_of(loaded.delayed.samples) == ragged_of(queue.delayed.samples)
+    state = queue.state_dict()
+    state["rows"]["node"] = state["rows"]["node"] + 1
+    with pytest.raises(ValueError, match="damaged"):
+        DelayQueue(1).load_state_dict([state], 0, 1)
+
+
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 4}])
 def test_a_state_of_another_version_is_refused(version: dict[str, int]) -> None:
     """Its numbers mean something else; read as ours they would be other tokens."""
     queue = DelayQueue(1)
