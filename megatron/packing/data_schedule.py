@@ -1,6 +1,9 @@
-"""mcore. What Megatron's own code calls: one global batch drawn, scheduled, moved and packed,
-behind an iterator, and `get_batch_on_this_rank_for_sequence_packing`, which takes the next
-microbatch from there.
+"""mcore. The functions that Megatron's own code calls: `wrap_dataloader` loads, schedules, moves
+and packs a global batch, `get_batch_on_this_rank_for_sequence_packing` takes its next microbatch.
+
+    loader = wrap_dataloader(iterator, config, num_microbatches)
+    for _ in range(loader.num_microbatches):
+        batch = get_batch_on_this_rank_for_sequence_packing(loader.data_iterator)
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from megatron.packing.step.global_batch import GROUPS, PackedIterator, schedule_
 
 
 class WrappedDataLoader(NamedTuple):
-    """What Megatron's own code expects of `wrap_dataloader`, by name."""
+    """Result of `wrap_dataloader`: the 4-tuple that Megatron's own code expects, by name."""
 
     data_iterator: PackedIterator | list[PackedIterator]
     num_microbatches: int
@@ -34,26 +37,30 @@ def wrap_dataloader(
     pg_collection: ProcessGroupCollection | None = None,
     queue: DelayQueue | None = None,
 ) -> WrappedDataLoader:
-    """Draw one global batch and return it packed, with its number of microbatches and the two sums
-    for FLOPs.
+    """Loads one global batch and returns it packed, with its number of microbatches and the two
+    sums for FLOPs.
 
-    data_iterator: on drawing ranks (see `step.groups`), an iterator whose `next` gives a sample or
-    a list of them (see `batch.reading`), or a list of such iterators with interleaving; not read
-    elsewhere.
-    num_microbatches: how many times each drawing rank calls `next`. config:
-    `max_seqlen_per_dp_cp_rank` (tokens that one rank may hold; a pack may hold that many times the
-    context-parallel size), `sequence_packing_scheduler` (unless `scheduler_type`),
-    `virtual_pipeline_model_parallel_size`, `microbatch_group_size_per_vp_stage`, and
-    `sequence_packing_options` where it has any; a namespace of these alone will do. queue: lets
-    outliers wait for company (see `step.delay`); the same one at every step of a run, on every rank
-    or on none.
+    Args:
+        data_iterator: on data ranks (see `step.groups`), an iterator whose `next` gives a sample or
+            a list of them (see `batch.reading`), or a list of such iterators with interleaving. It
+            is not read on other ranks.
+        config: megatron-core's, or a namespace of these fields alone: `max_seqlen_per_dp_cp_rank`
+            (tokens that one rank may hold; a pack may hold that many times the context-parallel
+            size), `sequence_packing_scheduler`, `virtual_pipeline_model_parallel_size`,
+            `microbatch_group_size_per_vp_stage`, and `sequence_packing_options` if it has any.
+        num_microbatches: `next` calls on each data rank.
+        scheduler_type: overrides the scheduler of `config`.
+        queue: holds outliers back for a later step (see `step.delay`). Pass the same one at every
+            step of a run, on every rank or on none.
 
-    Returns an iterator over the microbatches (see `batch.microbatches`; one per virtual stage in a
-    list with interleaving) on every rank: stages in the middle get layouts. The number of
-    microbatches is equal on all ranks. Both sums are over real lengths, exact.
+    Returns:
+        An iterator over the microbatches (see `batch.microbatches`; with interleaving a list, one
+        per virtual stage) on every rank: stages in the middle get layouts. The number of
+        microbatches is equal on all ranks. Both sums are over real lengths, exact.
 
-    Raises StopIteration on all ranks when no rank has any sample left, and GlobalBatchError on all
-    ranks, naming rank and cause, when one of them fails.
+    Raises:
+        StopIteration: on all ranks, when no rank has any sample left.
+        GlobalBatchError: on all ranks, naming rank and cause, when one of them fails.
     """
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(GROUPS)
     batch = schedule_global_batch(
@@ -83,8 +90,8 @@ def wrap_iterator_helper(
     num_microbatches: int,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> WrappedDataLoader | tuple[Any, int, None, None]:
-    """`wrap_dataloader` where packing is on; where it is off, the arguments as they came and None
-    for both sums.
+    """Does what `wrap_dataloader` does where packing is on; where it is off, returns the arguments
+    unchanged and None for both sums.
     """
     if getattr(config, "sequence_packing_scheduler", None) is None:
         return data_iterator, num_microbatches, None, None

@@ -12,8 +12,8 @@ and what belongs to it also appear in `megatron.core.datasets.data_schedule`, wh
 users look; a data iterator that a script wrapped itself is not packed again. `uninstall` takes back
 both.
 
-What cannot work is refused (see `plugin_checks`): at once where the config tells, else when a
-forward-backward function first sees the model.
+Unsupported settings raise ValueError (see `plugin_checks`): at once where the config shows them,
+else when a forward-backward function first sees the model.
 """
 
 from __future__ import annotations
@@ -50,21 +50,28 @@ from megatron.packing.step.delay import DelayQueue
 
 if TYPE_CHECKING:
     from megatron.packing.model.pipeline import PackedPasses
+    from megatron.packing.step.settings import PackingOptions
 
-# The other files of this room are imported when they are needed: older megatron-cores lack names
-# that they import, and would end in an ImportError instead of the refusal below.
+# The other files of this package are imported when they are needed: older megatron-cores lack names
+# that they import, and would end in an ImportError instead of `check_version`'s message.
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+_OPTIONS = (
+    "over_length_policy",
+    "pack_cost",
+    "outlier_delay_steps",
+    "prefetch_global_batches",
+    "logits_of_masked_tokens",
+)
+"""Arguments that become `PackingOptions`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of packing that `parser` does not have yet; those that it has stay as they
-    are.
-    """
+    """Adds the options of packing that `parser` does not have yet."""
     section = parser.add_argument_group("sequence packing")
     options: dict[str, dict[str, Any]] = {
         "--sequence-packing": {
@@ -73,19 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         },
         "--sequence-packing-scheduler": {
             "metavar": "NAME",
-            "help": f"how sequences are given to ranks and microbatches: {', '.join(SCHEDULERS)}, "
-            "or a function of "
-            "yours as module:function (default: default, the least modelled step time)",
+            "help": "scheduler that assigns sequences to ranks and microbatches: "
+            f"{', '.join(SCHEDULERS)}, or a function of yours as module:function "
+            "(default: default, the least modelled step time)",
         },
         "--max-seqlen-per-dp-cp-rank": {
             "type": int,
             "metavar": "N",
-            "help": "tokens that one rank holds of a pack",
+            "help": "tokens of a pack that one rank holds, at most",
         },
         "--over-length-policy": {
             "choices": get_args(OverLengthPolicy),
             "default": "error",
-            "help": "what happens to a sequence that no pack can hold",
+            "help": "treatment of a sequence that no pack can hold (default: error)",
         },
         "--pack-cost": {
             "metavar": "FILE",
@@ -96,20 +103,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             "type": int,
             "default": 0,
             "metavar": "K",
-            "help": "steps that a sequence may wait which alone costs more than a fair share "
-            "(default: 0, none waits)",
+            "help": "hold an unusually long sequence for up to K steps, to schedule several "
+            "together (default: 0)",
         },
         "--prefetch-global-batches": {
             "type": int,
             "default": 0,
             "metavar": "K",
-            "help": "global batches that a thread draws, schedules and packs before training asks "
-            "for them; the "
-            "script's iterator then stands K batches ahead of the step (default: 0, none)",
+            "help": "global batches that a thread prepares ahead; the script's iterator then "
+            "stands K batches ahead of the step (default: 0)",
         },
         "--logits-of-masked-tokens": {
             "action": "store_true",
-            "help": "compute the output layer and the loss of masked tokens, too (to compare; "
+            "help": "compute the output layer and the loss of masked tokens as well (to compare; "
             "losses are equal)",
         },
     }
@@ -125,47 +131,55 @@ def install(
     *,
     megatron_lm_calls: bool = False,
 ) -> ExitStack:
-    """Let models of `config` train packed: as `arguments` (see `add_arguments`) say, or with what
-    `config` says itself.
+    """Makes models of `config` train packed.
 
     Call it before the model is built and before `get_forward_backward_func()`; that name may have
-    been imported earlier. Without --sequence-packing `config` is left alone, and its models train
-    as ever. Idempotent; call it once per config. The result may be used in a `with`, at whose end a
-    first installation is taken back. With --outlier-delay-steps, `config.sequence_packing_options`
-    has the run's `delay_queue`, whose state belongs in the script's checkpoints. megatron_lm_calls:
-    calls are as Megatron-LM has them (see `conventions`), and what the forward-backward function
-    returns ends in two more entries: the sums of lengths and of their squares.
+    been imported earlier. It is idempotent; call it once per config. Without --sequence-packing
+    `config` is not changed, and its models train unpacked. With --outlier-delay-steps,
+    `config.sequence_packing_options` has the run's `delay_queue`, whose state belongs in the
+    script's checkpoints.
 
-    Raises RuntimeError for a megatron-core that was not checked, ValueError for what cannot work.
+    Args:
+        arguments: options by `add_arguments`; None takes those of `config`.
+        megatron_lm_calls: accept Megatron-LM's own calls (see `conventions`). The result of the
+            forward-backward function then ends in two more entries: the sums of lengths and of
+            their squares.
+
+    Returns:
+        A context manager, whose end takes back a first installation.
+
+    Raises:
+        RuntimeError: for a megatron-core that was not checked.
+        ValueError: for settings that are not supported.
     """
     check_version("the packing plug-in", "or leave plugin.install out")
     if arguments is None or _asks_for_packing(arguments):
         _configure(config, arguments, megatron_lm_calls)
         check_config(config)
     taken_back = ExitStack()
-    plain = {name: getattr(schedules, name) for name in SCHEDULES}
-    plain = {
-        name: function
-        for name, function in plain.items()
-        if not isinstance(function, PackingSchedule)
-    }
-    for name, function in plain.items():
-        setattr(schedules, name, PackingSchedule(function))
-    for name, value in _exposed(config if megatron_lm_calls else None).items():
-        if not hasattr(exposed_in, name) or (
-            megatron_lm_calls and _is_ours(getattr(exposed_in, name))
-        ):
-            setattr(exposed_in, name, value)
-    if plain:
+    if _replace_schedules():
         taken_back.callback(uninstall)
+    for name, value in _exposed(config if megatron_lm_calls else None).items():
+        is_ours = _is_ours(getattr(exposed_in, name, None))
+        if not hasattr(exposed_in, name) or (megatron_lm_calls and is_ours):
+            setattr(exposed_in, name, value)
     return taken_back
 
 
-def uninstall() -> None:
-    """Leave megatron-core as it was before `install`; nothing to do where it was not installed.
-    With --prefetch-global-batches call it, on all ranks, before the process groups are destroyed.
+def _replace_schedules() -> bool:
+    """Replaces those of megatron-core's functions that are not replaced yet; False for none."""
+    found = {name: getattr(schedules, name) for name in SCHEDULES}
+    plain = {name: each for name, each in found.items() if not isinstance(each, PackingSchedule)}
+    for name, function in plain.items():
+        setattr(schedules, name, PackingSchedule(function))
+    return bool(plain)
 
-    Raises RuntimeError if somebody replaced the forward-backward functions since.
+
+def uninstall() -> None:
+    """Restores megatron-core as it was before `install`.
+
+    With --prefetch-global-batches call it on all ranks, before the process groups are destroyed.
+    Raises RuntimeError if the forward-backward functions were replaced since.
     """
     found = {name: getattr(schedules, name) for name in SCHEDULES}
     ours = [name for name, value in vars(exposed_in).items() if _is_ours(value)]
@@ -184,9 +198,7 @@ def uninstall() -> None:
 
 class PackingSchedule:
     """One of megatron-core's forward-backward functions, which packs for models whose config asks
-    for it.
-
-    What such a model's call returns is a `pipeline.PackedLosses`.
+    for it and then returns a `pipeline.PackedLosses`.
     """
 
     def __init__(self, plain: Callable[..., list[Any]]) -> None:
@@ -232,7 +244,7 @@ class PackingSchedule:
         return _with_sums(losses, config)
 
     def close(self) -> None:
-        """End what prepares batches ahead."""
+        """Ends the threads that prepare batches ahead."""
         for passes in self._packed.values():
             passes.close()
 
@@ -269,10 +281,8 @@ def _asks_for_packing(arguments: argparse.Namespace) -> bool:
 
 
 def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_calls: bool) -> None:
-    """Writes the options to `config`: to the fields that Megatron-LM has for them, the others as
-    `PackingOptions`.
-    """
-    from megatron.packing.step.settings import PackingOptions, measured_cost
+    """Writes the options to Megatron-LM's fields of `config`, the others as `PackingOptions`."""
+    from megatron.packing.step.settings import PackingOptions
 
     for name in ("sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank"):
         value = getattr(arguments, name, None)
@@ -280,31 +290,37 @@ def _configure(config: Any, arguments: argparse.Namespace | None, megatron_lm_ca
             setattr(config, name, value)
     if getattr(config, "sequence_packing_scheduler", None) is None:
         config.sequence_packing_scheduler = "default"
-    options = PackingOptions.of(config)
-    options = replace(options, megatron_lm_calls=megatron_lm_calls or options.megatron_lm_calls)
-    policy, pack_cost = (
-        getattr(arguments, name, None) for name in ("over_length_policy", "pack_cost")
-    )
-    if policy is not None:
-        options = replace(options, over_length_policy=policy)
-    if pack_cost is not None:
-        options = replace(options, cost=measured_cost(read_fitted_cost(pack_cost), config))
-    ahead = getattr(arguments, "prefetch_global_batches", 0)
-    if ahead < 0:
-        raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
-    if ahead:
-        options = replace(options, prefetch_global_batches=ahead)
-    if getattr(arguments, "logits_of_masked_tokens", False):
-        options = replace(options, logits_of_masked_tokens=True)
-    max_steps = getattr(arguments, "outlier_delay_steps", 0)
-    if max_steps and options.delay_queue is None:
-        options = replace(options, delay_queue=DelayQueue(max_steps))
-    config.sequence_packing_options = options
+    options = _options(PackingOptions.of(config), config, arguments)
+    is_megatron_lm = megatron_lm_calls or options.megatron_lm_calls
+    config.sequence_packing_options = replace(options, megatron_lm_calls=is_megatron_lm)
+
+
+def _options(options: PackingOptions, config: Any, arguments: object) -> PackingOptions:
+    """Returns the options with those of the command line."""
+    from megatron.packing.step.settings import measured_cost
+
+    given = {name: getattr(arguments, name, None) for name in _OPTIONS}
+    changes: dict[str, Any] = {}
+    for name in ("over_length_policy", "prefetch_global_batches", "logits_of_masked_tokens"):
+        if given[name]:
+            changes[name] = given[name]
+    if changes.get("prefetch_global_batches", 0) < 0:
+        raise ValueError(
+            "--prefetch-global-batches must be at least 0, but is "
+            f"{changes['prefetch_global_batches']}"
+        )
+    if given["pack_cost"] is not None:
+        changes["cost"] = measured_cost(read_fitted_cost(given["pack_cost"]), config)
+    if given["outlier_delay_steps"] and options.delay_queue is None:
+        changes["delay_queue"] = DelayQueue(given["outlier_delay_steps"])
+    return replace(options, **changes)
 
 
 def _is_packed(data_iterator: object, config: object, groups: object) -> bool:
-    """Whether the script called `wrap_dataloader` itself; the same on all ranks. Each of them then
-    has its iterator, or with Megatron-LM's calls tensor-parallel rank 0 alone, which says so.
+    """Returns whether the script called `wrap_dataloader` itself; the same on all ranks.
+
+    Every rank then has its iterator. With Megatron-LM's calls tensor-parallel rank 0 alone has one,
+    and the others receive the answer from it.
     """
     from megatron.packing.conventions import from_first_rank
     from megatron.packing.data_schedule import PackedIterator
@@ -333,8 +349,8 @@ def _with_sums(losses: list[Any], config: object) -> list[Any]:
 
 
 def _exposed(config_of_calls: TransformerConfig | None) -> dict[str, Any]:
-    """What appears in `exposed_in`, by name: Megatron-LM's own calls where a config is given for
-    them.
+    """Returns the functions that appear in `exposed_in`, by name: Megatron-LM's own calls where a
+    config is given for them.
     """
     from megatron.packing import conventions, data_schedule
 

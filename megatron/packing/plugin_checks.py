@@ -1,5 +1,5 @@
-"""mcore. What the plug-in refuses: what would be weighted wrongly, mixed up, or read beyond a
-sequence's end.
+"""mcore. Checks of the plug-in: settings and modules under which packs would be weighted wrongly,
+mixed up, or read beyond a sequence's end raise ValueError.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ sequence.
 
 A row may itself be an array. A sample with several sequences gives one number for all of them, or
 one row for each. Fields that Megatron-LM's and HuggingFace's samples have for their own purposes
-are RESERVED; a field without numbers is named once in a warning and left out.
+are RESERVED. A field without numbers is named once in a warning and does not travel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESERVED = frozenset(
 
 
 class Rows(NamedTuple):
-    """One sample's values of an extra field, as far as its shape allows each reading."""
+    """One sample's values of an extra field, in each reading that its shape allows."""
 
     per_token: npt.NDArray[Any] | None
     """[L, *shape]"""
@@ -61,9 +61,9 @@ def extra_fields(item: Mapping[str, Any], size: int) -> dict[str, npt.NDArray[An
 
 
 def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) -> Rows:
-    """Returns how a field of a sample of so many tokens and sequences can be read.
+    """Returns a field's rows per token and per sequence, for a sample of so many of them.
 
-    Raises ValueError where it has neither a row per token nor one per sequence.
+    Raises ValueError where it has neither.
     """
     per_token = values if values.shape[:1] == (size,) else None
     per_sequence = values if values.shape[:1] == (num_sequences,) else None
@@ -78,10 +78,10 @@ def rows_of(name: str, values: npt.NDArray[Any], size: int, num_sequences: int) 
 
 
 def column_of(name: str, items: list[Rows]) -> tuple[Column, npt.NDArray[Any]]:
-    """Returns the column that all samples' rows make, one after the other; per token wherever all
-    can be read so.
+    """Returns the column of all samples' rows, and its values, one sample after the other.
 
-    Raises ValueError where some are per token and others per sequence, or shapes of rows differ.
+    It is per token if all samples can be read so: a lone token's number could be either. Raises
+    ValueError where some are per token and others per sequence, or shapes of rows differ.
     """
     for scope, parts in (
         (TOKEN, [rows.per_token for rows in items]),

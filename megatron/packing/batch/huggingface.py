@@ -1,9 +1,10 @@
-"""pure. Samples as HuggingFace's collators make them -> samples as Megatron-LM's data sets make
-them.
+"""pure. Samples of HuggingFace's collators -> samples of Megatron-LM's data sets.
 
-input_ids 5 6 7 8 0      tokens 5 6 7 8         labels stand above their own token there, above the
-one before it labels    . . 7 8 .      labels . 7 8 .         here, and none of them leaves its
-sequence
+A label stands above its own token there, and above the token before it here. None of them leaves
+its sequence.
+
+    input_ids  5 6 7 8 0        tokens  5 6 7 8
+    labels     . . 7 8 .   ->   labels  . 7 8 .
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ IGNORED = -100
 
 
 def as_megatron_sample(item: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """Returns `tokens`, `labels`, `cu_seqlens` and what else the item has for its tokens, without
-    its padding.
+    """Returns `tokens`, `labels`, `cu_seqlens` and the item's other fields, without its padding.
 
-    item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding), `loss_mask`,
-    `position_ids` and `cu_seq_lens_q`, [L] each; other fields [L, ...]. Sequences begin where
-    positions are 0, as without padding between them they do in HuggingFace's models.
+    Sequences begin where positions are 0, as they do in HuggingFace's models.
+
+    Args:
+        item: `input_ids`, and where it has them `labels`, `attention_mask` (0 is padding),
+            `loss_mask`, `position_ids` and `cu_seq_lens_q`, [L] each; other fields [L, ...].
     """
     sample = dict(item)
     ends = sample.pop("cu_seq_lens_q", None)

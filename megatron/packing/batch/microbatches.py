@@ -26,7 +26,7 @@ from megatron.packing.batch.samples import Samples
 
 Microbatch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
-"""One entry per token."""
+"""Fields with one entry per token."""
 
 
 def layouts_of(
@@ -46,8 +46,11 @@ def layout_microbatches(layouts: Sequence[PackLayout]) -> list[Microbatch]:
 def pack(
     samples: Samples, num_sequences: IntArray, layouts: Sequence[PackLayout]
 ) -> list[Microbatch]:
-    """Returns the microbatches of `samples`, which are in the order of the packs; `layouts` is
-    `layouts_of` them.
+    """Returns the microbatches of `samples`, which are in the order of the packs.
+
+    Args:
+        num_sequences: int64 [microbatches], sequences of each.
+        layouts: `layouts_of` the same sequences.
     """
     padding_mask = _padding_mask(layouts)
     is_real = ~padding_mask
@@ -84,13 +87,11 @@ def _part(columns: Mapping[str, Sequence[Tensor]], number: int) -> dict[str, Ten
 
 
 def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> Iterator[Microbatch]:
-    """Yield the same microbatches with FIELDS on a CUDA device; each is copied before the one
-    before it is yielded. `host_loss_mask` is `loss_mask` as it was, so that nobody must wait for
-    the device to see what counts.
+    """Yields the same microbatches with FIELDS on a CUDA device, each copied one microbatch ahead.
 
-    The copies are on a stream of their own, which the caller's current stream waits for; the host
-    waits for nothing. Their memory belongs to that stream, so the allocator is told that the
-    caller's stream uses it, too.
+    `host_loss_mask` is `loss_mask` on the host, so that nobody waits for the device to see which
+    tokens count. The copies run on a stream of their own, for which the caller's current stream
+    waits, and the host waits for nothing.
     """
     stream = torch.cuda.Stream(device)
     copied: tuple[Microbatch, torch.cuda.Event] | None = None
@@ -110,7 +111,7 @@ def copied_ahead(microbatches: Iterable[Microbatch], device: torch.device) -> It
             current = torch.cuda.current_stream(device)
             current.wait_event(is_there)
             for name in FIELDS:
-                if name in microbatch:
+                if name in microbatch:  # its memory belongs to the other stream: both use it now
                     microbatch[name].record_stream(current)
             yield microbatch
         copied = upcoming
@@ -131,18 +132,22 @@ def _microbatches(
 
 
 def _padding_mask(layouts: Sequence[PackLayout]) -> npt.NDArray[np.bool_]:
-    """True at padding, for all microbatches: lengths [2, 1] in [3, 2] -> [F, F, T, F, T]."""
+    """Returns True at padding, for all microbatches.
+
+    lengths 2 1, padded_lengths 3 2    ->    F F T F T
+    """
     real = np.concatenate([layout.lengths for layout in layouts])
     padding = np.concatenate([layout.padded_lengths for layout in layouts]) - real
     if not padding.any():
         return np.zeros(int(real.sum()), np.bool_)
+    # Real tokens and padding in turn: False 2 times, True 1 time, False 1 time, True 1 time.
     return np.repeat(np.tile([False, True], real.size), np.column_stack((real, padding)).ravel())
 
 
 def _padded(
     values: npt.NDArray[Any], is_real: npt.NDArray[np.bool_], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """`values` where tokens are real, zero elsewhere."""
+    """Returns `values` where tokens are real, zero elsewhere."""
     if len(values) == is_real.size:
         return values.astype(dtype, copy=False)
     padded = np.zeros((is_real.size, *values.shape[1:]), dtype)
@@ -160,8 +165,9 @@ def _split(values: npt.NDArray[Any], layouts: Sequence[PackLayout]) -> Sequence[
 def _of_segments(
     values: npt.NDArray[Any], num_sequences: IntArray, layouts: Sequence[PackLayout]
 ) -> list[Tensor]:
-    """One row per segment of each pack: those of its sequences, then zero for padding at its
-    end."""
+    """Returns one row per segment of each pack: those of its sequences, then zero where padding
+    follows at its end.
+    """
     found = []
     for rows, layout in zip(np.split(values, np.cumsum(num_sequences)[:-1]), layouts, strict=True):
         of_segments = np.zeros((layout.lengths.size, *values.shape[1:]), values.dtype)

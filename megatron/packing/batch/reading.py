@@ -1,4 +1,4 @@
-"""pure. Reads what a user's iterator gives: sample dicts in the three shapes of Megatron-LM's data
+"""pure. Reads the sample dicts of a user's iterator, in the three shapes of Megatron-LM's data
 sets.
 
     several sequences   `cu_seqlens` (repeated entries at its tail are padding; `cu_seqlens_padded`
@@ -9,8 +9,8 @@ sets.
 `tokens` is needed. Missing `labels` are the next tokens (the last one is unknown, so masked), and
 labels of -100 are masked; a missing `loss_mask` is one, missing `position_ids` count from zero, a
 missing `source` is 0. A field is a numpy array, a tensor or a list, [L] or [1, L]; arrays and
-tensors [B, L] are B samples. What has `input_ids` and no `tokens` is of HuggingFace's collators
-(see `huggingface`).
+tensors [B, L] are B samples. A dict with `input_ids` and no `tokens` comes from HuggingFace's
+collators (see `huggingface`).
 
 Any other field of numbers is an extra column (see `extra`), and travels with its sample.
 """
@@ -35,7 +35,7 @@ from megatron.packing.batch.huggingface import IGNORED, as_megatron_sample
 from megatron.packing.batch.samples import Samples
 
 _LIMIT = 2**31
-"""Ids travel as int32; what it cannot hold is refused, not changed."""
+"""Ids travel as int32. Larger ones are refused, as they would be changed."""
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _HUGGINGFACE = (
     "input_ids",
@@ -82,28 +82,16 @@ class SampleReader:
     def _add_item(self, item: Mapping[str, Any], fetch: int) -> None:
         if item.get("tokens") is None and item.get("input_ids") is not None:
             item = _from_huggingface(item)
-        given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
-        if "tokens" not in given:
-            raise ValueError(
-                f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
-            )
+        given = _given_fields(item)
         size = given["tokens"].size
-        for name, values in given.items():
-            if values.size != size:
-                raise ValueError(
-                    f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}"
-                )
         source = _number(item.get("source", 0))
         if not 0 <= source < _LIMIT:
             raise ValueError(f"'source' must be from 0 to {_LIMIT - 1}, but is {source}")
         extra, lengths = extra_fields(item, size), [size]
-        if (
-            size == 0
-            or item.get("cu_seqlens") is not None
-            or item.get("original_seq_len") is not None
-        ):
+        has_layout = any(item.get(name) is not None for name in ("cu_seqlens", "original_seq_len"))
+        if size == 0 or has_layout:
             starts, sizes = _sequences(item, size)
-            index = expand_ranges(starts, sizes)
+            index = expand_ranges(starts, sizes)  # of the real tokens
             given = {name: values[index] for name, values in given.items()}
             lengths = sizes.tolist()
             extra = {
@@ -120,7 +108,10 @@ class SampleReader:
         self._fetches += [fetch] * len(lengths)
 
     def samples(self) -> Samples:
-        """Returns all that was added. SampleError for values that cannot be trained on."""
+        """Returns all sequences that were added.
+
+        Raises SampleError for values that cannot be trained on.
+        """
         if not self._items:
             return Samples.none()
         lengths = np.array(self._lengths, np.int64)
@@ -174,9 +165,7 @@ class SampleReader:
         return np.array(self._fetches, np.int64)
 
     def _column(self, name: str, make_default: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """The values of all items, which may be written to; those of the default for items that
-        have none.
-        """
+        """Returns the values of all items, in a new array; the default's for items without them."""
         values = [item.get(name) for item in self._items]
         if any(its is None for its in values):
             ends = np.cumsum([item["tokens"].size for item in self._items])[:-1]
@@ -185,7 +174,7 @@ class SampleReader:
         return np.concatenate(values)  # type: ignore[arg-type]
 
     def _check_ids(self, name: str, ids: npt.NDArray[Any], ends: IntArray) -> int:
-        """The least of them."""
+        """Returns the least id; SampleError for ids that are no integers, or too large."""
         if ids.dtype.kind not in "iu":
             raise SampleError(self._fetches[0], f"'{name}' must be integers, but are {ids.dtype}")
         least = int(ids.min())
@@ -201,15 +190,31 @@ class SampleReader:
 
 
 def read_samples(given: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Samples:
-    """Returns the sequences of what one `next` returned. ValueError for what cannot be trained
-    on."""
+    """Returns the sequences of one `next` call's result.
+
+    Raises ValueError for values that cannot be trained on.
+    """
     reader = SampleReader()
     reader.add(given, 0)
     return reader.samples()
 
 
+def _given_fields(item: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Returns the fields that an item has, [L] each; ValueError where lengths differ."""
+    given = {name: _flat(item[name]) for name in _FIELDS if item.get(name) is not None}
+    if "tokens" not in given:
+        raise ValueError(
+            f"a sample must have the key 'tokens' or 'input_ids', but has {sorted(item)}"
+        )
+    size = given["tokens"].size
+    for name, values in given.items():
+        if values.size != size:
+            raise ValueError(f"'{name}' must be as long as 'tokens' ({size}), but is {values.size}")
+    return given
+
+
 def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a sample of HuggingFace's collators as one of Megatron-LM's, with its other fields."""
+    """Returns a sample of HuggingFace's collators in Megatron-LM's form, with its other fields."""
     given = {name: _flat(item[name]) for name in _HUGGINGFACE if item.get(name) is not None}
     size = given["input_ids"].size
     extra = extra_fields(item, size)
@@ -218,8 +223,11 @@ def _from_huggingface(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
-    """Returns the first token and the length of each sequence in an item of `size` tokens; at least
-    one sequence.
+    """Returns the first token and the length of each sequence in an item of `size` tokens.
+
+    There is at least one. Repeated entries at the tail of `cu_seqlens` are sequences of no tokens:
+
+        cu_seqlens 0 3 5 5, cu_seqlens_padded 0 4 8 8    ->    starts 0 4, lengths 3 2
     """
     if item.get("cu_seqlens") is None:
         length = _number(item.get("original_seq_len", size))
@@ -252,7 +260,7 @@ def _sequences(item: Mapping[str, Any], size: int) -> tuple[IntArray, IntArray]:
 
 
 def _row(item: Mapping[str, Any], row: int, num_rows: int) -> dict[str, Any]:
-    """Returns one sample of a batch; what has no entry for each row is the same for all."""
+    """Returns one sample of a batch; a value without an entry for each row is the same for all."""
     return {
         name: value[row] if tuple(np.shape(value))[:1] == (num_rows,) else value
         for name, value in item.items()

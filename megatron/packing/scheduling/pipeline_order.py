@@ -46,8 +46,8 @@ class ShapeLimits:
     """Sizes of the first pack that are tried, evenly spaced up to the size of those in the middle,
     and as many of the last. Then those halfway to the neighbours of the best."""
     falls: tuple[float, ...] = (0.0, 0.6)
-    """How much smaller than the middle a group of an interleaved pipeline is, over how much smaller
-    the next group is. At 0.0 only the last group is smaller."""
+    """Ratios, in interleaved pipelines, of what a group lacks of the middle's size to what the next
+    group lacks. At 0.0 only the last group is smaller."""
     rounding: int = 16
     """Fixed cost and free capacity are rounded to 1/16 of the mean pack, so that similar steps
     share one search.

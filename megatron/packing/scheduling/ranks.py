@@ -57,8 +57,7 @@ def balance_ranks(
     Args:
         numbers: ascending. The last one has a pack for each sequence.
     """
-    _, length, cost = request.sorted
-    bound, is_large = request.rank_cost_bound, length.size > limits.large_batch
+    bound, is_large = request.rank_cost_bound, request.lengths.size > limits.large_batch
     good_enough = limits.good_enough_large if is_large else limits.good_enough
     best: Placed | None = None
     tight: TightPacks | None = None
@@ -71,8 +70,8 @@ def balance_ranks(
         if is_done or fruitless >= limits.max_fruitless:
             break
         packs = Packs(request.num_ranks, number, request.capacity)
-        pack = place_longest_first(length, cost, packs)
-        if pack is None:
+        pack = place_longest_first(*request.sorted[1:], packs)
+        if pack is None:  # capacity is too tight for that
             tight = tight or tight_packs(request, request.microbatch_multiple)
             if tight.num_microbatches > number:
                 continue

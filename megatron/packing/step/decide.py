@@ -27,7 +27,7 @@ from megatron.packing.step.stats import PackingStats, packing_stats
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a data rank has to schedule in a step; int64 [n] each."""
+    """The sequences that a data rank has to schedule in a step; int64 [n] each."""
 
     lengths: IntArray
     fetch: IntArray

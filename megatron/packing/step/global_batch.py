@@ -105,7 +105,7 @@ class StepPlan(NamedTuple):
     num_sequences: IntArray
     """int64 [microbatches]"""
     sizes: Sizes
-    """Of the sequences of this replica, by microbatch."""
+    """Sizes of the sequences of this replica, by microbatch."""
     form: Form
 
 

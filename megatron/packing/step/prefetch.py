@@ -1,9 +1,9 @@
-"""tensor. Prepares what steps take, ahead of them, in a thread of its own.
+"""tensor. Prepares the values that steps take ahead of them, in a thread of its own.
 
-What is prepared may exchange with its like on other ranks, over process groups that nobody else
-uses while the thread works. Its collectives then pair up because all ranks prepare as many values
-in one order, whatever their pace: how many may be prepared depends only on how many were asked for,
-and that is equal on all ranks wherever they stop or pause.
+Preparing may exchange data with other ranks, over process groups that nothing else uses while the
+thread works. The collectives pair up because all ranks prepare the same number of values in one
+order, whatever their pace: the number that may be prepared depends only on the number asked for,
+which is equal on all ranks wherever they stop or pause.
 
     asked for    0   1   2   2         3          3
                    next next settle() next     close()
@@ -24,20 +24,25 @@ T = TypeVar("T")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Iterator over what `prepare` returns, call by call; up to `ahead` calls are made before they
-    are asked for.
+    """Iterator over the results of `prepare`; up to `ahead` calls are made before they are asked
+    for.
 
-    What a call raises (the end of data, too) is raised by the `next` that it belongs to, and by all
-    later ones; nothing is prepared after it. The thread starts at the first `next`. With `ahead` 0
-    there is none.
+    An exception of a call (StopIteration at the end of data included) is raised by the `next` that
+    it belongs to, and by all later ones; nothing is prepared after it. The thread starts at the
+    first `next`. With `ahead` 0 there is none.
     """
 
     def __init__(self, prepare: Callable[[], T], ahead: int, limit: int | None = None) -> None:
-        """`limit`: how often `next` will be called at most; no more is prepared."""
+        """Takes the function.
+
+        Args:
+            ahead: calls before their `next`.
+            limit: `next` calls at most; no more is prepared.
+        """
         if ahead < 0:
             raise ValueError(f"--prefetch-global-batches must be at least 0, but is {ahead}")
         self.seconds_waited = 0.0
-        """That the last `next` took."""
+        """Duration of the last `next`."""
         self._prepare = prepare
         self._ahead = ahead
         self._limit = limit
@@ -57,18 +62,21 @@ class Prefetcher(Iterator[T], Generic[T]):
             self.seconds_waited = time.perf_counter() - start
 
     def settle(self) -> None:
-        """Wait until the thread is idle, which it stays until the next `next`: its groups may be
+        """Waits until the thread is idle. It stays idle until the next `next`, so its groups may be
         used meanwhile.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None or self._is_idle())
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """End the thread, once it has prepared as many values as on other ranks; return whether it
-        has ended.
+        """Ends the thread, once it has prepared as many values as on other ranks.
 
-        timeout_seconds: after an error that other ranks may not know of, when they may never
-        prepare theirs. The thread is then left behind, and ends with the process.
+        Args:
+            timeout_seconds: for an error that other ranks may not know of, when they may never
+                prepare theirs. The thread is then left behind, and ends with the process.
+
+        Returns:
+            True if it has ended.
         """
         with self._changed:
             self._is_closed = True
@@ -111,7 +119,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             value, failure = None, None
             try:
                 value = self._prepare()
-            except BaseException as raised:  # raised again where it belongs
+            except BaseException as raised:  # `__next__` raises it on the caller's thread
                 failure = raised
             with self._changed:
                 if failure is None:

@@ -1,4 +1,4 @@
-"""mcore. How this run packs: read once from megatron-core's config and the layout, under
+"""mcore. Packing settings of a run, read once from megatron-core's config and the layout, under
 Megatron-LM's names.
 """
 
@@ -27,43 +27,42 @@ with 8B parameters.
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
-    """What packing may be told beside the fields that Megatron-LM has for it;
+    """Options of packing for which Megatron-LM's config has no field.
+
     `config.sequence_packing_options` holds one (see `of`).
     """
 
     over_length_policy: OverLengthPolicy = "error"
-    """What happens to a sample that no pack can hold."""
+    """Treatment of a sample that no pack can hold."""
     cost: PackCost | None = None
-    """What packs cost; None: FLOPs."""
+    """Cost of packs; None takes FLOPs."""
     delay_queue: DelayQueue | None = None
-    """Where outliers are delayed; its state belongs in a script's checkpoints. None: nothing is
-    delayed.
-    """
+    """Queue of outliers, whose state belongs in a script's checkpoints. None delays nothing."""
     seed: int = 0
     step: int = 0
-    """Of the run, and the number of the step: where a scheduler's random choices come from, so that
-    a resumed run repeats them. `wrap_dataloader` takes the step as it is; the hook on
-    megatron-core's schedules counts on from what it is at its first training step.
+    """Number of the step. A scheduler's random choices come from it and from `seed`, so that a
+    resumed run repeats them. `wrap_dataloader` takes it as it is. The hook on megatron-core's
+    schedules counts on from its value at the first training step.
     """
     prefetch_global_batches: int = 0
     """Global batches that the hook prepares before training asks for them (see `step.prefetch`)."""
     logits_of_masked_tokens: bool = False
-    """The plug-in leaves a model's output layer as it is (see `model.head`)."""
+    """Compute the output layer and the loss of masked tokens as well (see `model.head`)."""
     megatron_lm_calls: bool = False
-    """Whether scripts call as Megatron-LM does (see `conventions`): an iterator is None on most
+    """Accept Megatron-LM's own calls (see `conventions`): an iterator is None on most
     tensor-parallel ranks, and the hook's result ends in two more entries, the global batch's sums
     of lengths and of their squares.
     """
 
     @classmethod
     def of(cls, config: TransformerConfig) -> PackingOptions:
-        """Returns those of a config, the defaults where it has none."""
+        """Returns a config's options, the defaults where it has none."""
         return getattr(config, "sequence_packing_options", None) or cls()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingSettings:
-    """What decides how a global batch is packed, besides its lengths; equal on all ranks."""
+    """Settings by which a global batch is packed; equal on all ranks."""
 
     scheduler: str
     """A name in `registry.SCHEDULERS`, or module:function."""
@@ -71,12 +70,12 @@ class PackingSettings:
     capacity: int
     """Tokens that a pack may hold, whole alignment units."""
     over_length_policy: OverLengthPolicy
-    """What happens to a sample that no pack can hold."""
+    """Treatment of a sample that no pack can hold."""
     microbatch_multiple: int
     """The number of microbatches must be a multiple of it (interleaved pipelines)."""
     cost: PackCost
     model: StepModel
-    """How data-parallel ranks and pipeline stages wait for one another."""
+    """Step-time model: data-parallel ranks and pipeline stages wait for one another."""
     seed: int = 0
     step: int = 0
     """See `PackingOptions`."""
@@ -89,43 +88,32 @@ class PackingSettings:
         scheduler: str | None = None,
         step: int | None = None,
     ) -> PackingSettings:
-        """Read them from `config`, by name where megatron-core's dataclass has no such field yet;
-        `scheduler` and `step`, where given, win. A `config` may also be any object that has the
-        fields of packing alone.
+        """Returns the settings of a run.
 
-        Raises ValueError, on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too
-        small for the layout.
+        Args:
+            config: megatron-core's, or any object with the fields of packing. A field that
+                megatron-core's dataclass does not have yet is read by name.
+            scheduler, step: override those of `config`.
+
+        Raises:
+            ValueError: on every rank alike, if `max_seqlen_per_dp_cp_rank` is missing or too small
+                for the layout.
         """
-        alignment = Alignment.for_layout(
-            context_parallel_size=groups.cp.size(),
-            tensor_parallel_size=groups.tp.size(),
-            sequence_parallel=getattr(config, "sequence_parallel", False),
-            rank_multiple=1
-            if getattr(config, "fp8", None) is None
-            else get_fp8_align_size(config.fp8_recipe),
-        )
-        per_rank, smallest = (
-            config.max_seqlen_per_dp_cp_rank,
-            -(-alignment.pack // groups.cp.size()),
-        )
-        if per_rank is None or per_rank < smallest:
-            raise ValueError(
-                f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is "
-                f"{per_rank}; set it to the tokens of the longest sequence over the "
-                "context-parallel size"
-            )
+        alignment = _alignment_of(config, groups)
         options = PackingOptions.of(config)
         multiple = 1
         if config.virtual_pipeline_model_parallel_size is not None:
             multiple = config.microbatch_group_size_per_vp_stage or groups.pp.size()
+        cost = options.cost
+        if cost is None:
+            cost = cost_of(config) if hasattr(config, "num_layers") else UNKNOWN_MODEL
         return cls(
             scheduler=scheduler or getattr(config, "sequence_packing_scheduler", None) or "default",
             alignment=alignment,
-            capacity=per_rank * groups.cp.size() // alignment.pack * alignment.pack,
+            capacity=_capacity_of(config, groups, alignment),
             over_length_policy=options.over_length_policy,
             microbatch_multiple=multiple,
-            cost=options.cost
-            or (cost_of(config) if hasattr(config, "num_layers") else UNKNOWN_MODEL),
+            cost=cost,
             seed=options.seed,
             step=options.step if step is None else step,
             model=StepModel(
@@ -137,12 +125,39 @@ class PackingSettings:
         )
 
 
+def _alignment_of(config: TransformerConfig, groups: ProcessGroupCollection) -> Alignment:
+    is_fp8 = getattr(config, "fp8", None) is not None
+    return Alignment.for_layout(
+        context_parallel_size=groups.cp.size(),
+        tensor_parallel_size=groups.tp.size(),
+        sequence_parallel=getattr(config, "sequence_parallel", False),
+        rank_multiple=get_fp8_align_size(config.fp8_recipe) if is_fp8 else 1,
+    )
+
+
+def _capacity_of(
+    config: TransformerConfig, groups: ProcessGroupCollection, alignment: Alignment
+) -> int:
+    """Returns the tokens that a pack may hold, whole alignment units."""
+    per_rank = config.max_seqlen_per_dp_cp_rank
+    smallest = -(-alignment.pack // groups.cp.size())
+    if per_rank is None or per_rank < smallest:
+        raise ValueError(
+            f"--max-seqlen-per-dp-cp-rank must be at least {smallest} in this layout, but is "
+            f"{per_rank}; set it to the tokens of the longest sequence over the "
+            "context-parallel size"
+        )
+    return per_rank * groups.cp.size() // alignment.pack * alignment.pack
+
+
 def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
-    """FLOPs of a pack through GPTModel; without a `vocab_size`, which no config tells, the output
-    layer is left out.
+    """Returns the FLOPs of a pack through GPTModel.
 
     Context-parallel ranks share the work, but each moves all the weights: `fixed` counts once for
     each of them.
+
+    Args:
+        vocab_size: no config has it; without it the output layer is not counted.
     """
     kinds: Sequence[LayerKind] | None = getattr(config, "layer_kinds", None)
     if kinds is None:
@@ -159,8 +174,9 @@ def cost_of(config: TransformerConfig, vocab_size: int = 0) -> PackCost:
 
 
 def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[str, Any]:
-    """What decides how long a pack takes on a device, in plain values; without `vocab_size` where
-    it isn't known.
+    """Returns the properties of a model that decide a pack's time on a device, as plain values.
+
+    `vocab_size` is among them if it is known.
     """
     return {
         **_shape_of(config),
@@ -174,8 +190,10 @@ def model_of(config: TransformerConfig, vocab_size: int | None = None) -> dict[s
 def measured_cost(
     fitted: FittedCost, config: TransformerConfig, vocab_size: int | None = None
 ) -> PackCost:
-    """Seconds of a pack on one rank of `config`'s layout; ValueError if another model was
-    measured."""
+    """Returns the seconds of a pack on one rank of `config`'s layout.
+
+    Raises ValueError if another model was measured.
+    """
     fitted.check_model(model_of(config, vocab_size))
     cost = fitted.of_rank(
         tensor_parallel_size=config.tensor_model_parallel_size,
@@ -206,12 +224,11 @@ def _shape_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _experts_span_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> bool:
-    """Whether data-parallel ranks exchange tokens in every layer, and so wait for the slowest at
-    each microbatch.
-
-    Expert parallel takes the ranks of tensor and of context parallel first.
+    """Returns whether data-parallel ranks exchange tokens in every layer, and so wait for the
+    slowest at each microbatch.
     """
     if getattr(config, "num_moe_experts", None) is None:
         return False
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+    # Expert parallel takes the ranks of tensor and of context parallel first.
     return expert_ranks > groups.tp.size() * groups.cp.size()
