@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _WIDTH = 110
@@ -27,6 +27,10 @@ class Command:
     """
     footer: str = ""
     """Last lines of the short help."""
+    answers: Callable[[Sequence[str], Iterable[str]], list[str]] | None = None
+    """Takes all unknown options and the known flags; returns what to do about those that it
+    knows.
+    """
 
     @property
     def is_short(self) -> bool:

@@ -72,16 +72,15 @@ def parse_flags(
     of_others: dict[str, Any] = {}
     if config_file is not None:
         for action, value in _values_of_yaml(
-            config_file, parser, of_others if passes_over_unknown else None
+            config_file, parser, of_others if passes_over_unknown else None, command
         ):
             action.default, action.required = value, False
             given.add(action.dest)
-    for argument in rest:
-        flag = argument.split("=", 1)[0]
-        if flag.startswith("--") and flag not in parser._option_string_actions:
-            raise FlagError(f"unknown option {flag}{_nearest(flag, parser._option_string_actions)}")
-        if flag.startswith("--"):
-            given.add(parser._option_string_actions[flag].dest)
+    flags = [argument.split("=", 1)[0] for argument in rest if argument.startswith("--")]
+    known = parser._option_string_actions
+    if unknown := [flag for flag in flags if flag not in known]:
+        raise FlagError(_unknown_options("", unknown, known, command))
+    given |= {known[flag].dest for flag in flags}
     try:
         if imply is not None:
             _take_implied(parser, imply, (given, of_others), rest)
@@ -244,7 +243,7 @@ def _take_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _values_of_yaml(
-    path: Path, parser: _Parser, of_others: dict[str, Any] | None
+    path: Path, parser: _Parser, of_others: dict[str, Any] | None, command: Command
 ) -> Iterator[tuple[argparse.Action, Any]]:
     """Yields each option that a YAML file gives, with its value as the command line would make it.
 
@@ -264,15 +263,15 @@ def _values_of_yaml(
         for action in parser._actions
         if action.dest not in _NOT_IN_YAML
     }
+    unknown = [key for key in options if str(key).replace("_", "-") not in actions]
+    if unknown and of_others is None:
+        names = [str(key) for key in unknown]
+        raise FlagError(_unknown_options(f"--config {path}: ", names, actions, command))
     for key, value in options.items():
         name = str(key).replace("_", "-")
         if name not in actions and of_others is not None:
             of_others[name.replace("-", "_")] = value
             continue
-        if name not in actions:
-            raise FlagError(
-                f"--config {path}: unknown option {shown(str(key))}{_nearest(name, actions)}"
-            )
         if value is not None:
             try:
                 yield actions[name], _value_of_yaml(actions[name], value)
@@ -312,6 +311,22 @@ def _wanted(action: argparse.Action) -> str:
         return f"one of {', '.join(map(str, action.choices))}"
     kind = {int: "a whole number", float: "a number"}.get(action.type, "text")  # type: ignore[call-overload]
     return f"a list of at least one {kind}" if action.nargs == "+" else kind
+
+
+def _unknown_options(
+    where: str, unknown: Sequence[str], known: Iterable[str], command: Command
+) -> str:
+    """The message about options that nobody declares: all that another trainer has, else the first
+    one.
+    """
+    known = list(known)
+    flags = [name if name.startswith("--") else f"--{name}" for name in known]
+    answers = [] if command.answers is None else command.answers(unknown, flags)
+    if answers:
+        return f"{where}options of other trainers: {'; '.join(answers)}"
+    first = unknown[0]
+    name = first if first.startswith("--") else first.replace("_", "-")
+    return f"{where}unknown option {shown(first) if where else first}{_nearest(name, known)}"
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

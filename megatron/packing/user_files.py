@@ -8,6 +8,7 @@ second or 100 MB to understand is not begun.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import reprlib
@@ -38,6 +39,13 @@ def shortened(message: str, most: int = 1000) -> str:
     ends."""
     half = most // 2
     return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+
+
+def disk_fault(error: OSError) -> str:
+    """Returns what is wrong with the place that could not be written, in the words of its owner."""
+    full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota of the disk is used up"}
+    told = error.strerror or str(error)
+    return f"{full[error.errno]} ({told})" if error.errno in full else told
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MAX_BYTES) -> str:

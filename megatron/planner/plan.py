@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.packing.flag_help import Command
 from megatron.packing.flags import given_flags, parse_flags
+from megatron.packing.user_files import disk_fault
 from megatron.planner.advice import Adviser, Beside
 from megatron.planner.compare import PADDED_TO_LONGEST, Comparison, Outcome, compare, outcome_of
 from megatron.planner.lengths import LengthOptions, LengthReader, Lengths
@@ -348,4 +349,4 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give another place") from error
+        raise ValueError(f"{path}: {disk_fault(error)}; give another place") from error

@@ -19,6 +19,8 @@ from typing import Any, NoReturn, TextIO
 from megatron.packing.user_files import shortened
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LAUNCHED = "MEGATRON_SFTLAUNCHED"
+"""Is set where `megatron.sft.launch` started this process, and says what ended it."""
 
 
 def world_from_environment() -> tuple[int, int]:
@@ -144,6 +146,8 @@ class _Output:
 def program() -> str:
     """Returns by what name the user started this process."""
     name = Path(sys.argv[0]).name
+    if LAUNCHED in os.environ:
+        return "megatron-sft"
     return "python -m megatron.sft" if name == "__main__.py" else name
 
 
@@ -167,7 +171,7 @@ def exit_with_message(program: str, message: str) -> NoReturn:
 def tell_torchrun(message: str, *, is_shown: bool) -> None:
     """Let torchrun's summary say why this process ends; `is_shown`: and this process itself."""
     line = f"{program()}: error: {shortened(' '.join(message.split()))}"
-    if is_shown:
+    if is_shown and LAUNCHED not in os.environ:
         print(line, file=sys.stderr, flush=True)
     path = os.environ.get(_ERROR_FILE)
     if path:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.packing.user_files import read_json
+from megatron.packing.user_files import disk_fault, read_json
 from megatron.sft.distributed import gathered
 from megatron.sft.model.checkpoint_files import CheckpointError, check_folder, check_shared
 from megatron.sft.model.checkpoint_folder import (
@@ -107,7 +107,7 @@ def _trial(flag: str, given: str, folder: Path) -> Iterator[Path]:
         name = error.filename2 or error.filename
         place = f" ({name})" if name else ""
         raise ValueError(
-            f"{flag} {given} cannot be written: {error.strerror or error}{place}; correct that, or "
+            f"{flag} {given} cannot be written: {disk_fault(error)}{place}; correct that, or "
             f"pass another {flag}"
         ) from None
     except ValueError as error:

@@ -20,8 +20,10 @@ from megatron.sft.environment import (
     silence_warnings,
     world_from_environment,
 )
+from megatron.sft.launch import Launch, is_launched, launch, taken_apart
 from megatron.sft.options.config import COMMON, SFTConfig, parse_with_notes
 from megatron.sft.options.megatron_flags import megatron_flag_notes
+from megatron.sft.options.other_trainers import answers_to
 
 
 def main(arguments: Sequence[str], program: str) -> None:
@@ -33,14 +35,19 @@ def main(arguments: Sequence[str], program: str) -> None:
     command = Command(
         program=program,
         about="Fine-tune a GPT on packed sequences with Megatron-Core.",
-        usage="--pretrained-checkpoint FOLDER --data-path FILE ... --save-hf FOLDER [options]",
+        usage="[--nproc-per-node 8] --pretrained-checkpoint FOLDER --data-path FILE [options]",
         common=COMMON,
+        answers=answers_to,
         footer=f"Subcommands (--help of each says more):\n{table()}",
     )
     try:
-        config, notes = parse_with_notes(arguments, world_size, command)
+        found = taken_apart(arguments) if not is_launched() else Launch([], list(arguments))
+        world_size = found.world_size or world_size
+        config, notes = parse_with_notes(found.training, world_size, command)
     except FlagError as failure:
         fail(str(failure), rank)
+    if found.torchrun:
+        launch(found, program)
     for line in [*megatron_flag_notes(arguments), *notes] if rank == 0 else ():
         print(line)
     silence_warnings(rank)
@@ -58,6 +65,7 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
         from megatron.sft.model.huggingface.pretrained import open_pretrained
         from megatron.sft.peers import Peers, abort
         from megatron.sft.read_files import fingerprints
+        from megatron.sft.report.dry_run import dry_run
         from megatron.sft.report.report import report
         from megatron.sft.report.run_folder import RUNS, prepare_output
         from megatron.sft.stop import StopSignals
@@ -73,6 +81,9 @@ def run(config: SFTConfig, rank: int, world_size: int) -> None:
             check_trained(datasets, is_evaluated=config.training.eval_iters > 0)
             config = config.for_records(len(datasets.train))
             pretrained = open_pretrained(config, datasets.vocab_size)
+            if config.output.dry_run:
+                dry_run(config, datasets, pretrained)
+                return
             with process_groups(config, fingerprints(config, datasets, pretrained)) as (
                 device,
                 store,

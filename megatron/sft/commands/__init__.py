@@ -22,6 +22,10 @@ COMMANDS = {
     "show": Subcommand(
         f"{_HERE}.show", "show samples as they are trained, trained tokens in color"
     ),
+    "chat": Subcommand(f"{_HERE}.chat", "talk to a model or a checkpoint in the terminal"),
+    "inspect": Subcommand(
+        f"{_HERE}.inspect", "tell what data, a blend, a model or a checkpoint holds"
+    ),
     "export": Subcommand(f"{_HERE}.export", "write a checkpoint as a HuggingFace folder"),
     "report": Subcommand(f"{_HERE}.report", "print and draw what a run achieved"),
     "calibrate": Subcommand(f"{_HERE}.calibrate", "measure what packs cost on this device"),

@@ -295,6 +295,7 @@ COMMON = {
         "run_dir",
         "tensorboard_dir",
         "wandb_project",
+        "dry_run",
     ),
 }
 """Options that --help shows."""
@@ -332,5 +333,7 @@ def parse_with_notes(
 
     parts = parse_flags(GROUPS, without_megatron_flags(arguments), command, imply=imply)
     config = SFTConfig.of(parts)
-    config.check(world_size)
+    # A dry run needs no launcher: one process checks the layout of many.
+    alone = config.output.dry_run and world_size == 1
+    config.check(config.parallel.least_world_size if alone else world_size)
     return config, notes

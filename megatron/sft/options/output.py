@@ -50,6 +50,10 @@ class OutputConfig:
     """Save whenever the validation loss is the lowest so far, and keep that checkpoint.
     best_checkpointed_iteration.txt beside the checkpoints names it.
     """
+    dry_run: bool = False
+    """Check options, data and every place that will be written, print what the run would do, and
+    exit.
+    """
     log_interval: int = 1
     """Steps between log lines."""
     run_dir: str | None = None

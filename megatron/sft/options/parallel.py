@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.packing.flags import check_range
@@ -74,6 +75,14 @@ class ParallelConfig:
             raise ValueError(
                 "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
             )
+
+    @property
+    def least_world_size(self) -> int:
+        """Fewest processes that the layout takes."""
+        context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        return self.pipeline_model_parallel_size * math.lcm(
+            tensor * context, self.expert_model_parallel_size
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the number of replicas of the model; ValueError where the world does not

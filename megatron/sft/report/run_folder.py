@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 import torch.distributed as dist
 
 from megatron.packing.step.global_batch import GlobalBatch
+from megatron.packing.user_files import disk_fault
 from megatron.planner.plan_run import OPTIONS_FILE
 from megatron.planner.step_page import page
 from megatron.planner.step_picture import picture_of
@@ -62,8 +63,8 @@ def prepare_output(output: OutputConfig) -> None:
                     file.write(b"tried")
             except OSError as error:
                 raise ValueError(
-                    f"{path} must be a folder that can be written to, but: {error.strerror}; pass "
-                    f"another {flag}"
+                    f"{path} must be a folder that can be written to, but: {disk_fault(error)}; "
+                    f"pass another {flag}"
                 ) from None
     if output.load is not None:
         check_load(output.load, output.save, output.ckpt_step)

@@ -1,0 +1,174 @@
+"""pure. `megatron-sft chat FOLDER`: talk to a model in the terminal, through transformers.
+
+The folder may be a HuggingFace model, a PEFT adapter, or checkpoints of a run, which are written as
+a HuggingFace folder for the time being.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, check_range, parse_flags
+from megatron.sft.environment import exit_with_message, outlive_output, silence_warnings
+from megatron.sft.model.checkpoint_folder import distributed_checkpoint
+from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+
+_ENDS = ("/exit", "/quit")
+_CLEAR = "/clear"
+_BYTES_PER_FILE = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Conversation."""
+
+    folder: str | None = field(default=None, metadata={"positional": True})
+    """HuggingFace model, PEFT adapter, or folder of a run's checkpoints."""
+    max_new_tokens: int = 512
+    """Tokens of an answer."""
+    temperature: float = 0.0
+    """Randomness of answers (0: always the likeliest token)."""
+    top_p: float = 1.0
+    """Share of probability that random answers are drawn from."""
+    system: str | None = None
+    """System message that each conversation begins with."""
+    seed: int = 1234
+    """Random seed."""
+
+    def __post_init__(self) -> None:
+        if self.folder is None:
+            raise ValueError("the folder of a model is needed: megatron-sft chat FOLDER")
+        check_range(self, 1, None, "max_new_tokens")
+        check_range(self, 0, None, "temperature", "seed")
+        check_range(self, 1e-6, 1, "top_p")
+
+
+class Speaker(Protocol):
+    """Something that answers."""
+
+    def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
+        """Returns the next message of a conversation, and prints it."""
+
+
+class TransformersSpeaker(NamedTuple):
+    """A model of transformers or peft, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+    def answer(self, messages: Sequence[dict[str, str]], options: ChatOptions) -> str:
+        """Returns the next message of a conversation, and prints it as it is made."""
+        from transformers import TextStreamer
+
+        inputs = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(self.model.device)
+        inputs.pop("token_type_ids", None)
+        samples = options.temperature > 0
+        drawn = {"temperature": options.temperature, "top_p": options.top_p} if samples else {}
+        made = self.model.generate(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=samples,
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **drawn,
+        )
+        return self.tokenizer.decode(
+            made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Reads questions from the terminal or a pipe until it ends, and answers them."""
+    outlive_output()
+    about = "Talk to a model in the terminal, through transformers."
+    try:
+        (options,) = parse_flags((ChatOptions,), arguments, Command(program=program, about=about))
+        with ExitStack() as end:
+            folder = end.enter_context(huggingface_folder(options.folder))
+            converse(open_speaker(folder, options), options)
+    except KeyboardInterrupt:
+        print()
+    except (FlagError, ValueError, OSError, ImportError) as failure:
+        exit_with_message(program, str(failure))
+
+
+@contextmanager
+def huggingface_folder(given: str) -> Iterator[Path]:
+    """Yields a folder that transformers or peft loads; that of a checkpoint is removed again."""
+    if not Path(given).is_dir():
+        raise ValueError(f"{given}: no such folder; give that of a model or of checkpoints")
+    if distributed_checkpoint(given) is None:
+        yield Path(given)
+        return
+    from megatron.sft.commands.export import export
+
+    silence_warnings(0)
+    with TemporaryDirectory(prefix="megatron-sft-chat-") as place:
+        folder = Path(place) / "model"
+        print(f"writing {given} as a HuggingFace folder ...", flush=True)
+        export(given, folder, _BYTES_PER_FILE)
+        yield folder
+
+
+def open_speaker(folder: Path, options: ChatOptions) -> Speaker:
+    """Loads a model with its tokenizer onto the GPU, if there is one; ValueError for what is no
+    model that can chat.
+    """
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    for name in ("transformers", "peft")[: 1 + is_adapter]:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"chat needs the package {name}; do pip install {name}")
+    if not is_adapter and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; give a HuggingFace folder or checkpoints")
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(options.seed)
+    kind: Any = transformers.AutoModelForCausalLM
+    if is_adapter:
+        import peft
+
+        kind = peft.AutoPeftModelForCausalLM
+    model = kind.from_pretrained(str(folder), dtype="auto").eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{folder} has no chat template; put a chat_template.jinja into it, or fine-tune with "
+            "--chat-template"
+        )
+    return TransformersSpeaker(model, tokenizer)
+
+
+def converse(speaker: Speaker, options: ChatOptions) -> None:
+    """Answers lines of standard input, until it ends or one says /exit."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(f"{_CLEAR} forgets the conversation, {_ENDS[0]} ends", flush=True)
+    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(opening)
+    while True:
+        try:
+            said = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if said in _ENDS:
+            return
+        if said == _CLEAR:
+            messages = list(opening)
+        elif said:
+            messages.append({"role": "user", "content": said})
+            answer = speaker.answer(messages, options)
+            messages.append({"role": "assistant", "content": answer})

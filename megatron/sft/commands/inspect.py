@@ -1,0 +1,240 @@
+"""pure. `megatron-sft inspect PATH`: what data, a blend, a model folder, an adapter or checkpoints
+hold.
+
+No weights are read, only headers and indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.blending.encoding.default_encoder import DefaultTaskEncoder
+from megatron.blending.encoding.source_entries import Reading, open_entry
+from megatron.blending.loading.dataset_loader import split_names
+from megatron.blending.metadatasets.metadataset import (
+    Blend,
+    Epochized,
+    Node,
+    SourceEntry,
+    flattened,
+    load_metadataset,
+    source_entries,
+)
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, parse_flags
+from megatron.packing.user_files import read_json
+from megatron.sft.environment import exit_with_message, outlive_output
+from megatron.sft.model.checkpoint_folder import (
+    CHECKSUMS,
+    best_iteration,
+    checkpoint_path,
+    iterations,
+    latest_iteration,
+)
+from megatron.sft.model.huggingface.config import options_of
+from megatron.sft.model.huggingface.config_file import read_config
+from megatron.sft.model.huggingface.folder import open_folder
+from megatron.sft.model.lora.peft_folder import CONFIG as ADAPTER_CONFIG
+from megatron.sft.model.lora.peft_folder import WEIGHTS as ADAPTER_WEIGHTS
+from megatron.sft.options.defaults import positions_of
+
+_SPLITS = ("train", "val", "test")
+_COMPANIONS = "huggingface"
+"""Folder in a checkpoint with the HuggingFace side of its model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What to look into."""
+
+    path: str | None = field(default=None, metadata={"positional": True})
+    """Data file, prepared WebDataset folder, metadataset (.yaml), HuggingFace model, PEFT adapter,
+    or folder of checkpoints.
+    """
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            raise ValueError("a path is needed: data, a model or checkpoints; see --help")
+
+
+def main(arguments: Sequence[str], program: str) -> None:
+    """Prints what is there; one line and status 2 for what is nothing of that."""
+    outlive_output()
+    about = "Tell what data, a blend, a model folder, an adapter or checkpoints hold."
+    try:
+        (options,) = parse_flags(
+            (InspectOptions,), arguments, Command(program=program, about=about)
+        )
+        for line in lines_of(options.path):
+            print(line)
+    except (FlagError, ValueError, OSError) as failure:
+        exit_with_message(program, str(failure))
+
+
+def lines_of(path: str) -> Iterator[str]:
+    """Yields lines about `path`; ValueError for what cannot be read."""
+    folder = Path(path)
+    if (folder / ADAPTER_CONFIG).is_file():
+        yield from _adapter(folder)
+    elif (folder / "config.json").is_file():
+        yield from _model(folder)
+    elif folder.is_dir() and iterations(folder):
+        yield from _checkpoints(folder)
+    elif folder.is_dir() and (folder / CHECKSUMS).is_file():
+        yield from _checkpoint(folder)
+    else:
+        yield from _data(path)
+
+
+def _model(folder: Path) -> Iterator[str]:
+    config, where = read_config(folder), str(folder / "config.json")
+    yield f"HuggingFace model {folder}: {config.get('model_type')}"
+    yield from _shape(folder)
+    held = open_folder(folder)
+    tensors = held.tensors.values()
+    numbers = sum(math.prod(each.shape) for each in tensors)
+    files = {each.path for each in tensors}
+    kinds = ", ".join(sorted({each.dtype for each in tensors}))
+    yield (
+        f"  weights    {numbers:,} numbers in {len(held.tensors):,} tensors ({kinds}), "
+        f"{size(sum(file.stat().st_size for file in files))} in {count(len(files), 'file')}"
+    )
+    tokenizer = "tokenizer.json" if (folder / "tokenizer.json").is_file() else "none"
+    yield f"  tokenizer  {tokenizer}; chat template: {_template(folder)}"
+    try:
+        options_of(config, where)
+    except ValueError as failure:
+        yield f"  trains     no: {failure}"
+    else:
+        yield f"  trains     yes: --pretrained-checkpoint {folder}"
+
+
+def _shape(folder: Path) -> Iterator[str]:
+    config = read_config(folder)
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    names = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "key/value heads": "num_key_value_heads",
+        "vocabulary": "vocab_size",
+        "experts": "num_local_experts" if "num_local_experts" in text else "num_experts",
+    }
+    told = [f"{title} {text[name]}" for title, name in names.items() if text.get(name) is not None]
+    positions = positions_of(str(folder))
+    yield f"  shape      {', '.join([*told, f'positions {positions}'])}"
+
+
+def _template(folder: Path) -> str:
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (folder / name).is_file():
+            return name
+    path = folder / "tokenizer_config.json"
+    has_own = path.is_file() and "chat_template" in read_json(path, any_integer=True)
+    return "in tokenizer_config.json" if has_own else "none"
+
+
+def _adapter(folder: Path) -> Iterator[str]:
+    config = read_json(folder / ADAPTER_CONFIG)
+    yield f"PEFT adapter {folder}: {config.get('peft_type')}"
+    targets = config.get("target_modules")
+    if isinstance(targets, list):  # "model.layers.0.mlp.up_proj" -> "up_proj"
+        targets = " ".join(sorted({str(name).rpartition(".")[2] for name in targets}))
+    yield f"  rank {config.get('r')}, alpha {config.get('lora_alpha')}, on {targets}"
+    yield f"  base model {config.get('base_model_name_or_path')}"
+    weights = folder / ADAPTER_WEIGHTS
+    yield f"  weights    {size(weights.stat().st_size) if weights.is_file() else 'none'}"
+    yield f"  continue with --lora-adapter {folder}"
+
+
+def _checkpoints(folder: Path) -> Iterator[str]:
+    steps, latest, best = iterations(folder), latest_iteration(folder), best_iteration(folder)
+    yield f"checkpoints {folder}: {count(len(steps), 'checkpoint')}"
+    for step in steps:
+        marks = ["newest"] * (step == latest) + ["best"] * (step == best)
+        path = checkpoint_path(folder, step)
+        yield f"  step {step:,}  {size(_bytes_below(path))}  {', '.join(marks)}".rstrip()
+    if latest is not None:
+        yield from _checkpoint(checkpoint_path(folder, latest))
+    yield f"  continue with --load {folder}"
+
+
+def _checkpoint(path: Path) -> Iterator[str]:
+    files = read_json(path / CHECKSUMS, any_integer=True) if (path / CHECKSUMS).is_file() else None
+    listed = "no checksums" if files is None else f"{count(len(files), 'file')} with checksums"
+    yield f"checkpoint {path}: {size(_bytes_below(path))}, {listed}"
+    companions = path / _COMPANIONS
+    if (companions / "config.json").is_file():
+        yield f"  model      {read_config(companions).get('model_type')}"
+        yield from _shape(companions)
+        yield f"  write it as a HuggingFace folder: megatron-sft export {path} FOLDER"
+    else:
+        yield "  model      no HuggingFace family, or adapters beside a base model"
+
+
+def _data(path: str) -> Iterator[str]:
+    own_splits = split_names(path)
+    for split in [name for name in _SPLITS if name == "train" or name in own_splits]:
+        node = load_metadataset(path, split)
+        yield from _sources(path, split, node)
+        yield from _tree(node, "  ")
+
+
+def _sources(path: str, split: str, node: Node) -> Iterator[str]:
+    reading = Reading(encoder=DefaultTaskEncoder())
+    kind, shares = flattened(node)
+    total = sum(share for _, share in shares)
+    sizes = [len(open_entry(entry, reading).source) for entry, _ in shares]
+    how: dict[type, str] = {
+        Blend: ", blended by weight",
+        Epochized: ", each repeated as often as it says",
+    }
+    told = how.get(kind, "") if len(shares) > 1 else ""
+    yield f"{path}, split {split}: {count(len(shares), 'source')}, {sum(sizes):,} records{told}"
+    width = max(len(_path_of(entry)) for entry, _ in shares)
+    for (entry, share), records in zip(shares, sizes):
+        part = f"{float(share):7.2f} x" if kind is Epochized else f"{float(share / total):7.1%}"
+        place = Path(_path_of(entry))
+        told = size(_bytes_below(place)) if place.exists() else "elsewhere"
+        yield f"  {part}  {_path_of(entry):{width}}  {records:>12,} records  {told}"
+
+
+def _tree(node: Node, indent: str) -> Iterator[str]:
+    """Yields the groups of a blend, where they are nested."""
+    if not isinstance(node, (Blend, Epochized)) or not any(
+        isinstance(child, (Blend, Epochized)) for child, _ in node.children
+    ):
+        return
+    for child, weight in node.children:
+        named = ", ".join(Path(_path_of(entry)).name for entry in source_entries(child))
+        yield f"{indent}weight {float(weight):g}: {named}"
+        yield from _tree(child, indent + "  ")
+
+
+def _path_of(entry: object) -> str:
+    if isinstance(entry, SourceEntry):
+        return entry.path
+    return " + ".join(leg.entry.path for leg in entry.legs)  # type: ignore[attr-defined]  # a Join
+
+
+def _bytes_below(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def count(number: int, noun: str) -> str:
+    """`1, "file" -> "1 file"`; `2, "file" -> "2 files"`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def size(num_bytes: int) -> str:
+    """`2500000 -> "2.5 MB"`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes} bytes"

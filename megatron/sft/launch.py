@@ -1,0 +1,102 @@
+"""pure. `megatron-sft train --nproc-per-node 8 ...`: torchrun in the same command.
+
+Options are checked before any process is started. What ends a run is its last line: torchrun's own
+tracebacks and summaries of processes are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from megatron.packing.flags import FlagError
+from megatron.sft.environment import LAUNCHED
+
+FLAGS = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--max-restarts",
+)
+"""torchrun's own that are passed on; each has a value."""
+_SIGNAL_STATUS = 128
+
+
+class Launch(NamedTuple):
+    """A command line, taken apart."""
+
+    torchrun: list[str]
+    """torchrun's part; empty: nothing is to be launched."""
+    training: list[str]
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of processes; None where only torchrun finds out."""
+        sizes = {"--nproc-per-node": "", "--nnodes": "1"}
+        sizes |= dict(zip(self.torchrun[::2], self.torchrun[1::2]))
+        numbers = [sizes[name] for name in ("--nproc-per-node", "--nnodes")]
+        return int(numbers[0]) * int(numbers[1]) if all(map(str.isdecimal, numbers)) else None
+
+
+def taken_apart(arguments: Sequence[str]) -> Launch:
+    """Returns torchrun's options and the others; FlagError for one without a value, or without
+    --nproc-per-node.
+
+    `["--nproc-per-node=2", "--lr", "1"] -> (["--nproc-per-node", "2"], ["--lr", "1"])`
+    """
+    torchrun, training = [], []
+    left = list(arguments)
+    while left:
+        name, has_value, value = left.pop(0).partition("=")
+        flag = name.replace("_", "-")
+        if flag not in FLAGS:
+            training.append(name + has_value + value)
+            continue
+        if not has_value and (not left or left[0].startswith("--")):
+            raise FlagError(f"{flag} needs a value, as torchrun has it")
+        torchrun += [flag, value if has_value else left.pop(0)]
+    if torchrun and "--nproc-per-node" not in torchrun:
+        raise FlagError(f"{torchrun[0]} needs --nproc-per-node, processes of this machine")
+    return Launch(torchrun, training)
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def launch(found: Launch, program: str) -> NoReturn:
+    """Runs the processes, and ends with their status; the last line says why, if they failed."""
+    # Imported here, since it takes seconds: torch.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, and says so in four lines
+    try:
+        run(parse_args([*found.torchrun, "-m", "megatron.sft", "train", *found.training]))
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        said = first.error_file_data.get("message")
+        if said:
+            print(said["message"] if isinstance(said, dict) else said, file=sys.stderr)
+        else:
+            how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"status {first.exitcode}"
+            print(f"{program}: error: rank {rank} ended by {how}; see above", file=sys.stderr)
+        status = first.exitcode
+        raise SystemExit(status if status >= 0 else _SIGNAL_STATUS - status) from None
+    except SignalException as stopped:  # the processes have said where they stopped
+        raise SystemExit(_SIGNAL_STATUS + stopped.sigval) from None
+    raise SystemExit(0)

@@ -1,0 +1,149 @@
+"""pure. Names that other trainers have for options: each is answered with ours, in one line.
+
+TRL and HuggingFace's Trainer, LLaMA-Factory, Axolotl and ms-swift, on the command line and as keys
+of YAML. A name that several of them have means the same in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_OURS = {
+    "--pretrained-checkpoint FOLDER (a folder on this machine)": """
+        model_name_or_path model_name model base_model base_model_config model_id_or_path
+    """,
+    "--data-path FILE": "dataset dataset_name datasets train_file train_data dataset_path data",
+    "--valid-data-path FILE": "val_dataset eval_dataset validation_file test_datasets eval_data",
+    "--split 95,5 (shares of --data-path)": """
+        val_size val_set_size split_dataset_ratio validation_split_percentage dataset_test_split
+        dataset_train_split
+    """,
+    "--seq-length": """
+        max_length max_seq_length cutoff_len sequence_len model_max_length max_seq_len
+    """,
+    "--over-length-policy": "truncation_strategy excess_length_strategy",
+    "--sequence-packing": """
+        packing sample_packing neat_packing padding_free packing_strategy group_by_length
+        eval_packing eval_sample_packing multipack
+    """,
+    "--lr": "learning_rate max_lr",
+    "--lr-decay-style": "lr_scheduler_type lr_scheduler",
+    "--lr-warmup-fraction": "warmup_ratio",
+    "--lr-warmup-iters": "warmup_steps num_warmup_steps",
+    "--train-epochs": "num_train_epochs num_epochs max_epochs epochs",
+    "--train-iters": "max_steps max_train_steps",
+    "--global-batch-size, sequences of a step over all ranks": """
+        per_device_train_batch_size gradient_accumulation_steps train_batch_size batch_size
+        per_gpu_train_batch_size
+    """,
+    "--clip-grad": "max_grad_norm gradient_clipping",
+    "--adam-eps": "adam_epsilon",
+    "--recompute-granularity full": """
+        gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
+    """,
+    "--bf16": "torch_dtype dtype fp16 tf32 bf16_full_eval mixed_precision",
+    "--attention-backend": """
+        attn_implementation attn_impl flash_attn flash_attention xformers_attention sdp_attention
+        use_flash_attn
+    """,
+    "--save FOLDER (checkpoints) and --save-hf FOLDER (the model)": "output_dir export_dir",
+    "--save-interval": "save_steps save_strategy saves_per_epoch checkpointing_steps",
+    "--keep-checkpoints": "save_total_limit",
+    "--keep-best": "load_best_model_at_end metric_for_best_model greater_is_better",
+    "--load FOLDER": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "--eval-interval": """
+        eval_steps eval_strategy evaluation_strategy evals_per_epoch do_eval eval_on_start
+    """,
+    "--eval-iters, global batches of an evaluation": "per_device_eval_batch_size eval_batch_size",
+    "--early-stopping": "early_stopping_patience",
+    "--log-interval": "logging_steps logging_strategy logging_first_step",
+    "--tensorboard-dir FOLDER": "logging_dir use_tensorboard",
+    "--tensorboard-dir FOLDER or --wandb-project NAME": "report_to",
+    "--wandb-exp-name": "run_name wandb_name wandb_run_id",
+    "--num-workers": """
+        dataloader_num_workers dataset_num_proc preprocessing_num_workers dataset_processes
+    """,
+    "--seed": "data_seed",
+    "--chat-template FILE": "template chat_template_path chat_template_jinja",
+    "--tokenizer-model FOLDER": "tokenizer_name_or_path tokenizer_name tokenizer_config tokenizer",
+    "--lora": "use_peft finetuning_type adapter train_type tuner_type sft_type peft_type",
+    "--lora-rank": "lora_r peft_r",
+    "--lora-target-modules": """
+        lora_target target_modules lora_target_linear lora_task_type lora_layers_to_transform
+    """,
+    "--lora-modules-to-save": "additional_target modules_to_save",
+    "--lora-adapter FOLDER": "adapter_name_or_path lora_model_dir adapters",
+    "--lora-rslora": "use_rslora peft_use_rslora",
+    "--lora-merge": "merge_lora merge_adapter",
+    "--use-distributed-optimizer": """
+        deepspeed fsdp fsdp_config fsdp_version deepspeed_plugin zero_stage sharding_strategy
+    """,
+    "--tensor-model-parallel-size": "tensor_parallel_size tp tp_size",
+    "--pipeline-model-parallel-size": "pipeline_parallel_size pp pp_size",
+    "--context-parallel-size": """
+        sequence_parallel_degree sequence_parallel_size context_parallel_degree cp cp_size
+        ring_attn_size
+    """,
+    "--expert-model-parallel-size": "expert_parallel_size ep ep_size",
+    "--distributed-timeout-minutes": "ddp_timeout",
+    "--moe-aux-loss-coeff": "router_aux_loss_coef output_router_logits aux_loss_coef",
+    "--skip-bad-samples": "strict",
+    "weights before the files of --data-path": "mix_strategy interleave_probs interleave_prob",
+    "--nproc-per-node": "num_processes num_gpus",
+}
+_WAYS = {
+    "drop it: only what the assistant says is trained": """
+        assistant_only_loss completion_only_loss train_on_inputs train_on_prompt mask_history
+        loss_scale train_on_responses_only roles_to_train
+    """,
+    "drop it: supervised fine-tuning is what there is": """
+        stage do_train rl task rlhf_type trainer_cls
+    """,
+    "drop it: the optimizer is Adam": "optim optimizer optim_args",
+    "drop it: weights are not quantized": """
+        load_in_4bit load_in_8bit quantization_bit quantization_method quant_method quant_bits
+        bnb_4bit_quant_type bnb_4bit_compute_dtype use_bnb_nested_quant
+    """,
+    "drop it: nothing is sent away; upload the folder of --save-hf": """
+        push_to_hub hub_model_id hub_strategy hub_token hub_private_repo
+    """,
+    "drop it: nothing is cached or compiled beforehand": """
+        overwrite_cache dataset_prepared_path streaming torch_compile use_liger_kernel
+        enable_liger_kernel liger_kernel use_unsloth lazy_tokenize
+    """,
+    "drop it: files of a run are never overwritten": "overwrite_output_dir",
+    "drop it: the chat template has them": "special_tokens eos_token bos_token pad_token system",
+    "drop it: the layout of each record is found by itself": """
+        dataset_text_field dataset_kwargs formatting remove_unused_columns columns dataset_dir
+        dataset_config dataset_format
+    """,
+    "drop it: code of a model's folder is never run": "trust_remote_code",
+    "drop it: this is not offered": """
+        neftune_noise_alpha use_dora label_smoothing_factor plot_loss max_samples use_galore
+        use_badam report_to_hub pad_to_sequence_len pad_to_multiple_of wandb_watch wandb_log_model
+    """,
+}
+ANSWERS = {
+    **{name: f"is {ours} here" for ours, names in _OURS.items() for name in names.split()},
+    **{name: f"({way})" for way, names in _WAYS.items() for name in names.split()},
+}
+"""Name of another trainer, with underscores -> what to do."""
+
+
+def answers_to(unknown: Iterable[str], ours: Iterable[str]) -> list[str]:
+    """Returns what to do about each of these options, as the user wrote them; none about a name
+    that nobody has.
+
+    ours: our flags. `["--learning_rate", "--weight_decay"] -> ["--learning_rate is --lr here",
+    "--weight_decay is --weight-decay"]`
+    """
+    flags = set(ours)
+    found = []
+    for name in dict.fromkeys(unknown):
+        plain = name.lstrip("-").replace("-", "_")
+        flag = "--" + plain.replace("_", "-")
+        if flag in flags:
+            found.append(f"{name} is {flag}")
+        elif plain.lower() in ANSWERS:
+            found.append(f"{name} {ANSWERS[plain.lower()]}")
+    return found

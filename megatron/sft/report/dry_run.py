@@ -1,0 +1,110 @@
+"""mcore. `megatron-sft train --dry-run`: all that a run does before its first step, but for the
+model, and what it would do then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron.sft.data.datasets import Datasets
+from megatron.sft.data.stream import SampleStream, Share
+from megatron.sft.distributed import process_groups
+from megatron.sft.environment import world_from_environment
+from megatron.sft.model.huggingface.companions import Companions
+from megatron.sft.options.config import SFTConfig
+from megatron.sft.output_check import check_output, num_weights
+from megatron.sft.read_files import fingerprints
+
+_SAMPLES = 200
+"""Read to tell how long they are."""
+
+
+class Sampled(NamedTuple):
+    """Some of the training samples."""
+
+    num_samples: int
+    num_tokens: int
+    num_trained: int
+
+
+def dry_run(config: SFTConfig, datasets: Datasets, pretrained: object) -> None:
+    """Tries the places that the run writes to, and prints what it would do; collective under a
+    launcher.
+    """
+    dtype = "bfloat16" if config.training.bf16 else "float32"
+    companions = Companions(config, datasets.tokenizer, datasets.vocab_size, dtype)
+    with _groups(config, datasets, pretrained):
+        lock = check_output(companions)
+        if lock is not None:
+            lock.release()
+    if world_from_environment()[0] == 0:
+        for line in summary(config, datasets, companions):
+            print(line)
+
+
+@contextmanager
+def _groups(config: SFTConfig, datasets: Datasets, pretrained: object) -> Iterator[None]:
+    """The groups of a launched run; of one process without a launcher, whatever the layout."""
+    if "WORLD_SIZE" in os.environ:
+        with process_groups(config, fingerprints(config, datasets, pretrained)):  # type: ignore[arg-type]
+            yield
+        return
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def summary(config: SFTConfig, datasets: Datasets, companions: Companions) -> Iterator[str]:
+    """Yields the lines of a dry run."""
+    training, parallel = config.training, config.parallel
+    sequences = training.train_iters * training.global_batch_size
+    sampled = sample_lengths(datasets)
+    mean = sampled.num_tokens / max(sampled.num_samples, 1)
+    steps = f"{training.train_iters:,} steps of {training.global_batch_size:,} sequences"
+    if datasets.tokenizer is not None:
+        steps += f", {sequences / len(datasets.train):.2f} epochs"
+        held_out = f"{len(datasets.valid):,} for validation, {len(datasets.test):,} for test"
+        yield f"data       {len(datasets.train):,} records, {held_out}"
+    yield (
+        f"           {mean:,.0f} tokens per sequence, {_share(sampled):.0%} of them trained "
+        f"(mean of {sampled.num_samples:,})"
+    )
+    yield f"training   {steps}, about {sequences * mean:,.0f} tokens"
+    world = world_from_environment()[1]
+    if "WORLD_SIZE" not in os.environ:
+        world = parallel.least_world_size
+        yield f"layout     checked for {world:,} processes, the fewest that it takes"
+    yield (
+        f"           tensor {parallel.tensor_model_parallel_size}, pipeline "
+        f"{parallel.pipeline_model_parallel_size}, context {parallel.context_parallel_size}, data "
+        f"{parallel.data_parallel_size(world)}; packs of {config.capacity_per_rank:,} tokens per "
+        "rank"
+    )
+    if companions.has_family():
+        yield f"model      {num_weights(companions.weights()):,} parameters"
+    output = config.output
+    places = [place for place in (output.save, output.save_hf, output.run_dir) if place]
+    yield f"writes     {', '.join(places) or 'runs/TIME'}: tried"
+    yield "dry run: nothing is wrong; leave out --dry-run to train"
+
+
+def sample_lengths(datasets: Datasets) -> Sampled:
+    """Returns the lengths of the first training samples."""
+    stream = SampleStream(datasets.train, Share(0, 1, 1, 1))
+    found = [sample for _ in range(min(_SAMPLES, len(datasets.train))) for sample in next(stream)]
+    return Sampled(
+        len(found),
+        sum(len(sample["tokens"]) for sample in found),
+        sum(int((sample["loss_mask"] > 0).sum()) for sample in found),
+    )
+
+
+def _share(sampled: Sampled) -> float:
+    return sampled.num_trained / max(sampled.num_tokens, 1)

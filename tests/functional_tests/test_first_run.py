@@ -1,0 +1,59 @@
+"""The way of a first user: a dry run, training by defaults, a chat with what came of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "fixtures" / "released" / "qwen"
+
+
+def megatron_sft(*arguments, stdin=""):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.sft", *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello " * 20}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 66)
+    return path
+
+
+def test_a_dry_run_then_the_run_then_a_chat(tmp_path, chats):
+    """Three options must do; what the dry run says is what the run then does."""
+    given = ["--pretrained-checkpoint", MODEL, "--data-path", chats, "--save", tmp_path / "save"]
+    status, out, err = megatron_sft("train", "--dry-run", *given)
+    assert (status, err) == (0, "")
+    assert "--lr 1e-05 --lr-warmup-fraction 0.03 --seq-length 8192 --global-batch-size 32" in out
+    assert "training   2 steps of 32 sequences, 1.00 epochs" in out
+    assert not list((tmp_path / "save").glob("iter_*"))
+    status, out, err = megatron_sft("train", *given)
+    assert status == 0, err
+    assert "step 2/2" in out
+    status, out, _ = megatron_sft("chat", tmp_path / "save", "--max-new-tokens", "3", stdin="Hi\n")
+    assert status == 0
+    assert out.startswith(f"writing {tmp_path / 'save'} as a HuggingFace folder")
+
+
+def test_a_dry_run_of_a_layout_needs_no_launcher(tmp_path, chats):
+    """A login node has one process; the layout is of many."""
+    layout = ["--pipeline-model-parallel-size", "2", "--run-dir", tmp_path / "run"]
+    given = ["--pretrained-checkpoint", MODEL, "--data-path", chats, *layout]
+    status, out, _ = megatron_sft("train", "--dry-run", *given)
+    assert status == 0
+    assert "checked for 2 processes" in out
+    status, _, err = megatron_sft("train", "--dry-run", *given, "--save-hf", "/proc/model")
+    assert status == 2
+    assert "/proc" in err

@@ -1,0 +1,52 @@
+"""Talking to a model: what it is asked, and what it is not asked again."""
+
+import io
+
+import pytest
+
+from megatron.sft.commands import chat
+
+OPTIONS = chat.ChatOptions(folder="model", system="Be brief.")
+
+
+class Parrot:
+    """Answers with the number of messages that it was told."""
+
+    def __init__(self):
+        self.asked = []
+
+    def answer(self, messages, options):
+        self.asked.append(list(messages))
+        return str(len(messages))
+
+
+def roles(messages):
+    return [message["role"][0] for message in messages]
+
+
+def test_a_conversation_grows_until_it_is_cleared(monkeypatch):
+    """Answers without their questions, or another conversation's, make a good model look bad."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/clear\nthree\n/exit\nfour\n"))
+    parrot = Parrot()
+    chat.converse(parrot, OPTIONS)
+    assert ["".join(roles(messages)) for messages in parrot.asked] == ["su", "suau", "su"]
+    assert parrot.asked[1][2]["content"] == "2"
+    assert parrot.asked[2][1]["content"] == "three"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the folder of a model is needed"),
+        (["no-such-folder"], "no-such-folder: no such folder"),
+        (["tests"], "has no config.json"),
+        (["tests", "--top-p", "2"], "--top-p must be from"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, capsys):
+    """transformers would look for the folder on the internet, and say so over a page."""
+    with pytest.raises(SystemExit) as end:
+        chat.main(arguments, "megatron-sft chat")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

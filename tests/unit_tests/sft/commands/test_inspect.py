@@ -1,0 +1,89 @@
+"""Data, blends, models, adapters and checkpoints, told in a few lines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.sft.commands.inspect import lines_of, main, size
+
+RELEASED = Path(__file__).parents[3] / "fixtures" / "released"
+BLEND = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+ONE_A, ONE_B = "{weight: 1, path: a.jsonl}", "{weight: 1, path: b.jsonl}"
+ONE_INNER = "{weight: 1, path: inner.yaml}"
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name, count in (("a", 4), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * count)
+    (tmp_path / "inner.yaml").write_text(f"{BLEND}  train: {{blend: [{ONE_B}, {ONE_A}]}}\n")
+    (tmp_path / "blend.yaml").write_text(
+        f"{BLEND}  train: {{blend: [{{weight: 3, path: a.jsonl}}, {ONE_INNER}]}}\n"
+        "  val: {path: b.jsonl}\n"
+    )
+    return tmp_path
+
+
+def test_a_blend_has_shares_sizes_and_its_tree(data):
+    """Weights of nested files multiply; whoever trusts the numbers in one file is wrong."""
+    lines = list(lines_of(str(data / "blend.yaml")))
+    assert "split train: 3 sources, 10 records, blended by weight" in lines[0]
+    assert [line.split()[0] for line in lines[1:4]] == ["75.0%", "12.5%", "12.5%"]
+    assert lines[4:6] == ["  weight 3: a.jsonl", "  weight 1: b.jsonl, a.jsonl"]
+    assert "split val: 1 source, 2 records" in lines[6]
+    assert len(lines) == 8
+
+
+def test_a_model_says_whether_it_trains_here(tmp_path):
+    """Else the answer comes after the model was downloaded to eight nodes."""
+    assert "  trains     yes" in next(
+        line for line in lines_of(str(RELEASED / "qwen")) if "trains" in line
+    )
+    config = json.loads((RELEASED / "qwen" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    (tmp_path / "model.safetensors").write_bytes(
+        (RELEASED / "qwen" / "model.safetensors").read_bytes()
+    )
+    assert list(lines_of(str(tmp_path)))[-1].startswith("  trains     no: ")
+
+
+def test_an_adapter_names_its_base():
+    """An adapter beside another base gives nonsense."""
+    lines = list(lines_of(str(RELEASED / "trl-adapter")))
+    assert lines[1] == (
+        "  rank 4, alpha 8, on down_proj gate_proj k_proj o_proj q_proj up_proj v_proj"
+    )
+    assert lines[2] == "  base model qwen"
+
+
+def test_checkpoints_are_listed(tmp_path):
+    """Which one is continued, and which was the best, is in two small files."""
+    for step in (10, 20):
+        folder = tmp_path / f"iter_{step:07d}"
+        folder.mkdir()
+        (folder / "checksums.json").write_text('{"a": 1}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    (tmp_path / "best_checkpointed_iteration.txt").write_text("10")
+    lines = list(lines_of(str(tmp_path)))
+    assert lines[1].split() == ["step", "10", "8", "bytes", "best"]
+    assert lines[2].split() == ["step", "20", "8", "bytes", "newest"]
+    assert lines[-1] == f"  continue with --load {tmp_path}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-folder"], [__file__], ["--path", "x"]])
+def test_what_is_nothing_of_that_is_one_line(arguments, capsys):
+    """A traceback hides what was wrong with the path."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments, "megatron-sft inspect")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-sft inspect: error: ")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "told"), [(999, "999 bytes"), (2_500_000, "2.5 MB"), (3 * 10**12, "3.0 TB")]
+)
+def test_sizes(num_bytes, told):
+    """A factor of a thousand is easily lost."""
+    assert size(num_bytes) == told

@@ -1,0 +1,65 @@
+"""Names of other trainers are answered with ours."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from megatron.packing.flag_help import Command
+from megatron.packing.flags import FlagError, flag_of
+from megatron.sft.options.config import GROUPS, parse_config
+from megatron.sft.options.other_trainers import _OURS, _WAYS, ANSWERS, answers_to
+
+FLAGS = [flag_of(field.name) for group in GROUPS for field in fields(group)]
+TRAIN = Command(answers=answers_to)
+
+
+def message_of(*arguments):
+    with pytest.raises(FlagError) as failure:
+        parse_config(arguments, 1, TRAIN)
+    return str(failure.value)
+
+
+def test_answers_name_flags_that_exist():
+    """An option that was renamed leaves an answer that sends its reader to nothing."""
+    named = {flag for answer in ANSWERS.values() for flag in re.findall(r"--[a-z][\w-]*", answer)}
+    assert named - {"--nproc-per-node"} <= set(FLAGS)
+    assert len(named) > 30
+
+
+def test_each_name_has_one_answer():
+    """A name in two rows has the answer of the later one, which may be the wrong one."""
+    names = [name for names in (*_OURS.values(), *_WAYS.values()) for name in names.split()]
+    assert sorted(names) == sorted(set(names))
+    assert not {flag_of(name) for name in names} & set(FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--learning_rate 1e-5", "--learning_rate is --lr here"),
+        ("--model_name_or_path Qwen3-8B", "--model_name_or_path is --pretrained-checkpoint FOLDER"),
+        ("--weight_decay=0.1", "--weight_decay is --weight-decay"),
+        ("--per-device-train-batch-size 4", "is --global-batch-size, sequences of a step over all"),
+        ("--load_in_4bit", "--load_in_4bit (drop it: weights are not quantized)"),
+    ],
+)
+def test_flags_of_trl_and_others(arguments, said):
+    """ "unknown option; see --help" leaves a user with 200 options to read."""
+    assert said in message_of(*arguments.split(), "--lrr", "3")
+
+
+def test_all_names_are_answered_at_once(tmp_path):
+    """A file of 20 keys would take 20 starts."""
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("base_model: Qwen/Qwen3-8B\nsequence_len: 4096\nnum_epochs: 2\nlrr: 1\n")
+    assert message_of("--config", str(path)) == (
+        f"--config {path}: options of other trainers: base_model is --pretrained-checkpoint "
+        "FOLDER (a folder on this machine) here; sequence_len is --seq-length here; num_epochs is "
+        "--train-epochs here"
+    )
+
+
+def test_a_typing_mistake_is_none_of_them():
+    """`--lrr` is nobody's; the nearest of ours helps."""
+    assert message_of("--lrr", "1") == "unknown option --lrr; did you mean --lr?"

@@ -1,0 +1,81 @@
+"""torchrun in the same command: which options are its own, and what ends the terminal's last
+line.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.packing.flags import FlagError
+from megatron.sft.launch import Launch, taken_apart
+
+ROOT = Path(__file__).parents[3]
+GOOD = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --train-iters 1 "
+    "--global-batch-size 2 --lr 1e-3 --mock-data --eval-iters 0"
+)
+
+
+def run(*arguments):
+    """Run as a process that no launcher started."""
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    ours = {name: value for name, value in os.environ.items() if name not in left_out}
+    command = [sys.executable, "-m", "megatron.sft", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=120)
+
+
+def test_options_are_taken_apart():
+    """An option that goes to the wrong one of the two is refused there."""
+    given = ["--nproc_per_node=2", "--lr", "1", "--rdzv-endpoint", "a:1", "--bf16"]
+    torchrun = ["--nproc-per-node", "2", "--rdzv-endpoint", "a:1"]
+    assert taken_apart(given) == Launch(torchrun, ["--lr", "1", "--bf16"])
+    assert taken_apart(["--lr", "1"]) == Launch([], ["--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("--nproc-per-node 8", 8),
+        ("--nnodes 2 --nproc-per-node 8", 16),
+        ("--nproc-per-node gpu", None),
+    ],
+)
+def test_number_of_processes(given, size):
+    """Options are checked against it before anything starts."""
+    assert taken_apart(given.split()).world_size == size
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("--nproc-per-node", "needs a value"), ("--nnodes 2", "--nnodes needs --nproc-per-node")],
+)
+def test_halves_are_refused(given, said):
+    """Two machines would each train alone."""
+    with pytest.raises(FlagError, match=said):
+        taken_apart(given.split())
+
+
+def test_a_mistyped_flag_is_the_only_line():
+    """Under torchrun it is line 1 of 42, or is missing, where another rank failed first."""
+    done = run("--nproc-per-node", "2", *GOOD.split(), "--lrr", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("error: unknown option --lrr; did you mean --lr?\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_ends_a_run_is_the_last_line(tmp_path):
+    """torchrun's own traceback and summary push it off the screen."""
+    done = run("--nproc-per-node", "2", *GOOD.split(), "--save", "/proc/none")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("megatron-sft: error: /proc/none must be a folder")
+
+
+def test_a_run_of_two_processes(tmp_path):
+    """Ends with its report and status 0."""
+    done = run("--nproc-per-node", "2", *GOOD.split(), "--run-dir", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 1/1" in done.stdout
